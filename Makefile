@@ -1,0 +1,43 @@
+# Everything a person or a machine does with this checkout, by name.
+PYTHON ?= python3.11
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-slow check format bench clean
+
+help:            ## say what can be made
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
+
+setup: .venv/ready ## make the environment in .venv
+
+.venv/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: setup      ## train the first example on two processes, ending with a report
+	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
+
+test: setup      ## the whole suite; under ten minutes on two cores
+	$(BIN)/python -m pytest
+
+test-slow: setup ## what takes longer
+	$(BIN)/python -m pytest -m slow
+
+check: setup     ## format, lint, types, layers; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup    ## let the tools mend what they can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup     ## every benchmark, one after the other (half an hour)
+	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:           ## remove what make and the runs left
+	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,35 @@
+"""A small convolutional classifier on the 1,797 handwritten digits that come with scikit-learn."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, random_split
+
+import instep
+
+
+def recipe(lr: float = 2e-3) -> instep.Recipe:
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # [1797, 1, 8, 8]
+    labels = torch.tensor(digits.target)
+    train, validate = random_split(TensorDataset(images, labels), [1500, 297])
+    return instep.Recipe(
+        model=nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 10),
+        ),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=lr),
+        train=train,
+        validate=validate,
+        metrics={"accuracy": accuracy},
+    )
+
+
+def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
+    return (outputs.argmax(dim=1) == target).float().mean()

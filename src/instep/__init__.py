@@ -1,0 +1,41 @@
+"""Train any PyTorch model across whatever machines there are, with the result of one machine.
+
+The names below are all there is for a program to import. Each is loaded when
+it is first used, so `import instep` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from instep.errors import InstepError
+    from instep.run.client import Run, train
+    from instep.run.recipe import Recipe
+    from instep.run.session import Session, join
+    from instep.spec import JobSpec
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "InstepError": "instep.errors",
+    "JobSpec": "instep.spec",
+    "Recipe": "instep.run.recipe",
+    "Run": "instep.run.client",
+    "Session": "instep.run.session",
+    "join": "instep.run.session",
+    "train": "instep.run.client",
+}
+
+__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'instep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

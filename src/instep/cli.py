@@ -1,0 +1,189 @@
+"""The command line: parse, call, print. `--help` answers without importing torch.
+
+Progress goes to standard error. Standard output gets the result: a few lines,
+or with `--json` one JSON object as its last line. Exit codes are those of
+`errors.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from instep import __version__
+from instep.errors import InstepError, SpecError, near_miss
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train a job on worker processes of this machine, from its file to a report."""
+    started = _process_start()
+    from instep import spec_file
+    from instep.run.client import run_job
+
+    overrides = list(args.set)
+    if args.workers is not None:
+        overrides.append(f"workers={args.workers}")
+    if args.name is not None:
+        overrides.append(f'name="{args.name}"')
+    job = spec_file.load(Path(args.job), overrides)
+    done = run_job(
+        job,
+        Path(args.runs),
+        named=args.name is not None,
+        started=started,
+        json_output=args.json,
+    )
+    from instep.report.run_folder import RunFolder
+    from instep.report.summary import verdict
+
+    for line in verdict(done.summary, RunFolder(done.path)):
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(done.summary))
+    return done.exit_code
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write report.html of a run again, or lay two runs over each other."""
+    from instep.report.page import write_report
+    from instep.report.run_folder import RunFolder
+    from instep.report.summary import summarise, verdict
+
+    folder = RunFolder(Path(args.run))
+    other = RunFolder(Path(args.other)) if args.other else None
+    name = f"report-with-{Path(args.other).name}.html" if args.other else "report.html"
+    path = Path(args.to) if args.to else Path(args.run) / name
+    write_report(folder, path, other)
+    summary = summarise(folder)
+    if args.json:
+        print(json.dumps({**summary, "report": str(path)}))
+        return 0
+    for line in verdict(summary, folder):
+        print(line)
+    print(f"report  {path}")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Copy the trained model out of a run, as one safetensors file that anything can read."""
+    from instep.errors import RunError
+    from instep.report.run_folder import RunFolder
+
+    target = Path(args.to)
+    if target.suffix != ".safetensors":
+        raise SpecError(f"--to {args.to!r}: the file's name needs to end in .safetensors.")
+    folder = RunFolder(Path(args.run))
+    model = Path(args.run) / "model.safetensors"
+    if not model.is_file():
+        raise RunError(f"{args.run} has no model: the run is {folder.outcome}. Nothing to export.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(target.name + f".{os.getpid()}.part")
+        shutil.copyfile(model, beside)
+        beside.replace(target)
+    except OSError as error:
+        raise RunError(
+            f"{target} cannot be written: {error.strerror}. Choose another --to."
+        ) from None
+    if args.json:
+        print(json.dumps({"model": str(target), "size_bytes": target.stat().st_size}))
+    else:
+        print(f"model  {target}")
+        print(f"next   safetensors.torch.load_file({str(target)!r})")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong word with the near miss, and the exit code of a wrong job."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "argument command: invalid choice: "
+        if message.startswith(prefix):
+            given = message.removeprefix(prefix).split("'")[1]
+            raise SpecError(f"there is no command {given!r}. {near_miss(given, COMMANDS)}")
+        raise SpecError(f"{message}. See {self.prog} --help.")
+
+
+COMMANDS = {"run": run, "report": report, "export": export}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="instep",
+        description="Train any PyTorch model across whatever machines there are, "
+        "with the result of one machine.",
+        epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
+        "6 run folder, 7 checkpoint, 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"instep {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+
+    one = _command(commands, "run")
+    one.add_argument("job", help="job file, TOML")
+    one.add_argument("--workers", help="processes that compute gradients")
+    one.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="lay a value over the job file; may be given again",
+    )
+    one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
+    one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")
+
+    one = _command(commands, "report")
+    one.add_argument("run", help="run folder")
+    one.add_argument("other", nargs="?", help="a second run folder, laid over the first")
+    one.add_argument(
+        "--to", metavar="FILE.html", help="where to write it (default: the run folder)"
+    )
+
+    one = _command(commands, "export")
+    one.add_argument("run", help="run folder")
+    one.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction[_Parser], name: str) -> _Parser:
+    text = COMMANDS[name].__doc__
+    command: _Parser = commands.add_parser(name, help=text, description=text)
+    command.add_argument(
+        "--json", action="store_true", help="make the last line on standard output one JSON object"
+    )
+    command.set_defaults(call=COMMANDS[name])
+    return command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; our own errors print as one line."""
+    try:
+        args = _parser().parse_args(argv)
+        return int(args.call(args))
+    except InstepError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has stopped reading
+        return 1
+
+
+def run_main() -> NoReturn:
+    """The `instep` program."""
+    sys.exit(main())
+
+
+def _process_start() -> float:
+    """Unix seconds at which this process began, as near as the system tells."""
+    import psutil
+
+    try:
+        return float(psutil.Process().create_time())
+    except psutil.Error:
+        return time.time()

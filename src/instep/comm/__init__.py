@@ -1,0 +1,1 @@
+"""How tensors and messages move between processes."""

@@ -1,0 +1,77 @@
+"""Many named tensors to a few flat ones, and back.
+
+A bucket is one flat tensor; each of its members has a view of it. Members
+are laid out in the reverse of the order they are given in, because gradients
+become ready from the last layer to the first, so the first bucket is the first
+to fill. It knows nothing of gradients or networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One flat tensor, and whose parts lie where in it."""
+
+    flat: Tensor
+    """[elements + spare] of one dtype on one device."""
+
+    members: tuple[int, ...]
+    """Indices into the tensors given, in the order they lie in `flat`."""
+
+    views: tuple[Tensor, ...]
+    """Of `flat`, shaped like the members."""
+
+    spare: Tensor
+    """View of the last elements of `flat` that belong to no member; may be empty."""
+
+
+def lay_out(tensors: Sequence[Tensor], limits_bytes: Sequence[int], spare: int = 0) -> list[Bucket]:
+    """Cut tensors into buckets, last tensor first.
+
+    Args:
+        tensors: what has to fit; each keeps its shape, dtype and device.
+        limits_bytes: the size at which a bucket is full, for the first, the
+            second, ...; the last value holds for all that follow. A tensor
+            larger than the limit gets a bucket of its own.
+        spare: elements to leave free at the end of the last bucket.
+
+    Returns:
+        Buckets in the order in which they fill. Every tensor is a member of
+        exactly one; a bucket holds one dtype and one device.
+    """
+    groups: list[list[int]] = []
+    filled = 0
+    for index in reversed(range(len(tensors))):
+        tensor = tensors[index]
+        limit = limits_bytes[min(len(groups) - 1, len(limits_bytes) - 1)] if groups else 0
+        same = bool(groups) and _kind(tensors[groups[-1][0]]) == _kind(tensor)
+        if not same or filled + tensor.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(index)
+        filled += tensor.nbytes
+    last = len(groups) - 1
+    return [_bucket(tensors, group, spare if i == last else 0) for i, group in enumerate(groups)]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _bucket(tensors: Sequence[Tensor], members: list[int], spare: int) -> Bucket:
+    first = tensors[members[0]]
+    total = sum(tensors[m].numel() for m in members)
+    flat = torch.zeros(total + spare, dtype=first.dtype, device=first.device)
+    views, at = [], 0
+    for member in members:
+        size = tensors[member].numel()
+        views.append(flat[at : at + size].view(tensors[member].shape))
+        at += size
+    return Bucket(flat, tuple(members), tuple(views), flat[total:])

@@ -1,0 +1,237 @@
+"""Messages over a stream socket: the worker's end, and the master's many ends.
+
+A frame is four bytes of length, big-endian, then one message. A frame longer
+than `LARGEST` or one that is no message closes the connection it came on.
+Nothing here knows what a message means.
+"""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from instep.comm.messages import AnyMessage, decode, encode
+from instep.errors import PeerError
+
+LARGEST = 64 * 1024 * 1024
+"""Bytes of the longest frame that is taken in."""
+
+Wanted = TypeVar("Wanted", bound=AnyMessage)
+
+_LENGTH = struct.Struct("!I")
+
+
+class Address(NamedTuple):
+    """Where a master listens."""
+
+    host: str
+    port: int
+
+
+class _Frames:
+    """Bytes in, messages out."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[AnyMessage]:
+        """Every message that `data` completes.
+
+        Raises:
+            PeerError: the other end does not speak this protocol.
+        """
+        self._bytes += data
+        found: list[AnyMessage] = []
+        at = 0
+        while len(self._bytes) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, at)
+            if length > LARGEST:
+                raise PeerError(f"a frame of {length} bytes arrived; {LARGEST} is the most.")
+            if len(self._bytes) - at - _LENGTH.size < length:
+                break
+            frame = bytes(self._bytes[at + _LENGTH.size : at + _LENGTH.size + length])
+            try:
+                found.append(decode(frame))
+            except msgspec.MsgspecError as error:
+                raise PeerError(f"something that is no message arrived: {error}") from None
+            at += _LENGTH.size + length
+        del self._bytes[:at]
+        return found
+
+
+def frame(message: AnyMessage) -> bytes:
+    """A message as it goes over the wire."""
+    body = encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Channel:
+    """A process's end of its connection to the master; used from one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._ready = select.poll()
+        self._ready.register(connection, select.POLLIN)
+        self._frames = _Frames()
+        self._inbox: deque[AnyMessage] = deque()
+
+    @classmethod
+    def connect(cls, address: Address) -> Channel:
+        """Call a master; PeerError if nobody answers there."""
+        try:
+            return cls(socket.create_connection(address, timeout=None))
+        except OSError as error:
+            raise PeerError(
+                f"no master answers at {address.host}:{address.port} ({error})."
+            ) from None
+
+    def fileno(self) -> int:
+        """For `select` and its kin."""
+        return self._socket.fileno()
+
+    def send(self, message: AnyMessage) -> None:
+        """Send one message; PeerError if the master is gone."""
+        try:
+            self._socket.sendall(frame(message))
+        except OSError as error:
+            raise PeerError(f"the master is gone ({error}).") from None
+
+    def poll(self) -> AnyMessage | None:
+        """The next message that is already here, without waiting (about a microsecond)."""
+        if not self._inbox and self._ready.poll(0):
+            self._read()
+        return self._inbox.popleft() if self._inbox else None
+
+    def receive(self) -> AnyMessage:
+        """The next message; waits for it."""
+        while not self._inbox:
+            self._read()
+        return self._inbox.popleft()
+
+    def wait_for(self, wanted: type[Wanted]) -> Wanted:
+        """The next message of one class; others that arrive before it stay for later."""
+        passed: list[AnyMessage] = []
+        while True:
+            message = self.receive()
+            if isinstance(message, wanted):
+                self._inbox.extendleft(reversed(passed))
+                return message
+            passed.append(message)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError as error:
+            raise PeerError(f"the master is gone ({error}).") from None
+        if not data:
+            raise PeerError("the master is gone (it closed the connection).")
+        self._inbox.extend(self._frames.feed(data))
+
+    def close(self) -> None:
+        """Hang up; a second call does nothing."""
+        self._socket.close()
+
+
+class Peer:
+    """The master's end of one connection: sends without ever waiting."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.frames = _Frames()
+        self.unsent = bytearray()
+
+    def __repr__(self) -> str:
+        return f"Peer({self.socket.fileno()})"
+
+
+class Hub:
+    """The master's switchboard: every connection, in one thread, never blocked by any of them.
+
+    Args:
+        host: the address to listen on; loopback unless the job says otherwise.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        name = self._listener.getsockname()
+        self.address = Address(name[0], name[1])
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[Peer, AnyMessage | None]]:
+        """Whatever arrives within `timeout_s`; None from a peer that hung up."""
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+                continue
+            peer: Peer = key.data
+            if events & selectors.EVENT_WRITE:
+                self._flush(peer)
+            if events & selectors.EVENT_READ and peer.socket.fileno() >= 0:
+                yield from self._read(peer)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # the caller hung up again before we answered
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
+
+    def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
+        try:
+            data = peer.socket.recv(1 << 18)
+            messages = peer.frames.feed(data) if data else []
+        except BlockingIOError:
+            return
+        except (OSError, PeerError):
+            data, messages = b"", []
+        for message in messages:
+            yield peer, message
+        if not data:
+            self.drop(peer)
+            yield peer, None
+
+    def send(self, peer: Peer, message: AnyMessage) -> None:
+        """Queue one message; what the socket cannot take now goes out later."""
+        peer.unsent += frame(message)
+        self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        try:
+            while peer.unsent:
+                sent = peer.socket.send(peer.unsent)
+                del peer.unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            peer.unsent.clear()  # it is gone; reading from it says so
+        if peer.socket.fileno() >= 0:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            self._selector.modify(peer.socket, wanted, peer)
+
+    def drop(self, peer: Peer) -> None:
+        """Hang up on a peer; a second call does nothing."""
+        if peer.socket.fileno() >= 0:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
+
+    def close(self) -> None:
+        """Hang up on everyone and stop listening; a second call does nothing."""
+        if self._listener.fileno() < 0:
+            return
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Peer):
+                self.drop(key.data)
+        self._listener.close()
+        self._selector.close()

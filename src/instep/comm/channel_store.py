@@ -1,0 +1,53 @@
+"""The meeting place of a group that is forming: kept by the master, reached by the channel.
+
+Torch's own `TCPStore` listens on every interface and lets anybody write. This
+one opens no port: a worker's keys go over the connection it already has, so a
+group forms in one round trip, and a master that wants it to stop forming
+hangs up or answers.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from instep.comm.channel import Channel
+from instep.comm.messages import StoreGet, StoreSet, StoreValue
+
+
+class ChannelStore(Store):
+    """What `ProcessGroupGloo` and `ProcessGroupNCCL` need of a store, over a channel.
+
+    Args:
+        channel: to the master; used only while the group forms.
+        prefix: put before every key, one for each generation.
+    """
+
+    def __init__(self, channel: Channel, prefix: str) -> None:
+        super().__init__()
+        self._channel, self._prefix = channel, prefix
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Leave a value for the others."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._channel.send(StoreSet(key=self._prefix + key, value=data))
+
+    def get(self, key: str) -> bytes:
+        """A value, once somebody has left it."""
+        name = self._prefix + key
+        if name not in self._known:
+            self._channel.send(StoreGet(key=name))
+            while name not in self._known:
+                answer = self._channel.wait_for(StoreValue)
+                self._known[answer.key] = answer.value
+        return self._known[name]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once every key has been set. How long that may take is the master's affair."""
+        for key in keys:
+            self.get(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Torch asks; the master decides."""

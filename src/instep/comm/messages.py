@@ -1,0 +1,168 @@
+"""Every control message, as frozen data: what roles may say to one another.
+
+A message is msgpack on the wire, tagged by its class's name; decoding checks
+names and types and can make nothing but these classes. Tensors never travel
+here, except as the opaque bytes of records.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+VERSION = 1
+"""Of the messages below; both ends of a channel must have the same."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+# ---- a process introduces itself
+
+
+class Hello(Message, frozen=True):
+    """First word of every process: who it is, and the run's token to prove it."""
+
+    token: str
+    role: str
+    """`worker` or `host` (the fork server that starts the others)."""
+    number: int
+    pid: int
+    phases: dict[str, float] = {}
+    """Unix seconds at which it reached each point of its start."""
+    version: int = VERSION
+
+
+class Welcome(Message, frozen=True):
+    """The master takes a process in: the job, and where the run lives."""
+
+    job: dict[str, Any]
+    run: str
+    started: float
+    """Unix seconds at which the user's command began."""
+
+
+# ---- master and host: processes
+
+
+class StartWorker(Message, frozen=True):
+    """To the host: bring up a worker under this number."""
+
+    number: int
+    log: str
+    """File that takes the worker's own output."""
+
+
+class Exited(Message, frozen=True):
+    """From the host: a process has ended. `code` is negative for a signal, as in `subprocess`."""
+
+    number: int
+    pid: int
+    code: int
+
+
+class KillAll(Message, frozen=True):
+    """To the host: end every process that is left, now."""
+
+
+# ---- master and worker: a generation and its work
+
+
+class Form(Message, frozen=True):
+    """To a worker: build the group of this generation."""
+
+    generation: int
+    rank: int
+    members: list[int]
+    """Worker numbers in rank order."""
+
+
+class StoreSet(Message, frozen=True):
+    """Leave a value under a key for the others of a group that is forming."""
+
+    key: str
+    value: bytes
+
+
+class StoreGet(Message, frozen=True):
+    """Ask for a key; `StoreValue` answers once somebody has set it."""
+
+    key: str
+
+
+class StoreValue(Message, frozen=True):
+    """The answer to `StoreGet`."""
+
+    key: str
+    value: bytes
+
+
+class Emit(Message, frozen=True):
+    """From a worker: an event for the log."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+class Records(Message, frozen=True):
+    """From a worker: what it did in the steps since the last such message."""
+
+    ledger: bytes
+    """Records of `events.LEDGER`."""
+    steps: bytes
+    """Records of `events.STEPS`."""
+
+
+class Failed(Message, frozen=True):
+    """From a worker, its last word: it cannot go on."""
+
+    kind: str
+    """Name of the error class: `RecipeError`, `PeerError`, ... or `error` for the user's code."""
+    cause: str
+    where: str
+    line: str
+    step: int
+    phase: str
+    exit_code: int
+
+
+class Stop(Message, frozen=True):
+    """To a worker: stop at the next commit; every worker will at the same one."""
+
+    rule: str
+
+
+class Done(Message, frozen=True):
+    """From a worker: it has trained, and written what it had to."""
+
+    step: int
+    rule: str
+
+
+class Release(Message, frozen=True):
+    """To a worker: all are done, nobody needs you any more."""
+
+
+AnyMessage: TypeAlias = (
+    Hello
+    | Welcome
+    | StartWorker
+    | Exited
+    | KillAll
+    | Form
+    | StoreSet
+    | StoreGet
+    | StoreValue
+    | Emit
+    | Records
+    | Failed
+    | Stop
+    | Done
+    | Release
+)
+"""Whatever may arrive on a channel."""
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

@@ -1,0 +1,123 @@
+"""A group of processes: gloo on the CPU, NCCL on CUDA, made on any store.
+
+Each group is made anew and held as an object; nothing touches
+`torch.distributed`'s global default group, so that a program which has one of
+its own keeps it, and the next generation of members can have another.
+
+Gloo is given the loopback address, or the private one it is told: left alone
+it picks an interface by the host's name, which may face the world.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo
+
+from instep.errors import PeerError
+
+PATIENCE = timedelta(days=1)
+"""How long a collective may wait: a slow peer is no failure, a dead one breaks the socket."""
+
+
+class TorchComm:
+    """One process's end of a group.
+
+    Args:
+        store: where the ranks leave their addresses; a prefix of its own for each group.
+        rank: this process's number, from 0.
+        size: processes in the group.
+        device: where the tensors live; picks gloo or NCCL.
+        address: the local address that gloo listens on.
+
+    Raises:
+        PeerError: the group could not be formed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device | None = None,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self._rank, self._size = rank, size
+        cuda = device is not None and device.type == "cuda"
+        try:
+            group = _nccl(store, rank, size) if cuda else _gloo(store, rank, size, address)
+        except RuntimeError as error:
+            raise PeerError(f"the group of {size} workers did not form: {error}") from error
+        self._group: Any = group
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Processes of the group."""
+        return self._size
+
+    def all_reduce(self, tensor: Tensor) -> TorchWork:
+        """Begin a sum over the ranks."""
+        assert self._group is not None, "the group is closed"
+        options = AllreduceOptions()  # a sum, unless told otherwise
+        try:
+            return TorchWork(self._group.allreduce([tensor], options))
+        except RuntimeError as error:
+            raise PeerError(_broken(error)) from error
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Copy rank `root`'s tensor to every rank."""
+        assert self._group is not None, "the group is closed"
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        try:
+            TorchWork(self._group.broadcast([tensor], options)).wait()
+        except RuntimeError as error:
+            raise PeerError(_broken(error)) from error
+
+    def close(self) -> None:
+        """Leave the group and free its sockets."""
+        self._group = None
+
+
+class TorchWork:
+    """A collective under way in gloo's or NCCL's own threads."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when the result is here (on CUDA: ordered before what this stream does next)."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerError(_broken(error)) from error
+
+
+def _gloo(store: Store, rank: int, size: int, address: str) -> Any:
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = PATIENCE
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # absent from builds without CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = PATIENCE
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _broken(error: RuntimeError) -> str:
+    return f"another worker went away in the middle of a collective ({error})."

@@ -1,0 +1,95 @@
+"""Images in one folder for each class, decoded by Pillow when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from instep.data.files import Sample, found
+from instep.errors import DataError
+
+_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+class ImageFolder:
+    """Image files, decoded when they are asked for.
+
+    A sample is (inputs [3, height, width] float32 from 0 to 1, target [] int64).
+    """
+
+    def __init__(
+        self, files: list[tuple[Path, int]], classes: list[str], size: tuple[int, int] | None
+    ) -> None:
+        self.files, self.classes, self.size = files, classes, size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Sample:
+        path, target = self.files[index]
+        return torch.from_numpy(_decoded(path, self.size)), torch.tensor(target)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Samples by index, as torch's own loader asks for them."""
+        return [self[index] for index in indices]
+
+
+def image_folder(folder: str | Path, size: int | tuple[int, int] | None = None) -> ImageFolder:
+    """Images in one sub-folder for each class; classes are numbered by name.
+
+    Args:
+        folder: holds `CLASS/.../NAME.png`, or jpg, webp, bmp, gif, ppm, tiff.
+        size: edge, or (height, width), that each image is scaled to; None where
+            all have the same size.
+
+    Raises:
+        DataError: no such folder, no class, or a class without images; later, a
+            file that cannot be decoded. Or Pillow is not installed.
+    """
+    _pillow()
+    root = Path(folder)
+    classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    if not classes:
+        raise DataError(
+            f"{root} has no sub-folders: one for each class is wanted, with its images. "
+            f"{found(root)}"
+        )
+    files = []
+    for number, name in enumerate(classes):
+        images = [p for p in sorted((root / name).rglob("*")) if p.suffix.lower() in _PICTURES]
+        if not images:
+            raise DataError(
+                f"{root / name} holds no image: {', '.join(_PICTURES)} are known. "
+                "Take the folder away if it is no class."
+            )
+        files += [(path, number) for path in images]
+    return ImageFolder(files, classes, (size, size) if isinstance(size, int) else size)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(
+            "image files are read by Pillow, which is not installed: pip install 'instep[images]'"
+        ) from error
+    return Image
+
+
+def _decoded(path: Path, size: tuple[int, int] | None) -> Any:
+    """[3, height, width] float32 from 0 to 1."""
+    image = _pillow()
+    try:
+        with image.open(path) as file:
+            picture = file.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be decoded: {error}. It is damaged, or no image."
+        ) from error
+    if size is not None:
+        picture = picture.resize(size[::-1], image.Resampling.BILINEAR)
+    return np.divide(np.asarray(picture).transpose(2, 0, 1), np.float32(255), order="C")

@@ -1,0 +1,121 @@
+"""Batches, ready when the step wants them.
+
+A worker says which slices of which epoch it wants; the loader has them read a
+few slices ahead. What a batch holds depends on the seed and the slice alone
+(`fetch.py`), where it is read is chosen by measuring (`choose.py`). The loader
+knows nothing of workers and steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from typing import Any, Literal
+from weakref import WeakSet
+
+from instep.data.choose import choose
+from instep.data.fetch import Augment, Collate, Fetch, Slice
+from instep.data.readers import Ahead, Inline, Reader
+
+__all__ = ["Loader", "Slice"]
+
+
+class Loader:
+    """Reads a dataset slice by slice, ahead of who trains on it.
+
+    Construct it in the main thread, before process groups, threads and CUDA: it
+    may fork loader processes.
+
+    Args:
+        dataset: map-style; see `Fetch` for its batched forms.
+        seed: of the job.
+        shuffle: the keyed order of each epoch, or the natural order.
+        collate: list of samples to batch; torch's `default_collate` if None.
+        augment: (sample, generator) to sample, with a generator keyed by
+            (seed, epoch, index).
+        processes: loader processes; 0 reads in this process, `"auto"` measures.
+
+    Raises:
+        DataError: the dataset is empty or not map-style, or one of the samples
+            tried at the start cannot be read.
+        SpecError: processes are asked for where the system cannot fork.
+    """
+
+    mode: Literal["inline", "ahead", "processes"]
+    """`inline` reads when asked, `ahead` in one thread, `processes` in forked ones."""
+
+    why: str
+    """The measurement or the setting behind `mode`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        shuffle: bool,
+        collate: Collate | None = None,
+        augment: Augment | None = None,
+        processes: int | Literal["auto"] = "auto",
+    ) -> None:
+        self._fetch = Fetch(dataset, seed=seed, shuffle=shuffle, collate=collate, augment=augment)
+        self.mode, self.why, self._pool = choose(self._fetch, processes)
+        self._open: WeakSet[Generator[Any]] = WeakSet()
+        self._closed = False
+
+    @property
+    def samples(self) -> int:
+        """Length of the dataset."""
+        return self._fetch.samples
+
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers of the loader processes; none in the other modes."""
+        return self._pool.pids if self._pool else []
+
+    def load(self, slices: Iterable[Slice]) -> Generator[Any]:
+        """The batch of each slice, in order; None for an empty slice.
+
+        `slices` is asked for more in the caller's thread, a few ahead. Closing
+        the generator ends the reading ahead; so does `close`.
+
+        Raises:
+            DataError: at the batch that could not be made, naming the sample,
+                the cause and the user's line.
+        """
+        assert not self._closed, "the loader is closed"
+        batches = self._batches(slices)
+        self._open.add(batches)
+        return batches
+
+    def close(self) -> None:
+        """End what reads ahead, and wait for it; a second call does nothing."""
+        self._closed = True
+        for batches in list(self._open):
+            batches.close()
+        if self._pool:
+            self._pool.close()
+
+    def _batches(self, slices: Iterable[Slice]) -> Generator[Any]:
+        reader = self._reader()
+        waiting: deque[Any] = deque()
+        try:
+            for part in slices:
+                waiting.append(None if part.first == part.stop else reader.submit(part))
+                if len(waiting) > reader.ahead:
+                    yield _taken(reader, waiting)
+            while waiting:
+                yield _taken(reader, waiting)
+        finally:
+            reader.drop(ticket for ticket in waiting if ticket is not None)
+            if reader is not self._pool:
+                reader.close()
+
+    def _reader(self) -> Reader:
+        if self._pool:
+            return self._pool
+        return Ahead(self._fetch) if self.mode == "ahead" else Inline(self._fetch.keeping)
+
+
+def _taken(reader: Reader, waiting: deque[Any]) -> Any:
+    ticket = waiting.popleft()
+    return None if ticket is None else reader.take(ticket)

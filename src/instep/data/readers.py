@@ -1,0 +1,78 @@
+"""Where slices are read: at the moment they are wanted, or ahead in one thread.
+
+A reader hands out a ticket for every slice and gives the batch for the ticket.
+`processes.Pool` is the third of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from instep.data.fetch import Slice
+
+Work = Callable[[Slice], Any]
+
+
+class Reader(Protocol):
+    """Tickets are taken in the order in which they were handed out."""
+
+    ahead: int
+    """Slices to submit before the first is taken."""
+
+    def submit(self, part: Slice) -> Any:
+        """Ask for a slice; returns its ticket."""
+
+    def take(self, ticket: Any) -> Any:
+        """The batch, when it is ready; an error of the work is raised here."""
+
+    def drop(self, tickets: Iterable[Any]) -> None:
+        """These are no longer wanted."""
+
+    def close(self) -> None:
+        """Nothing runs after this returns; a second call does nothing."""
+
+
+class Inline:
+    """Reads a slice when it is taken, where it is taken."""
+
+    ahead = 0
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def submit(self, part: Slice) -> Slice:
+        return part
+
+    def take(self, ticket: Slice) -> Any:
+        return self._work(ticket)
+
+    def drop(self, tickets: Iterable[Slice]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Ahead:
+    """Reads a few slices ahead in one thread, which ends with `close`."""
+
+    ahead = 4
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="instep-loader")
+
+    def submit(self, part: Slice) -> Future[Any]:
+        return self._thread.submit(self._work, part)
+
+    def take(self, ticket: Future[Any]) -> Any:
+        return ticket.result()
+
+    def drop(self, tickets: Iterable[Future[Any]]) -> None:
+        for ticket in tickets:
+            ticket.cancel()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

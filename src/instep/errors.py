@@ -1,0 +1,84 @@
+"""Every error that instep raises on purpose, with the exit code of each.
+
+    InstepError                  1
+    ├── SpecError                2   a job, a setting or a command says something impossible
+    ├── RecipeError              3   the user's own code does not give what a recipe must
+    ├── DataError                4   a dataset or a data file cannot be used
+    ├── WorkerError              5   a process of the run failed while training
+    ├── PeerError                5   another process went away in the middle of a collective
+    ├── RunError                 6   a run folder is missing, busy, or not what it should be
+    └── CheckpointError          7   a checkpoint is damaged, foreign, or incomplete
+
+A run that the user interrupts ends with 130 (`INTERRUPTED`), whether it was
+saved first or not. An error prints as one line; a traceback means our bug.
+Each has its heading in `docs/reference/errors.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C or SIGTERM ended."""
+
+
+class InstepError(Exception):
+    """Root of the tree; its text is one complete sentence for a person."""
+
+    exit_code = 1
+
+
+class SpecError(InstepError):
+    """A job file, a `--set`, or an argument asks for something that cannot be."""
+
+    exit_code = 2
+
+
+class RecipeError(InstepError):
+    """The recipe, or what it returned, cannot be trained."""
+
+    exit_code = 3
+
+
+class DataError(InstepError):
+    """A dataset, or a file that a source reads, cannot be used."""
+
+    exit_code = 4
+
+
+class WorkerError(InstepError):
+    """A process of the run failed; the text names it, the step, and the cause."""
+
+    exit_code = 5
+
+
+class PeerError(InstepError):
+    """A collective broke because another process went away; a consequence, not a cause."""
+
+    exit_code = 5
+
+
+class RunError(InstepError):
+    """A run folder is missing, in use, or not what it should be."""
+
+    exit_code = 6
+
+
+class CheckpointError(InstepError):
+    """A checkpoint cannot be trusted: damaged, foreign or incomplete."""
+
+    exit_code = 7
+
+
+def near_miss(given: str, known: Iterable[str]) -> str:
+    """The sentence that follows a wrong name: what was probably meant, and the list.
+
+    Returns:
+        `Did you mean 'top_k'? Known: half, top_k.`, or only the second half
+        when nothing known looks like `given`.
+    """
+    names = sorted(known)
+    close = get_close_matches(given, names, n=1, cutoff=0.6)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(names) or 'none'}."

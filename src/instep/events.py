@@ -1,0 +1,118 @@
+"""What happened, as data: one line per event, and one record per step.
+
+Low parts emit, high parts read. A run writes three files in its folder:
+
+`events.jsonl`   rare things, one JSON object a line: `time` (Unix seconds),
+                 `event` (a name from `EVENTS`), and that event's fields
+`ledger.bin`     who trained on which positions of which epoch, in which
+                 committed step: records of `LEDGER`, appended, never changed
+`steps.bin`      how long each part of a step took: records of `STEPS`
+
+Both binary files are plain arrays of little-endian records, so
+`numpy.fromfile("ledger.bin", LEDGER)` is the whole reader. Several workers
+write into one file; records of one step need not be neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+LEDGER = np.dtype(
+    [
+        ("step", "<i8"),  # counts from 1
+        ("epoch", "<i4"),  # counts from 0
+        ("worker", "<i2"),
+        ("generation", "<i2"),
+        ("first", "<i8"),  # positions [first, stop) of the epoch's order
+        ("stop", "<i8"),
+    ]
+)
+"""One worker's share of one committed step."""
+
+STEPS = np.dtype(
+    [
+        ("step", "<i8"),
+        ("worker", "<i4"),
+        ("samples", "<i4"),  # of this worker
+        ("loss", "<f8"),  # mean over the whole global batch, equal on every worker
+        ("begin", "<f8"),  # Unix seconds
+        ("load_s", "<f4"),  # waiting for the samples
+        ("forward_s", "<f4"),
+        ("backward_s", "<f4"),  # exchange that overlaps it is inside
+        ("wait_s", "<f4"),  # until the slowest peer was ready to agree
+        ("wire_s", "<f4"),  # from then until the agreed gradient was here
+        ("update_s", "<f4"),  # clipping, optimizer, scheduler
+        ("save_s", "<f4"),  # training held up by a checkpoint
+    ]
+)
+"""Where one worker's time went in one step, in the order it was spent."""
+
+EVENTS = {
+    "run_started": "job, command, host, recipe_sha256, versions",
+    "worker_joined": "worker, pid, seconds",
+    "generation_started": "generation, members, reason, seconds",
+    "worker_ready": "worker, device, threads, parameters, samples, validation_samples, loader, "
+    "phases (name to seconds, from the start of `instep run` on)",
+    "passes_chosen": "worker, merged, reason",
+    "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
+    "epoch_finished": "epoch, step, loss, samples",
+    "validated": "step, epoch, metrics (name to value), samples, seconds",
+    "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
+    "model_saved": "step, path, parameters_sha256, size_bytes",
+    "stop_requested": "by, rule",
+    "worker_failed": "worker, step, phase, kind, cause, where, line",
+    "process_ended": "worker, pid, code",
+    "warning": "text",
+    "run_finished": "outcome (completed, stopped, failed, interrupted), rule, step, seconds",
+}
+"""Every event there is, with its fields."""
+
+
+class EventLog:
+    """Appends events to a file as they happen; a line is whole or absent.
+
+    Args:
+        path: the file; created with its first line, appended to if it exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def emit(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Write one event now and return it as read back from the file."""
+        assert name in EVENTS, f"{name} is not in EVENTS"
+        event = {"time": time.time(), "event": name, **fields}
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+        return event
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of an events file, oldest first; none if there is no file.
+
+    A last line that a crash cut short is left out.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Every whole record of a binary file, [records] of `dtype`; a torn tail is left out."""
+    if not path.exists():
+        return np.empty(0, dtype)
+    data = path.read_bytes()
+    return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)

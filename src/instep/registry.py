@@ -1,0 +1,51 @@
+"""Tables of named parts: strategies, codecs, launchers, sources.
+
+An entry is written as `"module:attribute"` and imported when it is first
+looked up, so listing the names of a table costs nothing and never imports
+torch. A wrong name answers with the near miss and the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from instep.errors import SpecError, near_miss
+
+
+class Registry(Mapping[str, Any]):
+    """Name to part. `kind` says what the parts are, for messages.
+
+    Args:
+        kind: a noun for one entry, such as `"sync strategy"`.
+        entries: name to `"module:attribute"`.
+    """
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Any:
+        """The part itself, imported now.
+
+        Raises:
+            SpecError: nothing has that name.
+        """
+        self.check(name)
+        module, attribute = self._entries[name].split(":")
+        return getattr(import_module(module), attribute)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check(self, name: str) -> None:
+        """Raise `SpecError` unless `name` is in the table; imports nothing."""
+        if name not in self._entries:
+            raise SpecError(f"no {self.kind} is called {name!r}. {near_miss(name, self)}")

@@ -1,0 +1,100 @@
+"""The report of a run, or of two laid over each other: one HTML file, no network.
+
+`page.html` is the frame, `page.css` the look, `page.js` draws the curves;
+`sections.py` and `bars.py` write everything else. The file carries a content policy that
+forbids it to load anything, so it is the same page offline and in an e-mail.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from instep.report import bars, sections
+from instep.report.curves import charts
+from instep.report.markup import Html, embedded_json, join, section, tag
+from instep.report.run_folder import RunFolder
+from instep.report.summary import summarise
+
+
+def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) -> None:
+    """Write the page to `path`, under 2 MB for any length of run.
+
+    Args:
+        folder: the run that the page is about.
+        path: the file to write; replaced if it exists.
+        other: a second run, whose curves are laid over those of the first.
+    """
+    path.write_text(render(folder, other), encoding="utf-8")
+
+
+def render(folder: RunFolder, other: RunFolder | None = None) -> str:
+    """The page as text; see `write_report`."""
+    runs = [folder] if other is None else [folder, other]
+    names, drawn = sections.run_names(runs), charts(runs)
+    return Template(_file("page.html")).substitute(
+        title=join([" and ".join(names)]),
+        style=_file("page.css"),
+        body=_body(runs, names, drawn),
+        data=embedded_json({"runs": names, "charts": drawn}),
+        script=_file("page.js"),
+    )
+
+
+def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) -> Html:
+    summaries = [summarise(each) for each in runs]
+    head = [tag("p", "instep", class_="mark"), tag("h1", " and ".join(names))]
+    if len(runs) == 1:
+        ends = [sections.verdict_line(summaries[0], runs[0])]
+        top = sections.tiles(summaries[0])
+    else:
+        ends = list(map(sections.verdict_line, summaries, runs, names))
+        top = sections.comparison(runs, summaries)
+    shared = [tag("header", *head, *ends), top, _curves(drawn)]
+    spent = bars.time_spent(runs, names)
+    strips = bars.throughput_strips(runs[0])
+    if len(runs) == 1:
+        return join([*shared, strips, spent, *_details(runs[0], summaries[0])])
+    alone = tag("p", f"From here on: {names[0]} alone.", class_="alone")
+    return join([*shared, spent, alone, strips, *_details(runs[0], summaries[0])])
+
+
+def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
+    """The parts that are about one run only."""
+    return [
+        bars.start_up(folder),
+        sections.audit_of_samples(folder),
+        sections.changes_and_failures(folder),
+        sections.checkpoints(folder),
+        sections.configuration(folder),
+        sections.reproduce(folder, summary),
+    ]
+
+
+def _curves(drawn: list[dict[str, Any]]) -> Html:
+    if not drawn:
+        return section("Curves", tag("p", "Nothing to draw: no step was committed.", class_="note"))
+    switches = [_switch("x", "step", "samples", "seconds"), _switch("y", "linear", "log")]
+    frames = [tag("figure", class_="chart", data_chart=at) for at in range(len(drawn))]
+    without = tag("noscript", tag("p", "The curves are drawn by a script in this page."))
+    bar = tag("div", *switches, class_="switches")
+    return section("Curves", bar, tag("div", *frames, class_="charts"), without)
+
+
+def _switch(name: str, *choices: str) -> Html:
+    """Radio buttons in a row; the first is chosen."""
+    buttons = [
+        tag(
+            "label",
+            tag("input", type="radio", name=name, value=choice, checked=choice == choices[0]),
+            tag("span", choice),
+        )
+        for choice in choices
+    ]
+    return tag("fieldset", *buttons, aria_label=f"{name} axis")
+
+
+def _file(name: str) -> str:
+    return files("instep.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,255 @@
+"""What a run left in its folder, as plain data.
+
+`RunFolder` reads the job, the events, the ledger and the step records once,
+and answers the questions that every report asks of them. It draws nothing and
+never writes. A folder of a run that is
+still going on, or that a crash cut short, reads as far as it got.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instep.errors import RunError, SpecError, near_miss
+from instep.events import LEDGER, STEPS, read_events, read_records
+from instep.report.audit import Audit, audit
+from instep.spec_file import build, read_table
+
+Event = dict[str, Any]
+Records = np.ndarray[Any, np.dtype[Any]]
+Floats = NDArray[np.float64]
+
+PARTS = ("load", "forward", "backward", "wait", "wire", "update", "save")
+"""Parts of a step, in the order in which they are spent; `NAME_s` in `STEPS`."""
+
+_WINDOW = 4096  # ledger records at the end among which the last whole step is sought
+
+
+class Traffic(NamedTuple):
+    """Bytes one worker moved in the whole run, over all its processes."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+class RunFolder:
+    """Everything that one run recorded, read now.
+
+    Args:
+        path: the folder, such as `runs/digits`.
+
+    Raises:
+        RunError: there is no such folder, or it is not the folder of a run.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = _existing(Path(path))
+        job_file = self.path / "job.toml"
+        try:
+            self.job = read_table(job_file)
+            self.spec = build(self.job, source=str(job_file))
+        except SpecError as error:
+            raise RunError(f"{self.path} cannot be read as a run: {error}") from None
+        try:
+            self.events = list(read_events(self.path / "events.jsonl"))
+        except ValueError as error:
+            raise RunError(f"{self.path / 'events.jsonl'} is damaged: {error}.") from None
+        self.ledger = read_records(self.path / "ledger.bin", LEDGER)
+        self.steps = _in_order(read_records(self.path / "steps.bin", STEPS))
+
+    def named(self, event: str) -> list[Event]:
+        """Every event of one name, oldest first."""
+        return [each for each in self.events if each["event"] == event]
+
+    def last(self, event: str) -> Event:
+        """The newest event of one name; an empty dict if there is none."""
+        newest: Event = {}
+        for each in self.named(event):
+            newest = each
+        return newest
+
+    @property
+    def generations(self) -> list[Event]:
+        """`generation_started` events: each change of the members."""
+        return self.named("generation_started")
+
+    @property
+    def validations(self) -> list[Event]:
+        """`validated` events."""
+        return self.named("validated")
+
+    @property
+    def checkpoints(self) -> list[Event]:
+        """`checkpoint_saved` events."""
+        return self.named("checkpoint_saved")
+
+    @property
+    def failures(self) -> list[Event]:
+        """`worker_failed` events."""
+        return self.named("worker_failed")
+
+    @cached_property
+    def ending(self) -> Event:
+        """The `run_finished` event of the latest session; empty while there is none."""
+        ending: Event = {}
+        for event in self.events:
+            if event["event"] in ("run_started", "run_finished"):
+                ending = event
+        return ending if ending.get("event") == "run_finished" else {}
+
+    @property
+    def outcome(self) -> str:
+        """`completed`, `stopped`, `failed`, `interrupted`; `unfinished` without a recorded end."""
+        return str(self.ending.get("outcome") or "unfinished")
+
+    @cached_property
+    def workers(self) -> list[int]:
+        """Every worker that is mentioned anywhere, in order of number."""
+        recorded = {int(w) for w in np.unique(self.steps["worker"])}
+        recorded |= {int(w) for w in np.unique(self.ledger["worker"])}
+        met = {"worker_joined", "worker_ready", "worker_failed", "traffic"}
+        return sorted(recorded | {int(e["worker"]) for e in self.events if e["event"] in met})
+
+    @cached_property
+    def team(self) -> int:
+        """How many workers computed at the end: the last generation's members."""
+        members = self.last("generation_started").get("members")
+        if isinstance(members, int):
+            return members
+        return len(members) if members else self.spec.workers
+
+    @cached_property
+    def epoch_samples(self) -> int:
+        """Samples of the training set; 0 until a worker said so."""
+        return int(self.last("worker_ready").get("samples") or 0)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of one epoch; 0 while the size of the training set is unknown."""
+        return -(-self.epoch_samples // self.spec.train.global_batch)
+
+    @cached_property
+    def traffic(self) -> dict[int, Traffic]:
+        """Bytes of each worker; a counter that falls belongs to a new process and is added."""
+        totals: dict[int, Traffic] = {}
+        seen: dict[int, Traffic] = {}
+        for event in self.named("traffic"):
+            worker = int(event["worker"])
+            now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
+            before, total = seen.get(worker, Traffic(0, 0)), totals.get(worker, Traffic(0, 0))
+            if now.sent_bytes < before.sent_bytes or now.received_bytes < before.received_bytes:
+                before = Traffic(0, 0)
+            totals[worker] = Traffic(
+                total.sent_bytes + now.sent_bytes - before.sent_bytes,
+                total.received_bytes + now.received_bytes - before.received_bytes,
+            )
+            seen[worker] = now
+        return totals
+
+    @cached_property
+    def last_step(self) -> int:
+        """The highest step that counts: as the run said at its end, or the last whole one.
+
+        While a run goes on, or after a crash, some workers may have recorded a
+        step that others have not; such steps at the very end are in flight.
+        """
+        return max(int(self.ending.get("step") or 0), self._last_whole_step())
+
+    def _last_whole_step(self) -> int:
+        tail = self.ledger[-_WINDOW:]
+        if not len(tail):
+            return 0
+        if not self.epoch_steps:
+            return int(self.ledger["step"].max())
+        steps, where = np.unique(tail["step"], return_inverse=True)
+        taken = np.bincount(where, weights=tail["stop"] - tail["first"])
+        batch = self.spec.train.global_batch
+        first = (steps - 1) % self.epoch_steps * batch
+        whole = steps[taken >= np.minimum(batch, self.epoch_samples - first)]
+        return int(whole.max(initial=0))
+
+    @cached_property
+    def committed(self) -> Records:
+        """The ledger up to `last_step`, [records] of `LEDGER`."""
+        kept: Records = self.ledger[self.ledger["step"] <= self.last_step]
+        return kept
+
+    @cached_property
+    def audit(self) -> Audit:
+        """How often each sample stands in the committed ledger, epoch by epoch."""
+        batch = self.spec.train.global_batch
+        return audit(self.committed, self.epoch_samples, batch, last_step=self.last_step)
+
+    def steps_of(self, worker: int) -> Records:
+        """One worker's step records, [steps] of `STEPS`, in order of step."""
+        return self._steps_by_worker.get(worker, self.steps[:0])
+
+    @cached_property
+    def _steps_by_worker(self) -> dict[int, Records]:
+        ordered = self.steps[np.argsort(self.steps["worker"], kind="stable")]
+        workers, begins = np.unique(ordered["worker"], return_index=True)
+        parts = np.split(ordered, begins[1:]) if len(workers) else []
+        return {int(worker): part for worker, part in zip(workers, parts, strict=True)}
+
+    @cached_property
+    def sessions(self) -> list[tuple[float, float]]:
+        """Begin and end of each time the run was started, Unix seconds."""
+        begins = [float(e["time"]) for e in self.named("run_started")]
+        times = np.array([float(e["time"]) for e in self.events])
+        times = np.sort(np.concatenate([times, step_ends(self.steps)]))
+        if not begins:
+            return [(float(times[0]), float(times[-1]))] if len(times) else []
+        after = [*begins[1:], np.inf]
+        last = times[np.maximum(np.searchsorted(times, after) - 1, 0)]
+        return [(b, max(b, float(end))) for b, end in zip(begins, last, strict=True)]
+
+    def elapsed(self, times: Floats | float) -> Floats:
+        """Unix times as seconds of this run; time between two sessions does not count."""
+        moments = np.asarray(times, dtype=np.float64)
+        spent = np.zeros_like(moments)
+        for begin, end in self.sessions:
+            spent = spent + np.clip(moments, begin, end) - begin
+        return spent
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, start-up and end included, all sessions together."""
+        return sum(end - begin for begin, end in self.sessions)
+
+    def training_seconds(self, worker: int | None = None) -> float:
+        """From the begin of the first step to the end of the last, for each session, summed."""
+        steps = self.steps if worker is None else self.steps_of(worker)
+        session = np.searchsorted([begin for begin, _ in self.sessions[1:]], steps["begin"])
+        total = 0.0
+        for number in np.unique(session):
+            mine = steps[session == number]
+            total += float(step_ends(mine).max() - mine["begin"].min())
+        return total
+
+
+def step_ends(steps: Records) -> Floats:
+    """When each step was over, Unix seconds, [records]: its begin and all its parts."""
+    ends: Floats = steps["begin"] + sum(steps[f"{part}_s"].astype(np.float64) for part in PARTS)
+    return ends
+
+
+def _in_order(steps: Records) -> Records:
+    ordered: Records = steps[np.lexsort((steps["begin"], steps["worker"], steps["step"]))]
+    return ordered
+
+
+def _existing(path: Path) -> Path:
+    if (path / "job.toml").is_file():
+        return path
+    siblings = [p.parent.name for p in path.absolute().parent.glob("*/job.toml")]
+    if path.is_dir():
+        raise RunError(
+            f"{str(path)!r} is not the folder of a run: it holds no job.toml. "
+            f"{near_miss(path.absolute().name, siblings)}"
+        )
+    raise RunError(f"there is no run at {str(path)!r}. {near_miss(path.name, siblings)}")

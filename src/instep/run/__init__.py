@@ -1,0 +1,1 @@
+"""From a plan to processes: client, master, worker, and what starts them."""

@@ -1,0 +1,329 @@
+"""Whoever submits a job: makes the run folder, runs the master, returns what came of it.
+
+`instep run` and `instep.train` both end here. Nothing in it imports torch: a
+client waits while others compute. What is not needed to start the processes
+is imported after they were started, while they import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from instep import spec_file
+from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError
+from instep.run.launch import LAUNCHERS
+from instep.run.launch.base import Switchboard
+from instep.spec import JobSpec
+from instep.sync import STRATEGIES
+
+if TYPE_CHECKING:
+    from instep.run.decide import Blame
+    from instep.run.launch.base import Launcher
+    from instep.run.master import Master, Outcome, View
+
+INSIDE = "INSTEP_INSIDE"
+"""Set in every process of a run: a recipe that starts another run is refused."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run."""
+
+    path: Path
+    """Its folder."""
+    summary: dict[str, Any]
+    """As in `summary.json`."""
+    exit_code: int = 0
+    """Documented in `errors.py`; 0 unless the run was interrupted."""
+
+
+def train(
+    recipe: Callable[..., Any] | str,
+    *,
+    workers: int = 2,
+    name: str | None = None,
+    runs: str | Path = "runs",
+    arguments: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    quiet: bool = False,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Train a recipe on this machine, on `workers` processes, and return how it went.
+
+    Args:
+        recipe: a function that returns an `instep.Recipe`, defined at the top
+            level of a file (each process imports it from there), or its name
+            as `"file.py:function"`.
+        workers: processes that compute gradients.
+        name: of the run and its folder; the function's name otherwise.
+        runs: folder of run folders.
+        arguments: handed to the recipe function by name.
+        seed: decides the order of the data, first parameters, every draw.
+        quiet: print nothing.
+        sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
+
+    Raises:
+        InstepError: the job is wrong or a worker failed; the text says why.
+    """
+    reference = recipe if isinstance(recipe, str) else reference_to(recipe)
+    table = {
+        "name": name or reference.rpartition(":")[2],
+        "recipe": reference,
+        "workers": workers,
+        "seed": seed,
+        "arguments": dict(arguments or {}),
+        **{section: dict(values) for section, values in sections.items()},
+    }
+    job = spec_file.build(table, source="instep.train")
+    return run_job(job, Path(runs), named=name is not None, views=[] if quiet else None)
+
+
+def reference_to(function: Callable[..., Any]) -> str:
+    """`/path/file.py:function` for a function that other processes can import.
+
+    Raises:
+        RecipeError: it has no file, or is not at the top level of it.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    try:
+        file = Path(inspect.getsourcefile(function) or "")
+    except TypeError:
+        file = Path()
+    if not file.is_file() or not name.isidentifier():
+        raise RecipeError(
+            f"the recipe {name!r} cannot be imported by other processes: define it as a function "
+            "at the top level of a .py file."
+        )
+    return f"{file.resolve()}:{name}"
+
+
+def run_job(
+    job: JobSpec,
+    runs: Path,
+    *,
+    named: bool,
+    views: list[View] | None = None,
+    started: float | None = None,
+    json_output: bool = False,
+) -> Run:
+    """Run a job on this machine to its end.
+
+    Args:
+        job: what to run.
+        runs: folder of run folders.
+        named: the name was asked for: refuse if it is taken, rather than number it.
+        views: who watches; by default a live table, or lines, on standard error.
+        started: Unix seconds at which the command began; now, if not given.
+        json_output: progress as lines, since standard output is for a machine.
+
+    Raises:
+        InstepError: nothing was started, or a worker failed (its cause is the text).
+    """
+    if INSIDE in os.environ:
+        raise SpecError(
+            "a run was started while the recipe's file was being imported. Put the call under "
+            "`if __name__ == '__main__':`."
+        )
+    check_job(job)
+    folder = make_run_folder(runs, job, named=named)
+    began = started or time.time()
+    switchboard = Switchboard()
+    launcher = LAUNCHERS["local"]()
+    try:
+        launcher.start(switchboard.seat, folder / "logs")
+        outcome = _follow(job, folder, switchboard, launcher, began, views, json_output)
+    finally:
+        launcher.stop()
+        switchboard.close()
+    summary = finish(folder)
+    if outcome.blame is not None:
+        raise failure(outcome.blame, folder)
+    return Run(folder, summary, outcome.finish.exit_code)
+
+
+def _follow(
+    job: JobSpec,
+    folder: Path,
+    switchboard: Switchboard,
+    launcher: Launcher,
+    began: float,
+    views: list[View] | None,
+    json_output: bool,
+) -> Outcome:
+    """Be the run's master until it is over."""
+    from instep.run.master import Master
+
+    watchers = _views(job, folder, json_output) if views is None else views
+    try:
+        master = Master(
+            job,
+            folder,
+            switchboard,
+            views=watchers,
+            launcher=launcher,
+            started=began,
+            about=about(job),
+        )
+        with _signals(master):
+            return master.serve()
+    finally:
+        for view in watchers:
+            view.close()
+
+
+def _views(job: JobSpec, folder: Path, json_output: bool) -> list[View]:
+    from instep.report.live import make_view
+
+    views: list[View] = [make_view(job, folder, json=json_output)]
+    if job.report.tensorboard:
+        from instep.report.tensorboard import TensorBoardWriter
+
+        views.append(TensorBoardWriter(folder / "tensorboard"))
+    return views
+
+
+def check_job(job: JobSpec) -> None:
+    """What can be refused before any process starts.
+
+    Raises:
+        SpecError: a part by that name does not exist, or is not built yet.
+    """
+    STRATEGIES.check(job.sync.name)
+    if job.sync.codec != "none":
+        raise SpecError(
+            f"sync.codec = {job.sync.codec!r}: this version sends tensors as they are. "
+            "Leave the key out."
+        )
+    if job.mesh.ranks > 1:
+        raise SpecError(
+            f"[mesh] asks for {job.mesh.ranks} ranks in a replica: this version keeps a replica "
+            "in one process. Leave the section out."
+        )
+    if job.train.determinism == "bits":
+        raise SpecError(
+            "train.determinism = 'bits' is not built yet: this version promises 'order'. "
+            "Leave the key out."
+        )
+    file = Path(job.recipe.rpartition(":")[0])
+    if not file.is_file():
+        raise RecipeError(f"there is no recipe file {str(file)!r}.")
+
+
+def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
+    """A new folder for a run, with the job as run in it.
+
+    Raises:
+        RunError: it cannot be made, or the name that was asked for is taken.
+    """
+    folder, number = runs / job.name, 1
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                if named:
+                    raise RunError(
+                        f"there is already a run at {folder}. Choose another --name, or remove it."
+                    ) from None
+                number += 1
+                folder = runs / f"{job.name}-{number}"
+        (folder / "logs").mkdir()
+        (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
+        ) from None
+    return folder.resolve()
+
+
+def about(job: JobSpec) -> dict[str, Any]:
+    """Fields of `run_started` that say where and how a run was made."""
+    file = Path(job.recipe.rpartition(":")[0])
+    names = ("instep", "torch", "numpy", "safetensors")
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "recipe_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
+        "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def finish(folder: Path) -> dict[str, Any]:
+    """Write what a run leaves for people and machines, and return the summary."""
+    from instep.report.page import write_report
+    from instep.report.run_folder import RunFolder
+    from instep.report.summary import summarise
+    from instep.report.timeline import write_trace
+
+    run = RunFolder(folder)
+    summary = summarise(run)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_trace(run, folder / "trace.json")
+    write_report(run, folder / "report.html")
+    return summary
+
+
+def failure(blame: Blame, folder: Path) -> InstepError:
+    """The one error that a failed run ends with: the cause first, and where to read on."""
+    word = blame.failed
+    who = f"worker {blame.worker}" if blame.worker >= 0 else "the launcher"
+    log = f"worker-{blame.worker}.log" if blame.worker >= 0 else "host.log"
+    at = f" at step {word.step}" if word.step else ""
+    doing = f", in {word.phase}" if word.phase else ""
+    lines = [f"{who} failed{at}{doing}: {word.cause}"]
+    if word.where:
+        lines.append(f"  {word.where}: {word.line}")
+    lines.append(f"  everything else: {folder / 'logs' / log}")
+    error = WorkerError("\n".join(lines))
+    error.exit_code = word.exit_code
+    return error
+
+
+@contextmanager
+def _signals(master: Master) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the master to stop, where signals can be had (the main thread)."""
+
+    def ask(number: int, _: FrameType | None) -> None:
+        master.interrupt(signal.Signals(number).name)
+
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            previous[number] = signal.signal(number, ask)
+    except ValueError:
+        pass  # not the main thread: whoever owns it decides
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

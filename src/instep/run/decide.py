@@ -1,0 +1,323 @@
+"""The master's mind: what follows from what happened. No clock, socket or process in it.
+
+`decide(state, news, now)` gives the next state and what is to be done about
+it. The shell in `master.py` turns messages, exits and signals into news, and
+carries the actions out; every story of a run is thus a table in a test.
+
+    gathering  ->  training  ->  releasing  ->  ended
+        \\______________\\____________\\__>  ending  ->  ended
+
+A failure that may be the consequence of another (a broken collective, an exit
+without a last word) is held back for `SECOND_THOUGHT_S`, so that the cause is
+named and not its echo.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from instep.comm.messages import AnyMessage, Done, Failed, Form, Release, Stop
+from instep.errors import INTERRUPTED, WorkerError
+
+SECOND_THOUGHT_S = 1.0
+"""How long a suspected consequence waits for its cause."""
+
+FAREWELL_S = 5.0
+"""How long processes may take to end after they were told to."""
+
+# ---- news: what can happen
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker has introduced itself."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """A worker's last word: it has finished, or it cannot go on."""
+
+    worker: int
+    word: Done | Failed
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's process has ended, or hung up and has no process that we could watch."""
+
+    worker: int
+    code: int
+    step: int
+    """The last step it reported."""
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """The process that starts workers has ended."""
+
+    code: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Somebody wants the run to stop: once for the next commit, twice for now."""
+
+    by: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+News: TypeAlias = Joined | Said | Ended | HostLost | Interrupted | Tick
+
+# ---- actions: what can be done
+
+
+@dataclass(frozen=True)
+class Send:
+    """Say something to a worker."""
+
+    worker: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Log:
+    """Write an event."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KillAll:
+    """End every process that is left."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run is over."""
+
+    outcome: Literal["completed", "stopped", "failed", "interrupted"]
+    rule: str
+    step: int
+    exit_code: int
+
+
+Action: TypeAlias = Send | Log | KillAll | Finish
+
+# ---- state
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Which worker failed, and how."""
+
+    worker: int
+    failed: Failed
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the master knows of a run's members."""
+
+    workers: int
+    phase: Literal["gathering", "training", "releasing", "ending", "ended"] = "gathering"
+    joined: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
+    done: dict[int, Done] = field(default_factory=dict)
+    generation: int = 0
+    since: float = 0.0
+    """When members began to be gathered for the next generation."""
+    asked: int = 0
+    """How often a stop was asked for."""
+    suspect: Blame | None = None
+    blame: Blame | None = None
+    deadline: float | None = None
+    """When patience ends: with a suspect, or with processes that should have ended."""
+
+
+def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
+    """What follows from `news`, at `now` (seconds on any steady clock)."""
+    if state.phase == "ended":
+        return state, []
+    match news:
+        case Joined(worker):
+            return _joined(replace(state, joined=state.joined | {worker}), now)
+        case Said(worker, word):
+            return _said(state, worker, word, now)
+        case Ended(worker, code, step):
+            return _ended(state, worker, code, step, now)
+        case HostLost(code, detail):
+            return _host_lost(state, code, detail, now)
+        case Interrupted(by):
+            return _interrupted(state, by, now)
+        case Tick():
+            return _tick(state, now)
+
+
+def _joined(state: State, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "gathering" or len(state.joined) < state.workers:
+        return state, []
+    members = sorted(state.joined)
+    generation = state.generation + 1
+    sends: list[Action] = [
+        Send(worker, Form(generation=generation, rank=rank, members=members))
+        for rank, worker in enumerate(members)
+    ]
+    log = Log(
+        "generation_started",
+        {
+            "generation": generation,
+            "members": members,
+            "reason": "start",
+            "seconds": now - state.since,
+        },
+    )
+    return replace(state, phase="training", generation=generation), [log, *sends]
+
+
+def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[State, list[Action]]:
+    if isinstance(word, Done):
+        return _done(replace(state, done=state.done | {worker: word}), now)
+    blame = Blame(worker, word)
+    echo = word.kind == "PeerError"
+    return _suspect(state, blame, now) if echo else _fail(state, blame, now)
+
+
+def _done(state: State, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "training" or len(state.done) < state.workers:
+        return state, []
+    releases: list[Action] = [Send(worker, Release()) for worker in sorted(state.done)]
+    return replace(state, phase="releasing", deadline=now + FAREWELL_S), releases
+
+
+def _suspect(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:
+    if state.phase in ("ending", "releasing") or state.suspect is not None:
+        return state, []
+    return replace(state, suspect=blame, deadline=now + SECOND_THOUGHT_S), []
+
+
+def _fail(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:
+    if state.phase == "ending":
+        return state, []
+    word = blame.failed
+    log = Log(
+        "worker_failed",
+        {
+            "worker": blame.worker,
+            "step": word.step,
+            "phase": word.phase,
+            "kind": word.kind,
+            "cause": word.cause,
+            "where": word.where,
+            "line": word.line,
+        },
+    )
+    return _end(replace(state, blame=blame), now, log)
+
+
+def _end(state: State, now: float, *before: Action) -> tuple[State, list[Action]]:
+    """Kill what is left; the run is over once all of it has ended."""
+    ending = replace(state, phase="ending", deadline=now + FAREWELL_S)
+    if len(state.ended) >= len(state.joined):
+        ended, finish = _finish(ending)
+        return ended, [*before, KillAll(), *finish]
+    return ending, [*before, KillAll()]
+
+
+def _ended(
+    state: State, worker: int, code: int, step: int, now: float
+) -> tuple[State, list[Action]]:
+    state = replace(state, ended=state.ended | {worker})
+    gone = len(state.ended) >= max(len(state.joined), 1)
+    if state.phase in ("releasing", "ending"):
+        return _finish(state) if gone else (state, [])
+    if code < 0:  # a signal is a cause in itself
+        return _fail(state, Blame(worker, _by_signal(-code, step)), now)
+    return _suspect(state, Blame(worker, _without_word(code, step)), now)
+
+
+def _by_signal(number: int, step: int) -> Failed:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "an unknown signal"
+    hints = {
+        "SIGKILL": " Somebody killed it, or the system ran out of memory.",
+        "SIGSEGV": " Native code of a library crashed.",
+        "SIGBUS": " The disk or the shared memory may be full.",
+    }
+    cause = f"the process was killed by {name} (signal {number}).{hints.get(name, '')}"
+    return _failed("killed", cause, step)
+
+
+def _without_word(code: int, step: int) -> Failed:
+    return _failed("exit", f"the process ended with code {code} and said nothing.", step)
+
+
+def _failed(kind: str, cause: str, step: int) -> Failed:
+    return Failed(
+        kind=kind,
+        cause=cause,
+        where="",
+        line="",
+        step=step,
+        phase="",
+        exit_code=WorkerError.exit_code,
+    )
+
+
+def _host_lost(state: State, code: int, detail: str, now: float) -> tuple[State, list[Action]]:
+    if state.phase in ("ending", "releasing"):
+        return _finish(state)
+    cause = f"the process that starts the workers ended with code {code}. {detail}".strip()
+    state = replace(state, ended=state.joined)
+    return _fail(state, Blame(-1, _failed("host", cause, 0)), now)
+
+
+def _interrupted(state: State, by: str, now: float) -> tuple[State, list[Action]]:
+    state = replace(state, asked=state.asked + 1)
+    log = Log("stop_requested", {"by": by, "rule": "interrupted"})
+    if state.phase in ("ending", "releasing"):
+        return state, []
+    if state.asked > 1 or state.phase == "gathering":
+        return _end(state, now, log)
+    stops: list[Action] = [
+        Send(worker, Stop(rule="interrupted")) for worker in sorted(state.joined)
+    ]
+    return state, [log, *stops]
+
+
+def _tick(state: State, now: float) -> tuple[State, list[Action]]:
+    if state.deadline is None or now < state.deadline:
+        return state, []
+    if state.phase in ("releasing", "ending"):
+        ended, finish = _finish(state)
+        return ended, [KillAll(), *finish]
+    assert state.suspect is not None
+    return _fail(state, state.suspect, now)
+
+
+def _finish(state: State) -> tuple[State, list[Action]]:
+    step = max((word.step for word in state.done.values()), default=0)
+    rule = next((word.rule for word in state.done.values()), "")
+    if state.blame is not None:
+        word = state.blame.failed
+        finish = Finish("failed", word.kind, word.step, word.exit_code)
+    elif len(state.done) < state.workers:
+        finish = Finish("interrupted", "interrupted", step, INTERRUPTED)
+    elif rule == "interrupted":
+        finish = Finish("interrupted", rule, step, INTERRUPTED)
+    elif rule in ("epochs", "steps", "own loop"):
+        finish = Finish("completed", rule, step, 0)
+    else:
+        finish = Finish("stopped", rule, step, 0)
+    return replace(state, phase="ended", deadline=None), [finish]

@@ -1,0 +1,232 @@
+"""The master's shell: receives, asks its mind (`decide.py`), and does what it says.
+
+One thread serves every connection, writes the run's files and lets the view
+draw. It never imports torch and never waits for a worker. Whoever calls it
+gives it a run folder, views, and the launcher that starts the processes;
+under torchrun or Slurm there is none, and a worker that hangs up counts as one
+that has ended.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from instep.comm import messages as m
+from instep.comm.channel import Peer
+from instep.events import LEDGER, STEPS, EventLog
+from instep.run import decide as mind
+from instep.run.launch.base import Launcher, Switchboard
+from instep.spec import JobSpec
+
+TICK_S = 0.1
+"""How often the master looks up when nothing arrives."""
+
+
+class View(Protocol):
+    """Whoever wants to see a run as it happens."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        """An event was written."""
+
+    def records(self, ledger: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> None:
+        """Steps were done."""
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Outcome(Exception):
+    """How a run ended; raised inside the shell to leave its loop, returned by `serve`."""
+
+    def __init__(self, finish: mind.Finish, blame: mind.Blame | None) -> None:
+        super().__init__(finish.outcome)
+        self.finish, self.blame = finish, blame
+
+
+class Master:
+    """Serves one run until it is over.
+
+    Args:
+        job: what to run.
+        run: its folder; must exist.
+        switchboard: to which the processes connect.
+        views: told of everything that is written.
+        launcher: brings the workers up; None if somebody else does.
+        started: Unix seconds at which the user's command began.
+        about: further fields of the `run_started` event.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        run: Path,
+        switchboard: Switchboard,
+        *,
+        views: list[View],
+        launcher: Launcher | None,
+        started: float,
+        about: Mapping[str, Any],
+    ) -> None:
+        self._job, self._run, self._views, self._launcher = job, run, views, launcher
+        self._started = started
+        self._hub, self._token = switchboard.hub, switchboard.seat.token
+        self._state = mind.State(workers=job.workers, since=time.monotonic())
+        self._peers: dict[int, Peer] = {}
+        self._names: dict[Peer, tuple[str, int]] = {}
+        self._store: dict[str, bytes] = {}
+        self._waiting: dict[str, list[Peer]] = {}
+        self._last_step: dict[int, int] = {}
+        self._interrupts: list[str] = []
+        self._log = EventLog(run / "events.jsonl")
+        self._ledger = (run / "ledger.bin").open("ab", buffering=0)
+        self._steps = (run / "steps.bin").open("ab", buffering=0)
+        self._emit("run_started", {"job": job.model_dump(), **about})
+
+    def interrupt(self, by: str) -> None:
+        """Ask for a stop; may be called from a signal handler or another thread."""
+        self._interrupts.append(by)
+
+    def serve(self) -> Outcome:
+        """Run to the end, whatever the end is."""
+        try:
+            while True:
+                self._turn()
+        except Outcome as outcome:
+            finish = outcome.finish
+            fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
+            self._emit("run_finished", {**fields, "seconds": time.time() - self._started})
+            return outcome
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        for peer, message in self._hub.receive(TICK_S):
+            if message is None:
+                self._hung_up(peer)
+            elif isinstance(message, m.Hello):
+                self._welcome(peer, message)
+            elif peer in self._names:
+                self._hear(peer, message)
+            else:
+                self._hub.drop(peer)  # who does not introduce himself is not heard
+        while self._interrupts:
+            self._think(mind.Interrupted(self._interrupts.pop(0)))
+        self._watch_host()
+        self._think(mind.Tick())
+        for view in self._views:
+            view.tick(time.monotonic())
+
+    def _close(self) -> None:
+        self._log.close()
+        self._ledger.close()
+        self._steps.close()
+
+    # ---- what arrives
+
+    def _welcome(self, peer: Peer, hello: m.Hello) -> None:
+        known = hmac.compare_digest(hello.token, self._token)
+        if not known or hello.version != m.VERSION or peer in self._names:
+            self._hub.drop(peer)
+            return
+        self._names[peer] = (hello.role, hello.number)
+        self._hub.send(
+            peer, m.Welcome(job=self._job.model_dump(), run=str(self._run), started=self._started)
+        )
+        if hello.role == "host":
+            for number in range(self._job.workers):
+                log = str(self._run / "logs" / f"worker-{number}.log")
+                self._hub.send(peer, m.StartWorker(number=number, log=log))
+            return
+        self._peers[hello.number] = peer
+        seconds = time.time() - self._started
+        self._emit("worker_joined", {"worker": hello.number, "pid": hello.pid, "seconds": seconds})
+        self._think(mind.Joined(hello.number))
+
+    def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
+        _, number = self._names[peer]
+        match message:
+            case m.StoreSet(key=key, value=value):
+                self._store[key] = value
+                for waiting in self._waiting.pop(key, []):
+                    self._hub.send(waiting, m.StoreValue(key=key, value=value))
+            case m.StoreGet(key=key):
+                if key in self._store:
+                    self._hub.send(peer, m.StoreValue(key=key, value=self._store[key]))
+                else:
+                    self._waiting.setdefault(key, []).append(peer)
+            case m.Records(ledger=ledger, steps=steps):
+                self._record(number, ledger, steps)
+            case m.Emit(name=name, fields=fields):
+                self._emit(name, fields)
+            case m.Done() | m.Failed():
+                self._think(mind.Said(number, message))
+            case m.Exited(number=worker, pid=pid, code=code):
+                self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
+                self._think(mind.Ended(worker, code, self._last_step.get(worker, 0)))
+            case _:
+                self._hub.drop(peer)
+
+    def _hung_up(self, peer: Peer) -> None:
+        role, number = self._names.pop(peer, ("", -1))
+        if role == "worker":
+            self._peers.pop(number, None)
+            if self._launcher is None:  # nobody else tells us that it has ended
+                code = 0 if number in self._state.done else 1
+                self._think(mind.Ended(number, code, self._last_step.get(number, 0)))
+
+    def _watch_host(self) -> None:
+        code = self._launcher.ended() if self._launcher is not None else None
+        if code is not None:
+            self._think(mind.HostLost(code, _last_line(self._run / "logs" / "host.log")))
+
+    # ---- what follows
+
+    def _think(self, news: mind.News) -> None:
+        self._state, actions = mind.decide(self._state, news, time.monotonic())
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: mind.Action) -> None:
+        match action:
+            case mind.Send(worker, message):
+                if worker in self._peers:
+                    self._hub.send(self._peers[worker], message)
+            case mind.Log(name, fields):
+                self._emit(name, fields)
+            case mind.KillAll():
+                for peer, (role, _) in list(self._names.items()):
+                    if role == "host":
+                        self._hub.send(peer, m.KillAll())
+                    elif self._launcher is None:
+                        self._hub.drop(peer)  # it takes a lost master for the end
+            case mind.Finish():
+                raise Outcome(action, self._state.blame)
+
+    def _record(self, worker: int, ledger: bytes, steps: bytes) -> None:
+        self._ledger.write(ledger)
+        self._steps.write(steps)
+        done = np.frombuffer(ledger, LEDGER)
+        if len(done):
+            self._last_step[worker] = int(done["step"][-1])
+        for view in self._views:
+            view.records(done, np.frombuffer(steps, STEPS))
+
+    def _emit(self, name: str, fields: Mapping[str, Any]) -> None:
+        event = self._log.emit(name, **fields)
+        for view in self._views:
+            view.event(event)
+
+
+def _last_line(log: Path) -> str:
+    """What a process said last before it ended."""
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,130 @@
+"""How a worker runs the micro-batches it was dealt: apart, or as one larger forward pass.
+
+One larger pass is faster, and the same to rounding unless something in the
+model sees the other samples of its batch (BatchNorm), draws random numbers
+(dropout), or weighs samples unevenly in the loss. No list of layers can know
+what a user's own layer does, so it is tried: two micro-batches, apart and
+together, must give the same loss, move no buffer and draw no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.data.balance import deal
+from instep.data.keyed import states
+from instep.data.loader import Slice
+from instep.data.order import Position, micro_batch, position
+from instep.run.buffers import Buffers
+from instep.run.forward import Forward
+from instep.spec import JobSpec
+
+
+class Pass(NamedTuple):
+    """One forward and backward pass of a worker in a step."""
+
+    samples: Slice
+    number: int
+    """Of its first micro-batch."""
+
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+        return self.samples.stop - self.samples.first
+
+
+class Share(NamedTuple):
+    """What one worker does in one step."""
+
+    passes: list[Pass]
+    first: int
+    stop: int
+    """Positions [first, stop) of the epoch's order."""
+
+
+def share_of(
+    position: Position, micro_batches: int, workers: int, rank: int, *, merge: bool
+) -> Share:
+    """The passes of one worker in the step at `position`.
+
+    Micro-batches without samples are left out; a worker may have no pass at all.
+    """
+    dealt = deal(micro_batches, workers)[rank]
+    cuts = [micro_batch(position.first, position.stop, n, micro_batches) for n in dealt]
+    first, stop = (cuts[0][0], cuts[-1][1]) if cuts else (position.first, position.first)
+    if merge:
+        numbers, cuts = [dealt.start], [(first, stop)]
+    else:
+        numbers = list(dealt)
+    passes = [
+        Pass(Slice(position.epoch, low, high), number)
+        for number, (low, high) in zip(numbers, cuts, strict=True)
+        if high > low
+    ]
+    return Share(passes, first, stop)
+
+
+def plan(
+    job: JobSpec, samples: int, first: int, last: int, comm: Comm, *, merge: bool
+) -> Iterator[tuple[Position, Share]]:
+    """The global batch of each step from `first` to `last`, and this rank's share of it."""
+    for step in range(first, last + 1):
+        where = position(step, samples, job.train.global_batch)
+        yield where, share_of(where, job.train.micro_batches, comm.size, comm.rank, merge=merge)
+
+
+class Verdict(NamedTuple):
+    """Whether micro-batches may be merged, and why."""
+
+    merge: bool
+    reason: str
+
+
+_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
+
+
+def may_merge(
+    forward: Forward, model: nn.Module, apart: Sequence[Any], sizes: Sequence[int], together: Any
+) -> Verdict:
+    """Try whether any layer can tell `together` from the batches `apart`.
+
+    Args:
+        forward: how a loss is computed.
+        model: in training mode; left as it was found.
+        apart: two batches.
+        sizes: their samples.
+        together: the same samples as one batch.
+    """
+    buffers = Buffers(model)
+    before, on_cuda = states(), _draws()
+    with torch.no_grad():
+        losses = [float(forward.loss(batch)) for batch in apart]
+        whole = float(forward.loss(together))
+    moved = buffers.after_pass(1.0)
+    drew = not (states().same(before) and all(map(torch.equal, _draws(), on_cuda)))
+    if moved:
+        return Verdict(False, "the model's buffers follow its batches, as BatchNorm's do")
+    if drew:
+        return Verdict(False, "the forward pass draws random numbers, as dropout does")
+    mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    tolerance = _TOLERANCE.get(next(model.parameters()).dtype, 2e-2)
+    if not math.isclose(mean, whole, rel_tol=tolerance, abs_tol=tolerance):
+        return Verdict(
+            False, f"two micro-batches lose {mean:.8g} apart and {whole:.8g} as one batch"
+        )
+    return Verdict(True, "a trial showed that no layer can tell the difference")
+
+
+def _draws() -> list[Tensor]:
+    """What a draw on any GPU changes."""
+    return torch.cuda.get_rng_state_all() if _on_cuda() else []
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,0 +1,162 @@
+"""Which process this is among those that somebody else started, and how they meet.
+
+torchrun, Slurm and MPI say so in environment variables. The processes meet
+at a small file in the folder of runs: process 0 writes where its master
+listens and the run's token, readable by its owner only; the others wait for
+it. So no port is agreed on beforehand, none is open to strangers, and
+torch's `TCPStore`, which is, is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from instep.comm.channel import Address
+from instep.errors import SpecError
+from instep.run.launch.base import Seat
+
+SAY_AFTER_S = 10.0
+"""A wait longer than this is said aloud."""
+
+
+class Placement(NamedTuple):
+    """Where a process stands among its fellows."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    key: str
+    """The same for the processes of one start, another for the next."""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all processes are on this machine."""
+        return self.local_size == self.size
+
+
+_DIALECTS = {
+    # who: rank, size, local rank, local size, and what tells one start from another
+    "torchrun": (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    "Slurm": (
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+    "MPI": (
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+}
+
+
+def placement(environment: Mapping[str, str] = os.environ) -> Placement:
+    """Read the environment; alone, if nothing in it speaks of others.
+
+    Raises:
+        SpecError: a variable is there and is not a number, or numbers disagree.
+    """
+    for who, (names, identity) in _DIALECTS.items():
+        if names[0] not in environment or names[1] not in environment:
+            continue
+        rank, size = (_number(environment, name, who) for name in names[:2])
+        local_rank = _number(environment, names[2], who, rank)
+        local_size = _local_size(environment, names[3], who, size)
+        if not 0 <= rank < size:
+            raise SpecError(f"{names[0]}={rank} with {names[1]}={size}: a rank is below the size.")
+        key = "-".join([who, str(size), *(environment.get(name, "") for name in identity)])
+        return Placement(rank, size, local_rank, local_size, re.sub(r"[^\w.-]", "_", key))
+    return Placement(0, 1, 0, 1, f"alone-{os.getpid()}")
+
+
+def _number(environment: Mapping[str, str], name: str, who: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise SpecError(
+            f"{name}={text!r} in the environment: {who} gives a number there."
+        ) from None
+
+
+def _local_size(environment: Mapping[str, str], name: str, who: str, size: int) -> int:
+    if who == "Slurm" and name not in environment:
+        nodes = environment.get("SLURM_NNODES", environment.get("SLURM_JOB_NUM_NODES", "1"))
+        return size if nodes == "1" else max(1, size // int(nodes))
+    return _number(environment, name, who, size)
+
+
+def host_address(place: Placement, network: str) -> str:
+    """The address that process 0 listens on.
+
+    Raises:
+        SpecError: the processes are on several hosts, and the network between
+            them has not been declared private.
+    """
+    if place.one_host:
+        return "127.0.0.1"
+    if network != "private":
+        raise SpecError(
+            f"the {place.size} processes are on several hosts, and traffic between them is not "
+            "encrypted. If only trusted machines reach that network, say network='private'."
+        )
+    return socket.gethostbyname(socket.gethostname())
+
+
+def address_towards(host: str) -> str:
+    """The local address from which `host` is reached; loopback stays loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a datagram socket sends nothing when it connects
+        return str(probe.getsockname()[0])
+
+
+def meeting_file(runs: Path, place: Placement) -> Path:
+    """Where the processes of one start meet."""
+    return runs / f".meeting-{place.key}.json"
+
+
+def invite(file: Path, seat: Seat) -> None:
+    """Process 0: leave the seat in the meeting file, for this user's eyes only."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        json.dump({"host": seat.address.host, "port": seat.address.port, "token": seat.token}, out)
+    beside.replace(file)
+
+
+def find(file: Path, stale: str | None = None) -> Seat:
+    """The others: wait for the seat. `stale` is a token that was found not to be taken."""
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            note = json.loads(file.read_text())
+            if note["token"] != stale:
+                return Seat(Address(note["host"], note["port"]), note["token"])
+        except FileNotFoundError:
+            pass
+        if not said and time.monotonic() - began > SAY_AFTER_S:
+            print(
+                f"instep: waiting for process 0 to write {file} "
+                "(the folder of runs must be shared between the hosts)",
+                file=sys.stderr,
+            )
+            said = True
+        time.sleep(0.02)

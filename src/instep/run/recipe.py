@@ -1,0 +1,308 @@
+"""What the user brings: a function that returns model, data, loss and optimizer.
+
+This module finds that function, calls it with every generator seeded from the
+job, and checks what comes back as early as it can be checked, so that a
+mistake is named in the user's words and not by a traceback from our depths.
+It knows nothing of processes or steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.errors import InstepError, RecipeError, near_miss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything about a training that is not about machines."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """The model, or a function that builds it."""
+
+    train: Any
+    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`."""
+
+    optimizer: Callable[[Any], Optimizer]
+    """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
+
+    loss: Callable[[Any, Any], Tensor] | None = None
+    """`loss(model(inputs), target)`, the mean over the samples of a batch."""
+
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    """Instead of `loss`, where a batch is not (inputs, target): `compute_loss(model, batch)`."""
+
+    validate: Any = None
+    """Dataset to validate on; each sample counts once."""
+
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    """Name to `metric(outputs, target)`, the mean over the samples of a batch."""
+
+    collate: Callable[[list[Any]], Any] | None = None
+    """From a list of samples to a batch; torch's default otherwise."""
+
+    augment: Callable[[Any, torch.Generator], Any] | None = None
+    """`augment(sample, generator)`: a training sample's random change, keyed by the sample."""
+
+    scheduler: Callable[[Optimizer], Any] | None = None
+    """From the optimizer to a learning-rate scheduler, advanced after every step."""
+
+    parameters: Callable[[nn.Module], Any] | None = None
+    """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
+
+    def __post_init__(self) -> None:
+        _check_loss(self)
+        _check_dataset("train", self.train)
+        if self.validate is not None:
+            _check_dataset("validate", self.validate)
+        for name in ("optimizer", "collate", "augment", "scheduler", "parameters"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                hint = _HINTS.get(name, "")
+                raise RecipeError(
+                    f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
+                )
+        for name, metric in self.metrics.items():
+            if not callable(metric):
+                raise RecipeError(f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function.")
+
+
+_HINTS = {
+    "optimizer": " Wrap it: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
+    "scheduler": " Wrap it: scheduler=lambda optimizer: StepLR(optimizer, 10).",
+}
+
+
+def a_or_an(value: Any) -> str:
+    """`an nn.Linear`, `a str`, `None`."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _check_loss(recipe: Recipe) -> None:
+    if (recipe.loss is None) == (recipe.compute_loss is None):
+        given = "neither" if recipe.loss is None else "both"
+        raise RecipeError(f"a Recipe needs either loss or compute_loss; {given} was given.")
+    for name in ("loss", "compute_loss"):
+        given = getattr(recipe, name)
+        if given is not None and not callable(given):
+            raise RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
+    if recipe.compute_loss is not None and recipe.metrics:
+        raise RecipeError(
+            "Recipe.metrics needs (outputs, target), which compute_loss does not give. "
+            "Leave metrics out, or give loss instead of compute_loss."
+        )
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
+        hint = (
+            " A DataLoader is built by instep itself; give its dataset." if _loads(dataset) else ""
+        )
+        raise RecipeError(
+            f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
+            f"one with a length and dataset[i].{hint}"
+        )
+    if len(dataset) == 0:
+        raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
+
+
+def _loads(dataset: Any) -> bool:
+    return isinstance(dataset, torch.utils.data.DataLoader)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A recipe with its model and optimizer made and checked, ready to train."""
+
+    recipe: Recipe
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    parameters: list[nn.Parameter]
+    """Those that need gradients, each once, in the order of their names in the model."""
+
+
+def seed_everything(seed: int) -> None:
+    """Set torch's, numpy's and Python's own generators from one number."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `file.py:function` names.
+
+    Raises:
+        RecipeError: no such file or function, or importing the file failed.
+    """
+    file, _, name = reference.rpartition(":")
+    module = load_module(Path(file))
+    function = getattr(module, name, None)
+    if function is None:
+        public = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        raise RecipeError(f"{file} has no function {name!r}. {near_miss(name, public)}")
+    if not callable(function):
+        raise RecipeError(f"{name!r} in {file} is {a_or_an(function)}, but a function is wanted.")
+    return function  # type: ignore[no-any-return]
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a recipe's file under the name `instep_recipe`, once in a process."""
+    loaded = sys.modules.get("instep_recipe")
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise RecipeError(f"there is no recipe file {str(path)!r}. {near_miss(path.name, beside)}")
+    spec = importlib.util.spec_from_file_location("instep_recipe", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["instep_recipe"] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that a recipe can import what lies beside it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules["instep_recipe"]
+        raise
+    return module
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int) -> Recipe:
+    """Call a recipe function with the job's `[arguments]`, seeded.
+
+    Raises:
+        RecipeError: it does not take these arguments, or returns no Recipe.
+    """
+    _check_arguments(function, arguments)
+    seed_everything(seed)
+    recipe = function(**arguments)
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(
+            f"the recipe function {_name(function)!r} returned {a_or_an(recipe)}, "
+            "but an instep.Recipe is wanted."
+        )
+    return recipe
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    name = _name(function)
+    for argument in arguments:
+        if argument not in parameters:
+            raise RecipeError(
+                f"[arguments] gives {argument!r}, which the recipe function {name!r} has not. "
+                f"{near_miss(argument, parameters)}"
+            )
+    for p in parameters.values():
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in arguments:
+            raise RecipeError(
+                f"the recipe function {name!r} needs {p.name!r}: give it under [arguments], "
+                f"or with --set arguments.{p.name}=..."
+            )
+
+
+def build(recipe: Recipe, seed: int, device: torch.device) -> Built:
+    """Make and check the model on `device`, its optimizer and its scheduler.
+
+    Raises:
+        RecipeError: the model has nothing to train, or a part is of the wrong type.
+    """
+    model = recipe.model
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise RecipeError(f"Recipe.model is {a_or_an(model)}, but an nn.Module is wanted.")
+        seed_everything(seed)
+        model = model()
+        if not isinstance(model, nn.Module):
+            raise RecipeError(
+                f"Recipe.model() returned {a_or_an(model)}, but an nn.Module is wanted."
+            )
+    parameters = _trainable(model)
+    model.to(device)
+    given = recipe.parameters(model) if recipe.parameters else parameters
+    optimizer = _made("optimizer", recipe.optimizer, given)
+    if not isinstance(optimizer, Optimizer):
+        raise RecipeError(
+            f"Recipe.optimizer() returned {a_or_an(optimizer)}, "
+            "but a torch.optim.Optimizer is wanted."
+        )
+    _check_optimizer(optimizer, parameters)
+    scheduler = _made("scheduler", recipe.scheduler, optimizer) if recipe.scheduler else None
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise RecipeError(f"Recipe.scheduler() returned {a_or_an(scheduler)}, which has no step().")
+    return Built(recipe, model, optimizer, scheduler, parameters)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    every = list(model.parameters())
+    if not every:
+        raise RecipeError(f"the model ({type(model).__name__}) has no parameters to train.")
+    parameters = [p for p in every if p.requires_grad]
+    if not parameters:
+        raise RecipeError(
+            f"all {len(every)} parameters of the model ({type(model).__name__}) are frozen: "
+            "set requires_grad on those that should be trained."
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RecipeError(
+                f"the parameter {name!r} is lazy and has no shape yet: run one batch through the "
+                "model in the recipe before returning it."
+            )
+        if parameter.is_complex():
+            raise RecipeError(
+                f"the parameter {name!r} is complex ({parameter.dtype}), which cannot be agreed on."
+            )
+    return parameters
+
+
+def _made(name: str, factory: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return factory(given)
+    except InstepError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"Recipe.{name}() refused what it was given: {error}.") from error
+
+
+def _check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    own = {id(p) for p in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in own for p in held):
+        raise RecipeError(
+            "the optimizer holds none of the model's parameters. Build it from what it is given: "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        )
+    if getattr(optimizer, "_needs_closure", False) or isinstance(optimizer, torch.optim.LBFGS):
+        raise RecipeError(
+            "LBFGS evaluates the loss several times a step, which instep does not do."
+        )
+
+
+def names() -> list[str]:
+    """The fields of a Recipe."""
+    return [f.name for f in fields(Recipe)]

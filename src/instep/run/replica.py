@@ -1,0 +1,177 @@
+"""One worker's copy of the model, and how a step of it is agreed on and committed.
+
+A step is a small transaction: passes, agreement, update, commit. This file
+holds its middle and its end, for the training loop of a recipe
+(`training.py`) and for a loop that the user writes (`session.py`) alike.
+Where the samples come from, and what the loss is, it does not know.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.alone import AloneComm
+from instep.comm.base import Comm
+from instep.comm.torch_comm import TorchComm
+from instep.data.order import Position
+from instep.errors import RecipeError
+from instep.run.buffers import Buffers
+from instep.run.member import Member
+from instep.sync.base import Strategy
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the time of a step went so far, seconds; the fields of `events.STEPS`, in order."""
+
+    begin: float = 0.0
+    load: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    wait: float = 0.0
+    wire: float = 0.0
+    update: float = 0.0
+    save: float = 0.0
+
+    def lap(self, since: float, part: str) -> float:
+        """Add the time since `since` (of `perf_counter`) to a part; returns the time now."""
+        now = time.perf_counter()
+        setattr(self, part, getattr(self, part) + now - since)
+        return now
+
+
+class Replica:
+    """A model that agrees, step by step, with the copies of the other workers.
+
+    Args:
+        member: this worker's tie to the run, in a generation.
+        model: with the same parameters in every worker.
+        parameters: those that are trained, in the same order in every worker.
+        strategy: how the copies agree.
+        comm: the workers of this generation.
+
+    Raises:
+        RecipeError: the workers built different parameters.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        parameters: list[nn.Parameter],
+        strategy: Strategy,
+        comm: Comm,
+    ) -> None:
+        self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
+        _check_equal(model, comm)
+        self.buffers = Buffers(model)
+        self._notes = torch.zeros(2 + comm.size + len(self.buffers), dtype=torch.float64)
+        self._base = member.started  # Unix seconds, the same in every worker
+        self.clock = Clock(begin=time.time())
+        strategy.start(parameters, comm, notes=len(self._notes))
+
+    def before_backward(self, weight: float, *, last: bool) -> None:
+        """A backward pass of `weight` (share of the global batch) is about to run."""
+        self.strategy.before_backward(weight, last=last)
+
+    def after_pass(self, weight: float) -> bool:
+        """A pass is over; True if it moved buffers."""
+        return self.buffers.after_pass(weight)
+
+    def agree(self, weighted_loss: float, *, stop: bool) -> tuple[float, bool]:
+        """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
+
+        Args:
+            weighted_loss: sum over this worker's passes of weight times mean loss.
+            stop: whether this worker has been told to stop.
+
+        Returns:
+            The mean loss over the global batch, and whether any worker has
+            been told to stop: the same on every worker.
+        """
+        since, arrived = time.perf_counter(), time.time()
+        notes, ranks = self._notes, self.comm.size
+        notes.zero_()
+        notes[0], notes[1] = weighted_loss, float(stop)
+        notes[2 + self.comm.rank] = arrived - self._base
+        if len(self.buffers):
+            notes[2 + ranks :] = torch.tensor(self.buffers.marks(), dtype=torch.float64)
+        agreed = self.strategy.after_backward(notes).tolist()
+        self.buffers.commit(agreed[2 + ranks :], self.comm)
+        blocked = time.perf_counter() - since
+        latest = self._base + max(agreed[2 : 2 + ranks])
+        self._base = latest
+        self.clock.wait = min(max(0.0, latest - arrived), blocked)
+        self.clock.wire = blocked - self.clock.wait
+        return agreed[0], agreed[1] > 0
+
+    def commit(
+        self, step: int, position: Position, share: tuple[int, int], samples: int, loss: float
+    ) -> None:
+        """The step counts. Parameters have moved; write down who did what, and how long it took.
+
+        Args:
+            step: counts from 1.
+            position: of the global batch.
+            share: positions [first, stop) that this worker computed.
+            samples: how many those are.
+            loss: mean over the global batch.
+        """
+        self.strategy.after_step(step)
+        form = self.member.form
+        assert form is not None
+        number, c = self.member.number, self.clock
+        self.member.record(
+            (step, position.epoch, number, form.generation, *share),
+            (step, number, samples, loss, *astuple(c)),
+        )
+        self.clock = Clock(begin=time.time())
+
+    def close(self) -> None:
+        """Let go of model and group."""
+        self.strategy.stop()
+        self.comm.close()
+
+
+def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") -> Comm:
+    """The group of this generation, listening on a local address; alone, one that moves nothing."""
+    form = member.form
+    assert form is not None
+    if len(form.members) == 1:
+        return AloneComm()
+    return TorchComm(member.store(), form.rank, len(form.members), device=device, address=address)
+
+
+def _check_equal(model: nn.Module, comm: Comm) -> None:
+    """Compare a checksum of every parameter and buffer with those of the other workers."""
+    if comm.size == 1:
+        return
+    named = list(model.named_parameters()) + list(model.named_buffers())
+    device = named[0][1].device
+    own = torch.tensor([_checksum(tensor) for _, tensor in named], dtype=torch.float64)
+    size = torch.tensor([float(len(named))], dtype=torch.float64, device=device)
+    comm.broadcast(size)
+    if int(size) != len(named):
+        raise RecipeError(
+            f"the recipe built {len(named)} parameters and buffers on worker {comm.rank}, but "
+            f"{int(size)} on worker 0: it must build the same model in every process."
+        )
+    first = own.to(device)
+    comm.broadcast(first)
+    for (name, _), mine, theirs in zip(named, own.tolist(), first.tolist(), strict=True):
+        if mine != theirs:
+            raise RecipeError(
+                f"{name!r} has other values on worker {comm.rank} than on worker 0: the recipe "
+                "draws from something that the job's seed does not set (time, process id, "
+                "an unseeded generator, the order of a set)."
+            )
+
+
+def _checksum(tensor: Tensor) -> float:
+    plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return float(zlib.crc32(plain.view(torch.uint8).numpy().data)) if plain.numel() else 0.0

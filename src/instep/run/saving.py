@@ -1,0 +1,103 @@
+"""When worker 0 saves, and what goes into a checkpoint.
+
+The writing itself is `state/save.py`'s; this file gathers, from one and the
+same commit, all that a run needs to go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from instep.data.order import Position
+from instep.errors import CheckpointError
+from instep.run.member import Member
+from instep.run.replica import Replica
+from instep.state.save import CheckpointWriter, save_model
+from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
+
+
+class Saver:
+    """Saves checkpoints while training goes on, and the model at its end.
+
+    Args:
+        member: for the job, the run folder and the log.
+        model: of this worker.
+        optimizer: that moves it.
+        scheduler: of the learning rate, if any.
+        scaler: of the loss; without effect unless the precision is float16.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler,
+    ) -> None:
+        self._member, self._model, self._optimizer = member, model, optimizer
+        self._scheduler, self._scaler = scheduler, scaler
+        self._every = member.job.checkpoint.every_steps
+        self._writer = CheckpointWriter(
+            member.run / "checkpoints", keep_last=member.job.checkpoint.keep_last
+        )
+
+    def after_step(self, step: int, where: Position, replica: Replica, *, last: bool) -> None:
+        """Save if it is time to; tell of what has been published since."""
+        if last or (self._every and step % self._every == 0):
+            try:
+                replica.clock.save += self._writer.save(self._snapshot(step, where, replica))
+            except CheckpointError as error:
+                self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
+        self._tell()
+
+    def _snapshot(self, step: int, where: Position, replica: Replica) -> Snapshot:
+        """Everything of one commit."""
+        optimizer, skeleton = pack_state(self._optimizer.state_dict())
+        facts: dict[str, Any] = {
+            "epoch": where.epoch,
+            "next_position": where.stop,
+            "optimizer": skeleton,
+            "scaler": self._scaler.state_dict(),
+            "job": self._member.job.model_dump(),
+        }
+        tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
+        if self._scheduler is not None:
+            tensors["scheduler"], facts["scheduler"] = pack_state(self._scheduler.state_dict())
+        if strategy := replica.strategy.state():
+            tensors["strategy"] = strategy
+        return Snapshot(step=step, tensors=tensors, facts=facts)
+
+    def _tell(self) -> None:
+        try:
+            for saved in self._writer.poll():
+                self._member.emit(
+                    "checkpoint_saved",
+                    step=saved.step,
+                    path=str(saved.path),
+                    size_bytes=saved.size_bytes,
+                    held_s=saved.held_s,
+                    seconds=saved.seconds,
+                )
+        except CheckpointError as error:
+            self._member.emit("warning", text=str(error))
+
+    def finish(self, step: int) -> None:
+        """Wait for the last checkpoint and write `model.safetensors`.
+
+        Raises:
+            CheckpointError: the model cannot be written.
+        """
+        self._writer.finish()
+        self._tell()
+        digest = parameters_sha256(self._model)
+        path = self._member.run / "model.safetensors"
+        facts = {"step": str(step), "job": self._member.job.name, "parameters_sha256": digest}
+        size = save_model(path, self._model, facts)
+        self._member.emit(
+            "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
+        )

@@ -1,0 +1,484 @@
+"""Training inside processes that somebody else started: torchrun, Slurm, MPI, or just Python.
+
+`instep.join()` makes this process a worker of a run. Process 0 also runs the
+master, in a thread. With a recipe, `Session.steps()` trains it; without one,
+`Session.prepare()` hands back an ordinary model, optimizer and loader for
+the user's own loop.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep import spec_file
+from instep.data.loader import Loader
+from instep.data.order import Position, key, steps_in_epoch
+from instep.errors import InstepError, PeerError, SpecError
+from instep.run import blame, placement
+from instep.run.client import about, check_job, failure, finish, make_run_folder
+from instep.run.launch.base import Switchboard
+from instep.run.master import Master, Outcome
+from instep.run.member import Member
+from instep.run.passes import Pass, Share, plan
+from instep.run.quick_start import spare_dynamo
+from instep.run.recipe import Recipe, call, seed_everything
+from instep.run.replica import Replica, make_comm
+from instep.run.saving import Saver
+from instep.run.training import Step, Training, check_device, choose_device
+from instep.spec import JobSpec
+from instep.sync.base import make_strategy
+
+_OF_PASS = 1
+_FOREVER = 1 << 60
+
+
+def join(
+    recipe: Callable[..., Any] | Recipe | None = None,
+    *,
+    name: str | None = None,
+    runs: str | Path = "runs",
+    arguments: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    quiet: bool = False,
+    network: str = "loopback",
+    **sections: Mapping[str, Any],
+) -> Session:
+    """Become a worker of a run, together with the other processes of this start.
+
+    How many there are, and which one this is, is read from the environment
+    (torchrun, Slurm, Open MPI); a process that was started alone trains alone.
+    All generators are seeded from `seed` before this returns, so a model
+    that is built next is the same in every process.
+
+    Args:
+        recipe: what to train, or the function that makes it; None for an own loop.
+        name: of the run and its folder.
+        runs: folder of run folders; must be shared where there are several hosts.
+        arguments: handed to the recipe function by name.
+        seed: decides the order of the data, first parameters, every draw.
+        quiet: print no progress.
+        network: `private` where the hosts' network is reached by trusted machines only.
+        sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
+
+    Raises:
+        InstepError: the job is wrong, or the processes cannot train together.
+    """
+    spare_dynamo()
+    place = placement.placement()
+    job = _job(recipe, name, arguments, seed, network, sections, place.size)
+    check_job(job)
+    host = _Host(place, job, Path(runs), quiet) if place.rank == 0 else None
+    meeting = placement.meeting_file(Path(runs), place)
+    member = host.member() if host else _meet(meeting, place.rank)
+    seed_everything(job.seed)
+    made = call(recipe, job.arguments, job.seed) if callable(recipe) else recipe
+    return Session(member, place, made, host)
+
+
+def _job(
+    recipe: Any,
+    name: str | None,
+    arguments: Mapping[str, Any] | None,
+    seed: int,
+    network: str,
+    sections: Mapping[str, Mapping[str, Any]],
+    workers: int,
+) -> JobSpec:
+    script = Path(sys.argv[0]).resolve()
+    function = getattr(recipe, "__name__", "main")
+    table = {
+        "name": name or (script.stem if script.is_file() else "session"),
+        "recipe": f"{script}:{function if function.isidentifier() else 'main'}",
+        "workers": workers,
+        "seed": seed,
+        "network": network,
+        "arguments": dict(arguments or {}),
+        **{section: dict(values) for section, values in sections.items()},
+    }
+    return spec_file.build(table, source="instep.join")
+
+
+def _meet(meeting: Path, rank: int) -> Member:
+    """Join the master that process 0 runs; a left-over invitation is waited out."""
+    stale: str | None = None
+    while True:
+        seat = placement.find(meeting, stale)
+        try:
+            return Member(seat, rank)
+        except PeerError:
+            stale = seat.token
+
+
+class _Host:
+    """Process 0's other half: the master, in a thread, and the run folder."""
+
+    def __init__(self, place: placement.Placement, job: JobSpec, runs: Path, quiet: bool) -> None:
+        address = placement.host_address(place, job.network)
+        self.folder = make_run_folder(runs, job, named=False)
+        self._switchboard = Switchboard(address)
+        self._meeting = placement.meeting_file(runs, place)
+        views = [] if quiet else [_lines(job, self.folder)]
+        self._master = Master(
+            job,
+            self.folder,
+            self._switchboard,
+            views=views,
+            launcher=None,
+            started=time.time(),
+            about=about(job),
+        )
+        self._outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._serve, name="instep master", daemon=True)
+        self._thread.start()
+        if place.size > 1:
+            placement.invite(self._meeting, self._switchboard.seat)
+
+    def _serve(self) -> None:
+        self._outcome = self._master.serve()
+
+    def member(self) -> Member:
+        """Process 0 is worker 0 of its own master."""
+        return Member(self._switchboard.seat, 0)
+
+    def uninvite(self) -> None:
+        """All have come; the meeting file has done its work."""
+        self._meeting.unlink(missing_ok=True)
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the run's end and write its report.
+
+        Raises:
+            InstepError: a worker failed.
+        """
+        self._thread.join()
+        self._switchboard.close()
+        self.uninvite()
+        summary = finish(self.folder)
+        assert self._outcome is not None
+        if self._outcome.blame is not None:
+            raise failure(self._outcome.blame, self.folder)
+        return summary
+
+
+def _lines(job: JobSpec, folder: Path) -> Any:
+    from instep.report.live import make_view
+
+    return make_view(job, folder, json=True)  # several processes may share this terminal
+
+
+class Session:
+    """This process's part in a run; use it as a context, or call `close` at the end."""
+
+    def __init__(
+        self,
+        member: Member,
+        place: placement.Placement,
+        recipe: Recipe | None,
+        host: _Host | None,
+    ) -> None:
+        self._member, self._recipe, self._host = member, recipe, host
+        self.job = member.job
+        self.rank, self.size = place.rank, place.size
+        self.run = member.run
+        self.summary: dict[str, Any] | None = None
+        """Of the finished run, on process 0."""
+        self.device = choose_device(self.job, place.local_rank)
+        threads = max(1, (os.cpu_count() or 1) // place.local_size)
+        torch.set_num_threads(self.job.train.threads or threads)
+        self._training: Training | None = None
+        self._loop: OwnLoop | None = None
+        self._closed = False
+
+    def steps(self) -> Iterator[Step]:
+        """Train the recipe; yields every committed step, and closes the session after the last.
+
+        Raises:
+            InstepError: the recipe cannot be trained, or a worker failed.
+        """
+        if self._recipe is None:
+            raise SpecError("steps() trains a recipe; give one: instep.join(recipe).")
+        try:
+            self._training = Training(self._member, self._recipe, self.device)
+            self._training.join()
+            self._formed()
+            yield from self._training.steps()
+            self._training.finish()
+        except GeneratorExit:
+            raise  # the caller has had enough; the master is told by the hang-up
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._end()
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        *,
+        scheduler: Any = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        augment: Callable[[Any, torch.Generator], Any] | None = None,
+    ) -> tuple[nn.Module, Optimizer, OwnLoader]:
+        """Make model, optimizer and dataset those of a run, for an ordinary loop.
+
+        Each iteration of the loader is one step: this worker's share of the
+        global batch. `optimizer.step()` agrees with the other workers, moves
+        the parameters and commits. With `train={"merge": "never"}` an
+        iteration is one micro-batch, and the optimizer moves at the last one
+        of a step; layers that see their batch (BatchNorm, dropout) then give
+        the same at any number of workers.
+
+        Args:
+            model: the same in every process; moved to `self.device`.
+            optimizer: of the model's parameters.
+            dataset: map-style.
+            scheduler: advanced by the session, after every step.
+            collate: from samples to a batch.
+            augment: a sample's random change, keyed by the sample.
+
+        Raises:
+            InstepError: the processes cannot train together.
+        """
+        if self._loop is not None or self._training is not None:
+            raise SpecError("prepare() was called before: a session trains one model.")
+        try:
+            check_device(self.job, self.device)
+            loader = Loader(
+                dataset,
+                seed=self.job.seed,
+                shuffle=True,
+                collate=collate,
+                augment=augment,
+                processes=self.job.data.loaders,
+            )
+            self._loop = OwnLoop(
+                self._member, model.to(self.device), optimizer, scheduler, loader, len(dataset)
+            )
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._formed()
+        proxy: Any = OwnOptimizer(self._loop)
+        return model, proxy, OwnLoader(self._loop)
+
+    def record(self, loss: Tensor | float) -> None:
+        """Tell the mean loss of the present batch, for the table and the report."""
+        assert self._loop is not None, "prepare() comes first"
+        self._loop.record(float(loss))
+
+    def sum(self, *values: float) -> tuple[float, ...]:
+        """Sum numbers over the processes; every process calls it, and gets the same."""
+        replica = self._training.replica if self._training else self._loop and self._loop.replica
+        assert replica, "prepare() or steps() comes first"
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        replica.comm.all_reduce(total).wait()
+        return tuple(total.tolist())
+
+    def _formed(self) -> None:
+        if self._host is not None:
+            self._host.uninvite()
+
+    def close(self) -> None:
+        """Save the model, end the run with the others, and write the report; once is enough."""
+        if self._closed:
+            return
+        if self._loop is not None:
+            self._loop.finish()
+            self._end()
+        self._closed = True
+        self._member.close()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._member.close()
+        if self._host is not None:
+            self.summary = self._host.end()
+
+    def _fail(self, error: BaseException) -> None:
+        """Say why, so that the run ends for everyone, with this as its cause."""
+        self._closed = True
+        at = self._training or self._loop
+        try:
+            step, phase = (at.step, at.doing) if at else (0, "preparing")
+            self._member.failed(blame.failed(error, step, phase))
+        except PeerError:
+            pass
+        self._member.close()
+        if self._host is not None:
+            try:
+                self._host.end()
+            except InstepError:
+                pass  # it is the error that is on its way up
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not self._closed:
+            self._fail(error)
+        else:
+            self.close()
+
+
+class OwnLoop:
+    """What stands behind the loader and the optimizer of a user's own loop."""
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        loader: Loader,
+        samples: int,
+    ) -> None:
+        self._member, self.optimizer, self._scheduler = member, optimizer, scheduler
+        self._loader, self.samples, self.job = loader, samples, member.job
+        self.step, self.stopped, self.doing = 0, False, "your loop"
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        member.wait_for_group()
+        towards = member.master_host
+        device = parameters[0].device
+        comm = make_comm(member, device, placement.address_towards(towards))
+        strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        self.replica = Replica(member, model, parameters, strategy, comm)
+        self._saver = _saver(member, model, optimizer, scheduler) if comm.rank == 0 else None
+        self._merge = self.job.train.merge != "never"
+        self._weighted_loss, self._where = 0.0, Position(0, 0, 0)
+        self._pending: list[Pass] = []
+        self._share = Share([], 0, 0)
+        member.emit(
+            "worker_ready",
+            worker=member.number,
+            device=str(device),
+            threads=torch.get_num_threads(),
+            parameters=sum(p.numel() for p in parameters),
+            samples=samples,
+            validation_samples=0,
+            loader=f"{loader.mode}: {loader.why}",
+            phases=member.phases,
+        )
+
+    def epoch(self) -> Iterator[Any]:
+        """The batches of the next epoch, or of what is left of this one."""
+        per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
+        last = (self.step // per_epoch + 1) * per_epoch
+        loads = self._loader.load(
+            part.samples for _, share in self._plan(last) for part in share.passes
+        )
+        for where, share in self._plan(last):
+            if self.stopped:
+                break
+            self._where, self._share, self._pending = where, share, list(share.passes)
+            if not share.passes:
+                self.commit()  # nothing to compute here, but the others wait for us
+            while self._pending:
+                yield self._next(loads)
+        loads.close()
+
+    def _plan(self, last: int) -> Iterator[tuple[Position, Share]]:
+        comm = self.replica.comm
+        return plan(self.job, self.samples, self.step + 1, last, comm, merge=self._merge)
+
+    def _next(self, loads: Iterator[Any]) -> Any:
+        since = time.perf_counter()
+        batch = next(loads)
+        self._since = self.replica.clock.lap(since, "load")
+        part = self._pending[0]
+        seed_everything(key(self.job.seed, _OF_PASS, self.step + 1, part.number))
+        self.replica.before_backward(self._weight(part), last=len(self._pending) == 1)
+        return batch
+
+    def _weight(self, part: Pass) -> float:
+        return part.size / (self._where.stop - self._where.first)
+
+    def record(self, loss: float) -> None:
+        """Count the loss of the present pass."""
+        if self._pending:
+            self._weighted_loss += self._weight(self._pending[0]) * loss
+
+    def pass_done(self) -> None:
+        """The user's `optimizer.step()`: the present pass is over, and maybe the step."""
+        if not self._pending:
+            raise SpecError("optimizer.step() was called twice for one batch of the loader.")
+        self.replica.clock.lap(self._since, "forward")
+        self.replica.after_pass(self._weight(self._pending.pop(0)))
+        if not self._pending:
+            self.commit()
+
+    def commit(self) -> None:
+        """Agree, move the parameters, and let the step count."""
+        replica, share = self.replica, self._share
+        stop = self._member.stop_rule is not None
+        loss, told = replica.agree(self._weighted_loss, stop=stop)
+        since = time.perf_counter()
+        self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        replica.clock.lap(since, "update")
+        self.step, self._weighted_loss = self.step + 1, 0.0
+        samples = share.stop - share.first
+        replica.commit(self.step, self._where, (share.first, share.stop), samples, loss)
+        limit = self.job.train.stop_after_steps
+        self.stopped = told or self.step == limit
+        if self._saver is not None:
+            self._saver.after_step(self.step, self._where, replica, last=self.stopped)
+
+    def finish(self) -> None:
+        """Save, and leave together with the others."""
+        if self._saver is not None:
+            self._saver.finish(self.step)
+        self._member.done(self.step, "interrupted" if self._member.stop_rule else "own loop")
+        self._loader.close()
+        self.replica.close()
+
+
+def _saver(member: Member, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> Saver:
+    return Saver(member, model, optimizer, scheduler, torch.amp.GradScaler("cuda", enabled=False))
+
+
+class OwnLoader:
+    """Iterates over this worker's batches of the next epoch; iterate again for the one after."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.epoch()
+
+    def __len__(self) -> int:
+        return steps_in_epoch(self._loop.samples, self._loop.job.train.global_batch)
+
+
+class OwnOptimizer:
+    """The user's optimizer, whose `step` is the whole run's."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+
+    def step(self) -> None:
+        """Agree with the other workers, move the parameters, commit."""
+        self._loop.pass_done()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are taken away as they arrive; there is nothing to clear."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop.optimizer, name)

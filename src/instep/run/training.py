@@ -1,0 +1,351 @@
+"""One worker's training of a recipe, from the first sample to the saved model.
+
+`Training.steps` is the loop: load, passes, agree, update, commit, once for
+each step of the job. Every worker runs it in lockstep; what must happen on
+all of them at the same step (stop, validate) follows from the step's number
+or from what was agreed in it, so that nobody waits for word from anybody.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.data.loader import Loader
+from instep.data.order import Position, key, position, steps_in_epoch
+from instep.errors import SpecError
+from instep.run.evaluate import evaluate
+from instep.run.forward import Forward
+from instep.run.member import Member
+from instep.run.passes import Share, Verdict, may_merge, plan, share_of
+from instep.run.placement import address_towards
+from instep.run.recipe import Recipe, build, seed_everything
+from instep.run.replica import Replica, make_comm
+from instep.run.saving import Saver
+from instep.spec import JobSpec
+from instep.sync.base import make_strategy
+
+DEFAULT_EPOCHS = 10
+
+_OF_PASS = 1  # what a key is drawn for, beside those of the data layer
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step."""
+
+    number: int
+    """Counts from 1."""
+    epoch: int
+    """Counts from 0."""
+    loss: float
+    """Mean over the global batch."""
+    metrics: dict[str, float] | None
+    """Of the validation that followed this step, if one did."""
+
+
+class Training:
+    """What one worker needs to train, built and checked.
+
+    Args:
+        member: this worker's tie to the run.
+        recipe: what to train.
+        device: where.
+
+    Raises:
+        InstepError: something in the job or the recipe cannot be.
+    """
+
+    def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
+        self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
+        self.phase, self.step = "building", 0
+        check_device(self.job, device)
+        built = build(recipe, self.job.seed, device)
+        self._built = built
+        self.samples = len(recipe.train)
+        self._loader = self._make_loader(recipe.train, train=True)  # forks before threads exist
+        self._validation = (
+            self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
+        )
+        self._forward = Forward(recipe, built.model, device, self.job.train.precision)
+        self._clip = self.job.train.clip_norm
+        self._scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
+        self.last_step = length(self.job, self.samples)
+        self.rule = "steps" if self.job.train.steps else "epochs"
+        self._verdict = Verdict(False, "")
+        self._replica: Replica | None = None
+        self._warned: set[str] = set()
+
+    def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
+        recipe = self.recipe
+        return Loader(
+            dataset,
+            seed=self.job.seed,
+            shuffle=train,
+            collate=recipe.collate,
+            augment=recipe.augment if train else None,
+            processes=self.job.data.loaders,
+        )
+
+    def join(self) -> None:
+        """Form the group with the other workers, and get ready for the first step.
+
+        Raises:
+            InstepError: the workers cannot train together.
+        """
+        self.phase, began = "joining", time.time()
+        self.member.wait_for_group()
+        address = address_towards(self.member.master_host)
+        comm = make_comm(self.member, self.device, address)
+        strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        built = self._built
+        self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
+        self._verdict = self._try_merging()
+        self._saver = (
+            Saver(self.member, built.model, built.optimizer, built.scheduler, self._scaler)
+            if comm.rank == 0
+            else None
+        )
+        self.member.phases["group"] = time.time() - began
+        self._announce()
+
+    @property
+    def replica(self) -> Replica:
+        """This worker's copy of the model; there once the group has formed."""
+        assert self._replica is not None, "join() comes first"
+        return self._replica
+
+    @property
+    def doing(self) -> str:
+        """What this worker is at, as precisely as it is known."""
+        inner = self.phase in ("forward", "validation", "trying a batch")
+        return f"{self.phase}: {self._forward.phase}" if inner else self.phase
+
+    def _try_merging(self) -> Verdict:
+        """Whether this worker may run its micro-batches as one pass; the same on every worker."""
+        train = self.job.train
+        if train.merge != "auto":
+            return Verdict(train.merge == "always", f"train.merge = {train.merge!r}")
+        if train.determinism == "bits":
+            return Verdict(False, "determinism = 'bits' computes each micro-batch apart")
+        if train.micro_batches == 1:
+            return Verdict(True, "there is one micro-batch")
+        self.phase = "trying a batch"
+        whole = position(1, self.samples, train.global_batch)
+        parts = share_of(whole, train.micro_batches, 1, 0, merge=False).passes[:2]
+        if len(parts) < 2:
+            return Verdict(True, "no step has two micro-batches")
+        slices = [part.samples for part in parts]
+        both = slices[0]._replace(stop=slices[1].stop)
+        first, second, together = self._loader.load([*slices, both])
+        seed_everything(key(self.job.seed, _OF_PASS, 0))
+        sizes = [part.size for part in parts]
+        return may_merge(self._forward, self._built.model, [first, second], sizes, together)
+
+    def _announce(self) -> None:
+        member, loader = self.member, self._loader
+        parameters = sum(p.numel() for p in self._built.parameters)
+        validation = len(self.recipe.validate) if self.recipe.validate is not None else 0
+        member.emit(
+            "passes_chosen",
+            worker=member.number,
+            merged=self._verdict.merge,
+            reason=self._verdict.reason,
+        )
+        member.emit(
+            "worker_ready",
+            worker=member.number,
+            device=str(self.device),
+            threads=torch.get_num_threads(),
+            parameters=parameters,
+            samples=self.samples,
+            validation_samples=validation,
+            loader=f"{loader.mode}: {loader.why}",
+            phases=member.phases,
+        )
+
+    # ---- the loop
+
+    def steps(self) -> Iterator[Step]:
+        """Train; yields after each commit. Stops at the end, or where all were told to."""
+        train, comm = self.job.train, self.replica.comm
+        first = self.step + 1
+        loads = self._loader.load(
+            part.samples for _, share in self._plan(first) for part in share.passes
+        )
+        self._built.model.train()
+        epoch_loss, epoch_samples = 0.0, 0
+        for where, share in self._plan(first):
+            self.step += 1
+            loss, told = self._one_step(where, share, loads)
+            count = where.stop - where.first
+            epoch_loss, epoch_samples = epoch_loss + loss * count, epoch_samples + count
+            ends_epoch = where.stop == self.samples
+            last = told or self.step in (self.last_step, train.stop_after_steps)
+            if ends_epoch and comm.rank == 0:
+                mean = epoch_loss / epoch_samples
+                self.member.emit(
+                    "epoch_finished",
+                    epoch=where.epoch,
+                    step=self.step,
+                    loss=mean,
+                    samples=epoch_samples,
+                )
+            if ends_epoch:
+                epoch_loss, epoch_samples = 0.0, 0
+            metrics = self._validate(where) if self._is_time(ends_epoch, last) else None
+            if self._saver is not None:
+                self._saver.after_step(self.step, where, self.replica, last=last)
+            yield Step(self.step, where.epoch, loss, metrics)
+            if last:
+                self._why(told)
+                break
+        loads.close()
+
+    def _why(self, told: bool) -> None:
+        if self.step == self.last_step:
+            return
+        self.rule = "interrupted" if told else "stop_after_steps"
+
+    def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
+        return plan(
+            self.job,
+            self.samples,
+            first,
+            self.last_step,
+            self.replica.comm,
+            merge=self._verdict.merge,
+        )
+
+    def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> tuple[float, bool]:
+        """From samples to a commit: the mean loss of the global batch, and whether to stop."""
+        replica, clock = self.replica, self.replica.clock
+        total = where.stop - where.first
+        weighted_loss = 0.0
+        for number, part in enumerate(share.passes):
+            since = time.perf_counter()
+            self.phase = "loading"
+            batch = next(loads)
+            since = clock.lap(since, "load")
+            weight = part.size / total
+            if not self._verdict.merge:
+                seed_everything(key(self.job.seed, _OF_PASS, self.step, part.number))
+            self.phase = "forward"
+            loss = self._forward.loss(batch)
+            weighted_loss += weight * float(loss.detach())
+            since = clock.lap(since, "forward")
+            self.phase = "backward"
+            replica.before_backward(weight, last=number == len(share.passes) - 1)
+            self._scaler.scale(loss).backward()
+            replica.after_pass(weight)
+            clock.lap(since, "backward")
+        self.phase = "exchange"
+        stop = self.member.stop_rule is not None
+        mean_loss, told = replica.agree(weighted_loss, stop=stop)
+        since = time.perf_counter()
+        self._update()
+        clock.lap(since, "update")
+        samples = share.stop - share.first
+        replica.commit(self.step, where, (share.first, share.stop), samples, mean_loss)
+        if not math.isfinite(mean_loss):
+            self._warn(f"the loss at step {self.step} is {mean_loss}")
+        return mean_loss, told
+
+    def _update(self) -> None:
+        """Move the parameters by the agreed gradient."""
+        self.phase = "update"
+        optimizer = self._built.optimizer
+        if self._clip is not None:
+            self._scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(self._built.parameters, self._clip)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        if self._built.scheduler is not None:
+            self._built.scheduler.step()
+
+    def _warn(self, text: str) -> None:
+        if self.replica.comm.rank == 0 and text.partition(" is ")[2] not in self._warned:
+            self._warned.add(text.partition(" is ")[2])
+            self.member.emit("warning", text=text + ".")
+
+    def _is_time(self, ends_epoch: bool, last: bool) -> bool:
+        every = self.job.train.validate_every
+        return last or (self.step % every == 0 if every else ends_epoch)
+
+    def _validate(self, where: Position) -> dict[str, float] | None:
+        if self._validation is None:
+            return None
+        self.phase = "validation"
+        begin, count = time.perf_counter(), len(self.recipe.validate)
+        train = self.job.train
+        batch = train.global_batch
+        if train.merge == "never":
+            batch = -(-batch // train.micro_batches)
+        metrics = evaluate(self._forward, self._validation, count, batch, self.replica.comm)
+        if self.replica.comm.rank == 0:
+            self.member.emit(
+                "validated",
+                step=self.step,
+                epoch=where.epoch,
+                metrics=metrics,
+                samples=count,
+                seconds=time.perf_counter() - begin,
+            )
+        return metrics
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """Save the model and leave, together with the others."""
+        self.phase = "saving"
+        if self._saver is not None:
+            self._saver.finish(self.step)
+        self.member.done(self.step, self.rule)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of loaders and group."""
+        self._loader.close()
+        if self._validation is not None:
+            self._validation.close()
+        if self._replica is not None:
+            self._replica.close()
+
+
+def length(job: JobSpec, samples: int) -> int:
+    """Steps of a whole run."""
+    if job.train.steps is not None:
+        return job.train.steps
+    return (job.train.epochs or DEFAULT_EPOCHS) * steps_in_epoch(samples, job.train.global_batch)
+
+
+def choose_device(job: JobSpec, local_rank: int) -> torch.device:
+    """A GPU of its own for each worker where there are enough, else the CPU.
+
+    Raises:
+        SpecError: the job wants CUDA and there is not a GPU for this worker.
+    """
+    wanted, count = job.train.device, torch.cuda.device_count()
+    if wanted == "cuda" and local_rank >= count:
+        raise SpecError(
+            f"train.device = 'cuda' with {job.workers} workers, but this machine has {count} GPUs. "
+            "Use fewer workers, or train.device = 'cpu'."
+        )
+    if wanted == "cuda" or (wanted == "auto" and count >= job.workers):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def check_device(job: JobSpec, device: torch.device) -> None:
+    """Refuse a precision that the device does not have."""
+    if job.train.precision == "float16" and device.type != "cuda":
+        raise SpecError(
+            "train.precision = 'float16' needs CUDA, and this worker computes on the CPU. "
+            "Use train.precision = 'bfloat16' here."
+        )

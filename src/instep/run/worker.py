@@ -1,0 +1,85 @@
+"""A worker's life: call the master, build the recipe, train, say how it went."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+
+import torch
+
+from instep.errors import PeerError
+from instep.run import blame
+from instep.run.launch.base import Seat
+from instep.run.member import Member
+from instep.run.recipe import call, load_function
+from instep.run.training import Training, choose_device
+
+
+def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
+    """Work until the run is over.
+
+    Args:
+        seat: where the master is.
+        number: this worker's.
+        phases: seconds that parts of the start took before; `forked` is the Unix time of the fork.
+
+    Returns:
+        The exit code of the process.
+    """
+    try:
+        member = Member(seat, number, phases)
+    except PeerError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        return error.exit_code
+    training: Training | None = None
+    try:
+        training = prepare(member, number)
+        for _ in training.steps():
+            pass
+        training.finish()
+    except BaseException as error:
+        traceback.print_exc()  # to the log; the cause alone goes to the terminal
+        _report(member, error, training)
+        return 1
+    finally:
+        member.close()
+    return 0
+
+
+def prepare(member: Member, local_rank: int) -> Training:
+    """From a membership to a training that is about to take its first step."""
+    job, lap = member.job, _Laps(member)
+    lap("fork")
+    torch.set_num_threads(job.train.threads or max(1, (os.cpu_count() or 1) // job.workers))
+    device = choose_device(job, local_rank)
+    recipe = call(load_function(job.recipe), job.arguments, job.seed)
+    lap("recipe")
+    training = Training(member, recipe, device)
+    lap("build")
+    training.join()
+    return training
+
+
+class _Laps:
+    """Notes how long each part of the start took."""
+
+    def __init__(self, member: Member) -> None:
+        self._phases = member.phases
+        self._since = self._phases.pop("forked", time.time())
+
+    def __call__(self, name: str) -> None:
+        now = time.time()
+        self._phases[name] = now - self._since
+        self._since = now
+
+
+def _report(member: Member, error: BaseException, training: Training | None) -> None:
+    step = training.step if training else 0
+    phase = training.doing if training else "recipe"
+    try:
+        member.failed(blame.failed(error, step, phase))
+    except PeerError:
+        pass  # the master is gone, and with it whoever wanted to know

@@ -1,0 +1,183 @@
+"""What a job is: frozen, checked data, with no torch, file or clock in it.
+
+`JobSpec` and its sections are the job file, key for key: a field here is a
+key there, the string under a field is its documentation, and the checks live
+beside what they check. Because a spec is plain data it can be printed,
+compared, hashed, sent to a worker and stored in a checkpoint.
+
+Names of strategies and codecs are checked by the tables that own them, later
+(`run/recipe.py` and `run/client.py`), as are their options.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A table of the job file: no unknown keys, no guessed types, never changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class TrainSpec(Section):
+    """How long, in what portions, and how exactly."""
+
+    epochs: Positive | None = None
+    """Passes over the training data; 10 where neither this nor `steps` is given."""
+
+    steps: Positive | None = None
+    """Updates of the parameters, instead of `epochs`."""
+
+    global_batch: Positive = 64
+    """Samples of one step, over all workers together."""
+
+    micro_batches: Positive = 8
+    """Parts a global batch is cut into: how finely work is dealt out. Fixed for the job."""
+
+    merge: Literal["auto", "always", "never"] = "auto"
+    """Whether a worker runs the micro-batches it was dealt as one larger forward pass:
+    `auto` where a trial shows that no layer can tell the difference, `never` to save memory."""
+
+    determinism: Literal["order", "bits"] = "order"
+    """`order`: the same global batches at any number of workers. `bits`: the same parameters."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the forward pass (autocast); `float16` scales the loss and needs CUDA."""
+
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Largest global norm of the gradient; longer ones are scaled down to it."""
+
+    validate_every: Natural = 0
+    """Steps between validations; 0 validates at the end of every epoch."""
+
+    stop_after_steps: Natural = 0
+    """Above 0: stop cleanly after this step, as if it had been asked for from outside."""
+
+    threads: Natural = 0
+    """Threads of each worker; 0 shares the machine's cores evenly."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU for each worker where there are enough."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> TrainSpec:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"both epochs = {self.epochs} and steps = {self.steps} are given: "
+                "a run has one length. Leave one of them out."
+            )
+        if self.micro_batches > self.global_batch:
+            raise ValueError(
+                f"micro_batches = {self.micro_batches} but global_batch = {self.global_batch}: "
+                "a micro-batch needs at least one sample. "
+                f"Set micro_batches to at most {self.global_batch}."
+            )
+        return self
+
+
+class SyncSpec(Section):
+    """How replicas agree."""
+
+    name: str = "all_reduce"
+    """A key of `sync.STRATEGIES`."""
+
+    servers: Positive = 1
+    """Parameter servers, for the strategies that have them."""
+
+    codec: str = "none"
+    """How a tensor looks on the wire."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the strategy, which owns their names, defaults and checks."""
+
+
+class MeshSpec(Section):
+    """Ranks that share one replica of the model; their product is the size of a replica."""
+
+    shard: Positive = 1
+    """Ranks that split parameters, gradients and optimizer state."""
+
+    tensor: Positive = 1
+    """Ranks that share one matrix product."""
+
+    stages: Positive = 1
+    """Pipeline stages, split by layer."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica."""
+        return self.shard * self.tensor * self.stages
+
+
+class DataSpec(Section):
+    """How samples reach the step."""
+
+    loaders: Natural | Literal["auto"] = "auto"
+    """Loader processes of each worker; 0 loads inside the worker; `auto` measures both."""
+
+
+class CheckpointSpec(Section):
+    """What is kept while training goes on; a run always saves where it ends."""
+
+    every_steps: Natural = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+
+    keep_last: Positive = 2
+    """Checkpoints to keep; older ones are deleted once a newer one is whole."""
+
+
+class ReportSpec(Section):
+    """What is written for people, beside the report itself."""
+
+    trace_steps: Natural = 2000
+    """Steps of each worker drawn in `trace.json`: the first and the last of them."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs the extra: pip install 'instep[tensorboard]')."""
+
+
+class JobSpec(Section):
+    """One job: what to train, on how many workers, and how they agree."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run and of its folder: letters, digits, `.`, `_` and `-`."""
+
+    recipe: Annotated[str, Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
+    """`file.py:function`; the function returns an `instep.Recipe`. Relative to the job file."""
+
+    workers: Positive = 2
+    """Processes that compute gradients."""
+
+    seed: Natural = 0
+    """Decides the order of the data, the first parameters, and every random draw."""
+
+    network: Literal["loopback", "private"] = "loopback"
+    """`private` says that only trusted machines can reach the network between the hosts."""
+
+    train: TrainSpec = TrainSpec()
+    sync: SyncSpec = SyncSpec()
+    mesh: MeshSpec = MeshSpec()
+    data: DataSpec = DataSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    report: ReportSpec = ReportSpec()
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the recipe function by name."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> JobSpec:
+        if self.workers > self.train.micro_batches:
+            raise ValueError(
+                f"workers = {self.workers} but train.micro_batches = {self.train.micro_batches}: "
+                "a worker needs at least one micro-batch of each step. "
+                f"Set train.micro_batches to {self.workers} or more."
+            )
+        return self

@@ -1,0 +1,245 @@
+"""The page that says what a checkpoint consists of, and where checkpoints lie.
+
+A checkpoint is a folder `step-00000123` with one safetensors file for each
+group of tensors and `manifest.json`: step, versions, facts, and of every file
+its size and SHA-256. The last entry, `seal`, is the SHA-256 of all the bytes
+before it, so that no bit of the folder can change unnoticed. Files that the
+manifest does not list are not read.
+
+It imports no torch: `latest` answers a client at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from instep.errors import CheckpointError
+
+FORMAT = "instep checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+SUFFIX = ".safetensors"
+REPLACED = ".old"
+"""Ends the name of a checkpoint while a new one of the same step takes its place."""
+
+_FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"\n}\n\Z')
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one file must be, to the bit."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that `manifest.json` says."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    step: int
+    instep: str
+    torch: str
+    files: dict[str, FileEntry]
+    facts: dict[str, Any]
+
+
+def folder_name(step: int) -> str:
+    """`123` -> `'step-00000123'`."""
+    return f"step-{step:08d}"
+
+
+def file_name(group: str) -> str:
+    """`'model'` -> `'model.safetensors'`.
+
+    Raises:
+        CheckpointError: the group's name cannot be part of a file's.
+    """
+    name = group + SUFFIX
+    if not _FILE.fullmatch(name):
+        raise CheckpointError(
+            f"a group of tensors is called {group!r}: use letters, digits, '_', '-' and '.'."
+        )
+    return name
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`, one entry a line, sealed."""
+    entries = msgspec.to_builtins(manifest)
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
+    return seal(("{\n" + ",\n".join(lines) + ',\n"seal": "').encode("ascii"))
+
+
+def seal(text: bytes) -> bytes:
+    """End `text`, which stops where the seal's digits begin, with the seal."""
+    return text + hashlib.sha256(text).hexdigest().encode("ascii") + b'"\n}\n'
+
+
+def decode(data: bytes, source: Path) -> Manifest:
+    """Read the bytes of a manifest, believing none that the seal does not cover.
+
+    Args:
+        source: the file they came from, for messages.
+
+    Raises:
+        CheckpointError: damaged, edited, of another program, or of a newer instep.
+    """
+    try:
+        entries = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source} is damaged: it is no JSON ({error}).") from error
+    if not isinstance(entries, dict) or entries.get("format") != FORMAT:
+        raise CheckpointError(f"{source} is no manifest of a checkpoint of instep.")
+    if entries.get("version") != VERSION:
+        raise CheckpointError(
+            f"{source} has format version {entries.get('version')!r}; this instep reads "
+            f"version {VERSION}. Use the instep that wrote it."
+        )
+    sealed = _SEAL.search(data)
+    if sealed is None or seal(data[: sealed.start(1)]) != data:
+        raise CheckpointError(f"{source} was damaged or edited: its seal does not fit its text.")
+    del entries["seal"]
+    try:
+        manifest = msgspec.convert(entries, Manifest, strict=True)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{source} is not a valid manifest: {error}.") from error
+    _check_fields(manifest, source)
+    return manifest
+
+
+def _check_fields(manifest: Manifest, source: Path) -> None:
+    if manifest.step < 0:
+        raise CheckpointError(f"{source} has step {manifest.step}: steps are never negative.")
+    for name, entry in manifest.files.items():
+        if not _FILE.fullmatch(name):
+            raise CheckpointError(f"{source} lists {name!r}, which no file of a checkpoint is.")
+        if entry.size_bytes < 0 or not _SHA256.fullmatch(entry.sha256):
+            raise CheckpointError(f"{source} lists {name} with no valid size and SHA-256.")
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, it cannot be trusted, or it is of another step.
+    """
+    source = checkpoint / MANIFEST
+    with open_regular(source) as file:
+        manifest = decode(_read(file, source), source)
+    named = _FOLDER.fullmatch(checkpoint.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"{source} is of step {manifest.step}, but its folder is called {checkpoint.name}."
+        )
+    return manifest
+
+
+def _read(file: BufferedReader, source: Path) -> bytes:
+    try:
+        return file.read()
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {reason(error)}.") from error
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a plain file for reading; never waits, whatever stands at `path`.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, or not a plain file.
+    """
+    try:
+        # without O_NONBLOCK, opening a named pipe would wait for a writer for ever
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a file.")
+    return os.fdopen(descriptor, "rb")
+
+
+def check_file(path: Path, entry: FileEntry, *, contents: bool = True) -> None:
+    """Compare a file with its entry: its size and, where asked, every byte.
+
+    Raises:
+        CheckpointError: missing, unreadable, truncated, or changed.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != entry.size_bytes:
+            how = "truncated" if size < entry.size_bytes else "changed"
+            raise CheckpointError(
+                f"{path} is {how}: it has {size} bytes and should have {entry.size_bytes}."
+            )
+        if not contents:
+            return
+        try:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
+    if found != entry.sha256:
+        raise CheckpointError(
+            f"{path} is damaged: its SHA-256 is {found[:12]}... and should be "
+            f"{entry.sha256[:12]}..."
+        )
+
+
+def published(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Every (step, checkpoint) that lies in `folder`, newest first, whole or not.
+
+    Raises:
+        CheckpointError: the folder cannot be listed; one that is missing has none.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {reason(error)}.") from error
+    matches = [match for match in map(_FOLDER.fullmatch, names) if match]
+    found = [(int(match[1]), match[2] is None, match[0]) for match in matches]
+    for step, _, name in sorted(found, reverse=True):
+        yield step, folder / name
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint: its manifest is sound, its files have their sizes.
+
+    Whether each bit is right is checked by `load.load`.
+
+    Returns:
+        Its folder, or None where there is none.
+
+    Raises:
+        CheckpointError: `folder` is there but cannot be listed.
+    """
+    for _, checkpoint in published(folder):
+        try:
+            for name, entry in read_manifest(checkpoint).files.items():
+                check_file(checkpoint / name, entry, contents=False)
+        except CheckpointError:
+            continue
+        return checkpoint
+    return None
+
+
+def reason(error: OSError) -> str:
+    """`'No space left on device (ENOSPC)'`."""
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    return f"{error.strerror or error} ({name})"

@@ -1,0 +1,396 @@
+"""Put state on disk while training goes on.
+
+Training is held only while tensors are copied into staging memory, which is
+laid out as the files will be and used again by the next save. A thread hashes
+and writes it into a folder beside the checkpoints, syncs that to the disk,
+and publishes it by one rename: whatever is killed when, a checkpoint is whole
+or not there. A save that comes while one is being written waits for it, so
+that every checkpoint asked for is written, and the newest one on disk is at
+most one save behind; the wait counts as held.
+
+It knows no collectives: one process of a run holds the writer of a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.errors import CheckpointError
+from instep.state import manifest as page
+from instep.state.retain import to_delete
+from instep.state.snapshot import (
+    DTYPES,
+    RESERVED,
+    Snapshot,
+    check_tensor,
+    model_tensors,
+    tied_names,
+)
+
+SAVING = ".saving-"
+DELETING = ".deleting-"
+_CHUNK_BYTES = 1 << 24
+
+
+class Saved(NamedTuple):
+    """One checkpoint that is safely on disk."""
+
+    step: int
+    path: Path
+    size_bytes: int
+    held_s: float
+    """How long training stood still."""
+    seconds: float
+    """From the moment it was asked for until it was published."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, one at a time, in the background.
+
+    Args:
+        folder: where they go; created if missing. What a killed run left half
+            written or half deleted there is cleared away.
+        keep_last: how many to keep; older ones go once a newer one is whole.
+
+    Raises:
+        CheckpointError: the folder cannot be made or cleared.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int = 2) -> None:
+        self._folder, self._keep_last = folder, keep_last
+        self._staged: dict[str, _Staged] = {}
+        self._thread: threading.Thread | None = None
+        self._outcomes: SimpleQueue[Saved | Exception] = SimpleQueue()
+        self._saved: list[Saved] = []
+        self._held_s: dict[int, float] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _clear_left_overs(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be kept in {folder}: {page.reason(error)}."
+            ) from error
+
+    def save(self, snapshot: Snapshot) -> float:
+        """Copy the state now, write it later; waits first for the save before.
+
+        Returns:
+            Seconds for which training was held.
+
+        Raises:
+            CheckpointError: the snapshot holds what no checkpoint can. What
+                goes wrong while writing is raised by `poll`.
+        """
+        begin = time.perf_counter()
+        self.finish()
+        facts = _plain_facts(snapshot.facts)
+        self._stage(snapshot.tensors)
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot.step, facts, begin), name="checkpoint"
+        )
+        self._thread.start()
+        held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
+        return held_s
+
+    def poll(self) -> list[Saved]:
+        """The checkpoints published since the last call, oldest first; never waits.
+
+        Raises:
+            CheckpointError: one could not be written. Training may go on: the
+                checkpoints before it are untouched, and the next save tries again.
+        """
+        while not self._outcomes.empty():
+            outcome = self._outcomes.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            # only this thread knows how long it was held: the other may be done before
+            self._saved.append(outcome._replace(held_s=self._held_s.pop(outcome.step, 0.0)))
+        saved, self._saved = self._saved, []
+        return saved
+
+    def finish(self) -> None:
+        """Wait for what is being written; how that went is told by `poll`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _stage(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        before, self._staged = self._staged, {}
+        for group, tensors in groups.items():
+            name = page.file_name(group)
+            staged = before.pop(name, None)
+            if staged is None or not staged.fits(tensors):
+                staged = None  # gives its memory back before the new is taken
+                staged = _Staged(tensors, {})
+            staged.copy(tensors)
+            self._staged[name] = staged
+
+    def _write(self, step: int, facts: dict[str, Any], begin: float) -> None:
+        """The life of the background thread: one checkpoint, one outcome."""
+        final = self._folder / page.folder_name(step)
+        beside = self._folder / (SAVING + final.name)
+        try:
+            size = self._write_files(beside, step, facts)
+            _publish(beside, final)
+        except OSError as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            self._outcomes.put(
+                CheckpointError(
+                    f"the checkpoint of step {step} was not saved in {self._folder}: "
+                    f"{page.reason(error)}. Those before it are untouched."
+                )
+            )
+            return
+        except Exception as error:  # our bug: it must not die unseen with the thread
+            self._outcomes.put(error)
+            return
+        seconds = time.perf_counter() - begin
+        self._outcomes.put(Saved(step, final, size, 0.0, seconds))
+        try:
+            _retain(self._folder, step, self._keep_last)
+        except OSError as error:
+            self._outcomes.put(
+                CheckpointError(
+                    f"the checkpoint of step {step} is saved, but older ones could not be "
+                    f"deleted from {self._folder}: {page.reason(error)}."
+                )
+            )
+
+    def _write_files(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
+        """Fill the folder `beside` and sync it; returns its size in bytes."""
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        files = {}
+        for name, staged in self._staged.items():
+            with (beside / name).open("wb") as file:
+                files[name] = staged.write(file)
+        text = page.encode(
+            page.Manifest(
+                step=step, instep=_version(), torch=str(torch.__version__), files=files, facts=facts
+            )
+        )
+        with (beside / page.MANIFEST).open("wb") as file:
+            file.write(text)
+            _sync(file)
+        _sync_folder(beside)
+        return len(text) + sum(entry.size_bytes for entry in files.values())
+
+
+def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int:
+    """Write parameters and persistent buffers as one safetensors file, whole or not at all.
+
+    Tied weights are kept once; the other names stand in the metadata, each
+    with the name that is kept, as `safetensors.torch.load_model` expects it.
+
+    Args:
+        metadata: plain strings for the file's header; `format` is set to `pt`.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CheckpointError: the model cannot be kept, or the file not be written.
+    """
+    tensors = model_tensors(model)
+    staged = _Staged(tensors, {"format": "pt", **metadata})
+    staged.copy(tensors)
+    beside = path.with_name(f"{SAVING}{path.name}")
+    try:
+        with beside.open("wb") as file:
+            entry = staged.write(file)
+        beside.rename(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} was not saved: {page.reason(error)}.") from error
+    return entry.size_bytes
+
+
+class _Staged:
+    """One file to be: its safetensors header, and memory laid out as its data.
+
+    The format: header length (8 bytes, little-endian), header (JSON, padded
+    with spaces to 8 bytes), then the tensors without gaps. Wider types come
+    first, so that every tensor starts at a multiple of its item size.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        for name, tensor in tensors.items():
+            check_tensor(tensor, f"the tensor {name!r}")
+            if name == RESERVED:
+                raise CheckpointError(f"a tensor is called {RESERVED!r}: safetensors forbids it.")
+        self._kinds, self._tied = _kinds(tensors), tied_names(tensors)
+        self._seen = _memory(tensors)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in self._tied}
+        spans = _spans(kept)
+        self._header = _header(kept, spans, metadata | self._tied)
+        self._devices = {tensor.device for tensor in kept.values() if tensor.is_cuda}
+        size = max((stop for _, stop in spans.values()), default=0)
+        # pinned memory lets a GPU copy by itself, at the full rate of the bus
+        self._data = torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._devices))
+        self._places = {
+            name: self._data[start:stop].view(kept[name].dtype).view(kept[name].shape)
+            for name, (start, stop) in spans.items()
+        }
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether names, types, shapes and ties are still those laid out for."""
+        seen = _memory(tensors)
+        if seen == self._seen:  # the very same memory: the common case, and the quick one
+            return True
+        self._seen = seen
+        return self._kinds == _kinds(tensors) and self._tied == tied_names(tensors)
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the values; when it returns, `tensors` may change."""
+        for name, place in self._places.items():
+            place.copy_(tensors[name], non_blocking=True)
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def write(self, file: IO[bytes]) -> page.FileEntry:
+        """Write header and data, sync them to the disk, and say what was written."""
+        digest = hashlib.sha256()
+        data: memoryview[Any] = self._data.numpy().data
+        pieces: list[bytes | memoryview[Any]] = [self._header]
+        pieces += [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
+        for piece in pieces:  # both calls let other threads run meanwhile
+            digest.update(piece)
+            file.write(piece)
+        _sync(file)
+        return page.FileEntry(len(self._header) + len(data), digest.hexdigest())
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, Any]]:
+    return {name: (t.dtype, t.shape, t.device) for name, t in tensors.items()}
+
+
+def _memory(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
+        for name, t in tensors.items()
+    }
+
+
+def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Name to [start, stop) in bytes of the data, in the order of the data."""
+    spans: dict[str, tuple[int, int]] = {}
+    stop = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+        start, stop = stop, stop + tensors[name].nbytes
+        spans[name] = (start, stop)
+    return spans
+
+
+def _header(
+    tensors: Mapping[str, Tensor], spans: Mapping[str, tuple[int, int]], metadata: dict[str, str]
+) -> bytes:
+    header: dict[str, Any] = {RESERVED: metadata} if metadata else {}
+    for name, span in spans.items():
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": span,
+        }
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `facts` that later changes cannot reach, if it is JSON and nothing else."""
+    try:
+        copy = json.loads(json.dumps(facts, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the facts of a snapshot are not plain JSON: {error}.") from error
+    if copy != facts:
+        wrong = next(key for key in facts if key not in copy or copy[key] != facts[key])
+        raise CheckpointError(
+            f"facts[{wrong!r}] would not come back from JSON as it is (a tuple, or a number "
+            "as a key?): put it through pack_state()."
+        )
+    return dict(copy)
+
+
+def _publish(beside: Path, final: Path) -> None:
+    """Give the folder its name; an earlier checkpoint of the same step makes way.
+
+    That one stays readable under its other name until the new one has come.
+    """
+    if final.exists():
+        old = final.with_name(final.name + page.REPLACED)
+        if old.exists():
+            _delete(old)
+        final.rename(old)
+    beside.rename(final)
+    _sync_folder(final.parent)
+
+
+def _retain(folder: Path, current: int, keep_last: int) -> None:
+    found = list(page.published(folder))
+    doomed = to_delete((step for step, _ in found), current=current, keep_last=keep_last)
+    plain = {path.name for _, path in found}
+    for step, path in found:
+        replaced = path.name.endswith(page.REPLACED) and page.folder_name(step) in plain
+        if step in doomed or replaced:
+            _delete(path)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a folder so that no half of it ever carries the name of a checkpoint."""
+    doomed = checkpoint.with_name(DELETING + checkpoint.name)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _clear_left_overs(folder: Path) -> None:
+    for name in os.listdir(folder):
+        if name.startswith((SAVING, DELETING)):
+            path = folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    for step, path in list(page.published(folder)):
+        if path.name.endswith(page.REPLACED):
+            plain = folder / page.folder_name(step)
+            if plain.exists():
+                _delete(path)
+            else:
+                path.rename(plain)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("instep")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from a source tree

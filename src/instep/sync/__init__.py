@@ -1,0 +1,15 @@
+"""How replicas agree on parameters: the table of strategies.
+
+To add one: write a class that keeps the promises of `base.Strategy` in a file
+of its own, and add its line here. The suite in `tests/contract` finds it, and
+`docs/concepts/strategies.md` needs its heading.
+"""
+
+from instep.registry import Registry
+
+STRATEGIES = Registry(
+    "sync strategy",
+    {
+        "all_reduce": "instep.sync.all_reduce:AllReduce",
+    },
+)

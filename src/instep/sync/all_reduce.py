@@ -1,0 +1,173 @@
+"""Average gradients every step: replicas never differ, and equal one big batch.
+
+Gradients are gathered in flat buckets (Li et al. 2020, arXiv:2006.15704). A
+bucket is summed over the ranks as soon as its gradients are there, in the
+background, while the backward pass goes on with earlier layers. Weights are
+applied as a gradient enters its bucket, so the sum is the mean over the true
+number of samples, whatever each rank's share.
+
+Two things ride in the spare end of the last bucket and cost no message of
+their own: the caller's notes, and which parameters had a gradient at all. A
+parameter that no rank used keeps no gradient, as on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from instep.comm.base import Comm, Work
+from instep.comm.buckets import Bucket, lay_out
+from instep.errors import SpecError, WorkerError
+from instep.sync.base import Price
+
+_SPARSE = 2.0**-12
+"""Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
+
+
+class AllReduce:
+    """Weighted mean of the gradients of all replicas, every step.
+
+    Args:
+        bucket_mb: megabytes at which a bucket is full and starts on its way.
+        overlap: send during the backward pass; off, all is sent after it.
+
+    Raises:
+        SpecError: `bucket_mb` is not a positive number.
+    """
+
+    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True) -> None:
+        if not isinstance(bucket_mb, (int, float)) or isinstance(bucket_mb, bool) or bucket_mb <= 0:
+            raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
+        if not isinstance(overlap, bool):
+            raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
+        self._bucket_bytes = int(bucket_mb * 1e6)
+        self._overlap = overlap
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self, parameters: Sequence[Parameter], comm: Comm, *, notes: int) -> None:
+        """Lay out the buckets and listen for gradients."""
+        self._parameters, self._comm = list(parameters), comm
+        self._buckets = lay_out(self._parameters, [self._bucket_bytes], spare=0)
+        self._buckets = self._with_room(len(self._parameters) + notes)
+        self._home = {
+            member: (number, view)
+            for number, bucket in enumerate(self._buckets)
+            for member, view in zip(bucket.members, bucket.views, strict=True)
+        }
+        self._marks = torch.zeros(len(self._parameters), dtype=torch.float64)
+        self._seen = [0.0] * len(self._parameters)
+        self._begin_step()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._catcher(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def _with_room(self, spare: int) -> list[Bucket]:
+        """The same buckets, the last one with room for marks and notes in full precision."""
+        last = self._parameters[self._buckets[-1].members[-1]]
+        if last.dtype in (torch.float32, torch.float64):
+            return lay_out(self._parameters, [self._bucket_bytes], spare=spare)
+        room = torch.zeros(spare, dtype=torch.float32, device=last.device)
+        return [*self._buckets, Bucket(room, (), (), room)]
+
+    def _begin_step(self) -> None:
+        for index in range(len(self._seen)):
+            self._seen[index] = 0.0
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._work: list[Work] = []
+        self._weight, self._sending = 0.0, False
+
+    def before_backward(self, weight: float, *, last: bool) -> None:
+        """Remember the weight; on the last pass, full buckets may leave."""
+        self._weight = weight
+        self._sending = last and self._overlap and self._comm.size > 1
+
+    def _catcher(self, index: int) -> Callable[[Tensor], None]:
+        number, view = self._home[index]
+
+        def catch(parameter: Tensor) -> None:
+            if number < len(self._work):
+                raise WorkerError(
+                    "a parameter received a second gradient in one backward pass, after its first "
+                    "was sent. Set sync.options.overlap = false for models that do so "
+                    "(re-entrant activation checkpointing)."
+                )
+            self._take(index, parameter, view)
+            if self._sending:
+                self._missing[number] -= 1
+                self._send_full()
+
+        return catch
+
+    def _take(self, index: int, parameter: Tensor, view: Tensor) -> None:
+        """Move a fresh gradient into its bucket, weighted."""
+        gradient = parameter.grad
+        assert gradient is not None
+        sparse = gradient.is_sparse
+        if sparse and not self._seen[index]:
+            view.zero_()
+        if self._seen[index] or sparse:
+            view.add_(gradient, alpha=self._weight)
+        else:
+            torch.mul(gradient, self._weight, out=view)
+        self._seen[index] = 1.0 + _SPARSE if sparse else 1.0
+        parameter.grad = None
+
+    def _send_full(self) -> None:
+        """Start the buckets that are full, in order; the last one waits for the notes."""
+        while len(self._work) < len(self._buckets) - 1 and not self._missing[len(self._work)]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._work)]
+        for member, view in zip(bucket.members, bucket.views, strict=True):
+            if not self._seen[member]:
+                view.zero_()  # what stands there is the step before
+        self._work.append(self._comm.all_reduce(bucket.flat))
+
+    @torch.no_grad()
+    def after_backward(self, notes: Tensor) -> Tensor:
+        """Send what is left, wait for all of it, and hand out the agreed gradients."""
+        spare = self._buckets[-1].spare
+        count = len(self._parameters)
+        spare[:count].copy_(torch.tensor(self._seen, dtype=torch.float64))
+        spare[count:].copy_(notes)
+        while len(self._work) < len(self._buckets):
+            self._send_next()
+        for work in self._work:
+            work.wait()
+        agreed = spare.to("cpu", torch.float64, copy=True)
+        for index, mark in enumerate(agreed[:count].tolist()):
+            view = self._home[index][1]
+            grad = None if mark == 0 else view if mark == int(mark) else view.to_sparse(1)
+            self._parameters[index].grad = grad
+        self._begin_step()
+        return agreed[count:]
+
+    def after_step(self, step: int) -> None:
+        """Gradients have been used; the next pass starts from none."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def stop(self) -> None:
+        """Stop listening."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing is remembered between steps."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to take up."""
+
+    @staticmethod
+    def price(parameter_bytes: int, replicas: int) -> Price:
+        """A ring sends 2(W-1)/W of the bytes in 2(W-1) messages."""
+        return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))

@@ -1,0 +1,47 @@
+"""Numbers as people read them: bytes, seconds, counts, shares.
+
+Everything inside instep carries plain SI numbers, and the unit in the name
+(`wait_s`, `sent_bytes`). Only what a person reads passes through here.
+"""
+
+from __future__ import annotations
+
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def readable_bytes(count: float) -> str:
+    """`1234567` -> `'1.2 MB'`; powers of 1,000, one decimal below 100."""
+    size = float(count)
+    for unit in _BYTES[:-1]:
+        if abs(size) < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} {_BYTES[-1]}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """`0.0123` -> `'12 ms'`, `75` -> `'1m15s'`, `7384` -> `'2h03m'`."""
+    if seconds < 0:
+        return "-" + readable_seconds(-seconds)
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.00995 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def readable_count(count: float) -> str:
+    """`9380` -> `'9,380'`; whole numbers with thousands marked."""
+    return f"{count:,.0f}"
+
+
+def readable_share(part: float, whole: float) -> str:
+    """`readable_share(1, 4)` -> `'25 %'`; a dash where there is no whole."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"

@@ -1,0 +1,239 @@
+"""A batch depends on seed and slice alone, however it is read."""
+
+import random
+import threading
+from contextlib import closing
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from datasets import Drawing, Many, Nested, Plain, Raising, Uneven, augment, same
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+
+from instep.data import keyed
+from instep.data.balance import deal
+from instep.data.loader import Loader, Slice
+from instep.data.order import Order, micro_batch, position, steps_in_epoch
+from instep.errors import DataError
+
+TENSORS = TensorDataset(torch.randn(100, 5), torch.arange(100))
+SLICES = [Slice(0, 0, 7), Slice(0, 7, 7), Slice(0, 7, 40), Slice(3, 99, 100), Slice(1, 0, 64)]
+
+
+def batches(dataset, slices=SLICES, **options):
+    with closing(Loader(dataset, **{"seed": 5, "shuffle": True, **options})) as loader:
+        return list(loader.load(slices))
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_global_batches_are_equal_at_any_number_of_workers_also_the_last(workers):
+    samples, batch, parts = 1797, 64, 8
+    dataset = TensorDataset(torch.arange(samples))
+    order = Order(samples, 5)
+    steps = range(1, steps_in_epoch(samples, batch) + 1)
+    places = [position(step, samples, batch) for step in steps]
+    got = [[] for _ in steps]
+    for share in deal(parts, workers):
+        cuts = [(e, micro_batch(a, b, n, parts)) for e, a, b in places for n in share]
+        with closing(Loader(dataset, seed=5, shuffle=True, processes=0)) as loader:
+            for number, loaded in enumerate(loader.load(Slice(e, *cut) for e, cut in cuts)):
+                got[number // len(share)] += [] if loaded is None else loaded[0].tolist()
+    assert got == [order.indices(*place).tolist() for place in places]
+    assert sorted(chain(*got)) == list(range(samples))
+
+
+@pytest.mark.parametrize("dataset", [Plain(), Many(), Drawing(), Nested(), TENSORS])
+@pytest.mark.parametrize("augmented", [False, True])
+def test_all_ways_of_reading_give_the_same_bits(dataset, augmented):
+    options = {"augment": augment} if augmented and not isinstance(dataset, Nested) else {}
+    if augmented and dataset is TENSORS:
+        options = {"augment": lambda s, g: (s[0] + torch.rand(5, generator=g), s[1])}
+    here = batches(dataset, processes=0, **options)
+    assert here[1] is None
+    assert same(here, batches(dataset, processes=0, **options))
+    for processes in (1, 3):
+        assert same(here, batches(dataset, processes=processes, **options))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("options", [{"augment": augment}, {}])
+def test_a_sample_has_the_same_values_whatever_slice_it_comes_in(processes, options):
+    (whole,) = batches(Drawing(), [Slice(2, 0, 60)], processes=processes, **options)
+    cuts = [Slice(2, first, first + 10) for first in range(0, 60, 10)]
+    parts = batches(Drawing(), cuts, processes=processes, **options)
+    assert torch.equal(whole[0], torch.cat([inputs for inputs, _ in parts]))
+    (other,) = batches(Drawing(), [Slice(3, 0, 60)], processes=processes, **options)
+    assert not torch.equal(whole[0].sort()[0], other[0].sort()[0])
+
+
+def test_a_dataset_that_draws_is_never_read_beside_training():
+    with closing(Loader(Drawing(), seed=5, shuffle=True, processes=0)) as loader:
+        assert loader.mode == "inline"
+        assert "draws" in loader.why
+    with closing(Loader(Plain(), seed=5, shuffle=True, processes=0)) as loader:
+        assert loader.mode == "ahead"
+
+
+@pytest.mark.parametrize("processes", [0, 2, "auto"])
+def test_the_generators_of_the_caller_are_left_as_they_were(processes):
+    before = keyed.states()
+    batches(Drawing(), processes=processes)
+    assert keyed.states().same(before)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
+def test_a_draw_from_any_of_the_three_is_seen_and_undone(draw):
+    with keyed.kept() as before:
+        draw()
+        assert not keyed.states().same(before)
+    assert keyed.states().same(before)
+
+
+@pytest.mark.parametrize("dataset", [Plain(), Many(), Nested(), TENSORS])
+def test_batches_are_those_of_torchs_own_loader(dataset):
+    slices = [Slice(0, first, min(first + 16, 100)) for first in range(0, 100, 16)]
+    expected = list(DataLoader(dataset, batch_size=16))
+    assert same(batches(dataset, slices, shuffle=False), expected)
+
+
+def test_a_subset_of_tensors_gives_what_its_samples_say():
+    dataset = Subset(Subset(TENSORS, range(50, 100)), [3, 1, 4, 1, 5])
+    (batch,) = batches(dataset, [Slice(0, 0, 5)], shuffle=False)
+    assert same(batch, default_collate([dataset[index] for index in range(5)]))
+
+
+def test_a_subclass_that_changes_a_sample_is_asked_for_samples():
+    class Doubled(Many):
+        def __getitem__(self, index):
+            return index * 2
+
+    class Tripled(TensorDataset):
+        def __getitem__(self, index):
+            return self.tensors[0][index] * 3
+
+    (batch,) = batches(Doubled(), [Slice(0, 0, 4)], shuffle=False)
+    assert batch.tolist() == [0, 2, 4, 6]
+    (batch,) = batches(Tripled(*TENSORS.tensors), [Slice(0, 0, 4)], shuffle=False)
+    assert torch.equal(batch, TENSORS.tensors[0][:4] * 3)
+
+
+def test_tensors_that_numpy_does_not_know_are_read_too():
+    dataset = TensorDataset(torch.randn(10, 2).bfloat16())
+    (batch,) = batches(dataset, [Slice(0, 2, 5)], shuffle=False)
+    assert torch.equal(batch[0], dataset.tensors[0][2:5])
+
+
+def test_a_batch_is_the_callers_own():
+    dataset = TensorDataset(torch.zeros(8, 2))
+    for processes in (0, 1):
+        first, second = batches(dataset, [Slice(0, 0, 8)] * 2, processes=processes)
+        first[0].fill_(1)
+        assert dataset.tensors[0].sum() == second[0].sum() == 0
+
+
+def test_collate_decides_what_a_batch_is():
+    for processes in (0, 1):
+        got = batches(Plain(), [Slice(0, 0, 3)], shuffle=False, processes=processes, collate=len)
+        assert got == [3]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("dataset", [Raising(), type("ManyRaising", (Many, Raising), {})()])
+def test_a_sample_that_raises_is_named_with_its_cause_and_the_users_line(dataset, processes):
+    slices = [Slice(0, first, first + 10) for first in range(0, 100, 10)]
+    options = {"seed": 5, "shuffle": False, "processes": processes}
+    with closing(Loader(dataset, **options)) as loader:
+        loaded = loader.load(slices)
+        for _ in range(7):
+            next(loaded)
+        with pytest.raises(DataError) as caught:
+            next(loaded)
+    text = str(caught.value)
+    assert text.startswith("sample 70 cannot be read: ValueError: pixel of 70 is purple (")
+    line = Raising.__getitem__.__code__.co_firstlineno + 2
+    assert f"datasets.py:{line})" in text
+    assert "purple" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_augmentation_that_raises_is_named_too(processes):
+    def wrong(sample, generator):
+        return sample[0] @ torch.zeros(4) if sample[0][0] == 70 else sample
+
+    with pytest.raises(
+        DataError, match=r"sample 70 cannot be augmented: RuntimeError: .*loader.py:"
+    ):
+        batches(Plain(), [Slice(0, 60, 80)], shuffle=False, augment=wrong, processes=processes)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_samples_that_cannot_be_stacked_are_named_with_their_shapes(processes):
+    message = r"sample 70 cannot be stacked with sample 66: it is \(float32 \[4\], int\), .* \[3\]"
+    with pytest.raises(DataError, match=message):
+        batches(Uneven(), [Slice(0, 66, 72)], shuffle=False, processes=processes)
+
+
+def test_a_sample_that_is_bad_from_the_start_is_named_when_the_loader_is_made():
+    with pytest.raises(DataError, match="sample 0 cannot be read"):
+        Loader(Raising(bad=0), seed=1, shuffle=False)
+
+
+class Iterable:
+    def __iter__(self):
+        return iter([1])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "has no samples"),
+        (Iterable(), "no __getitem__"),
+        (type("A", (Plain,), {"__len__": None})(), "length"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(dataset, message):
+    with pytest.raises(DataError, match=message):
+        Loader(dataset, seed=1, shuffle=True)
+
+
+def test_the_wrong_number_of_samples_at_once_is_refused():
+    class Short(Many):
+        def __getitems__(self, indices):
+            return super().__getitems__(indices)[:1]
+
+    with pytest.raises(DataError, match="asked for 2 samples and gave 1"):
+        Loader(Short(), seed=1, shuffle=True)
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("instep-loader")]
+
+
+def test_no_thread_outlives_the_generator_or_the_loader():
+    loader = Loader(Plain(), seed=1, shuffle=True, processes=0)
+    first, second = (loader.load(Slice(0, i, i + 1) for i in range(100)) for _ in range(2))
+    next(first), next(second)
+    assert len(loader_threads()) == 2
+    first.close()
+    assert len(loader_threads()) == 1
+    loader.close()
+    assert loader_threads() == []
+    assert list(second) == []
+    loader.close()
+
+
+def test_only_a_few_slices_are_asked_for_ahead():
+    asked = []
+    for processes in (0, 2):
+        asked.clear()
+        with closing(Loader(Plain(), seed=1, shuffle=True, processes=processes)) as loader:
+            loaded = loader.load(asked.append(i) or Slice(0, i, i + 1) for i in range(100))
+            next(loaded)
+            assert len(asked) <= 5
+
+
+def test_cheap_samples_stay_in_the_process():
+    with closing(Loader(TENSORS, seed=1, shuffle=True)) as loader:
+        assert loader.mode == "ahead"
+        assert "less than 0.2 ms" in loader.why

@@ -1,0 +1,183 @@
+"""Loader processes come, are killed, are replaced, and go."""
+
+import mmap
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from contextlib import closing, suppress
+
+import psutil
+import pytest
+import torch
+from datasets import KillsItself, Plain, same
+
+from instep.data import wire
+from instep.data.loader import Loader, Slice
+from instep.errors import DataError
+
+pytestmark = pytest.mark.process
+
+SLICES = [Slice(0, first, first + 10) for first in range(0, 100, 10)]
+
+
+def made(dataset, processes=2, **options):
+    return closing(Loader(dataset, seed=5, shuffle=False, processes=processes, **options))
+
+
+def starts(batches):
+    return [inputs[0, 0].item() for inputs, _ in batches]
+
+
+def test_no_process_descriptor_or_memory_outlives_close():
+    before = set(os.listdir("/proc/self/fd"))
+    with made(Plain(), 3) as loader:
+        pids = loader.pids
+        assert len(set(pids)) == 3
+        loaded = loader.load(SLICES)
+        next(loaded)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert psutil.Process().children() == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_killed_process_is_replaced_and_no_batch_changes():
+    with made(Plain()) as loader:
+        loaded = loader.load(SLICES)
+        got = [next(loaded), next(loaded)]
+        killed = loader.pids
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        got += list(loaded)
+        assert set(loader.pids).isdisjoint(killed)
+        assert starts(loader.load(SLICES)) == starts(got) == [float(i) for i in range(0, 100, 10)]
+    assert not any(psutil.pid_exists(pid) for pid in killed)
+
+
+def test_a_process_killed_while_it_reads_is_replaced(tmp_path):
+    with made(KillsItself(tmp_path / "times", 1)) as loader:
+        assert starts(loader.load(SLICES)) == [float(i) for i in range(0, 100, 10)]
+
+
+def test_the_second_death_is_an_error_that_names_the_signal(tmp_path):
+    with made(KillsItself(tmp_path / "times", 2)) as loader:
+        loaded = loader.load(SLICES)
+        for _ in range(7):
+            next(loaded)
+        with pytest.raises(DataError, match=r"was killed by SIGKILL, as did the one before it"):
+            next(loaded)
+        pids = loader.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+class Leaves(Plain):
+    def __getitem__(self, index):
+        if index == 70:
+            sys.exit(9)
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_exits_is_an_error_that_names_the_code():
+    with made(Leaves()) as loader, pytest.raises(DataError, match="ended with code 9"):
+        list(loader.load(SLICES))
+
+
+def test_after_an_error_and_a_closed_generator_the_loader_goes_on():
+    with made(Plain()) as loader:
+        for _ in range(3):
+            loaded = loader.load(SLICES)
+            next(loaded)
+            loaded.close()
+        one, other = loader.load(SLICES), loader.load(reversed(SLICES))
+        pairs = list(zip(one, other, strict=True))
+        assert starts(a for a, _ in pairs) == starts(b for _, b in pairs)[::-1]
+
+
+def test_a_batch_that_grows_finds_room():
+    class Growing(Plain):
+        def __getitem__(self, index):
+            return torch.full((1 + index * 1000,), index), index
+
+    with made(Growing(), 1) as loader:
+        sizes = [Slice(0, i, i + 1) for i in (1, 99, 0, 50, 99)]
+        assert [b[0].sum().item() for b in loader.load(sizes)] == [
+            i * (1 + i * 1000) for i in (1, 99, 0, 50, 99)
+        ]
+
+
+class Unknown(Plain):
+    def __getitem__(self, index):
+        return {1, index}
+
+
+def test_what_cannot_travel_is_named_with_the_remedy():
+    with (
+        made(Unknown(), collate=lambda samples: samples) as loader,
+        pytest.raises(DataError, match=r"holds a builtins\.set.*data\.loaders = 0"),
+    ):
+        list(loader.load(SLICES))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None,
+        (1, -2.5, True, "naïve", b"\x00", None, 2**63 - 1, float("inf")),
+        {"a": [torch.arange(6).reshape(2, 3).t()], 7: (), "c": torch.tensor(3.0)},
+        [torch.empty(0, 4), torch.tensor([True, False]), torch.tensor([1 + 2j])],
+        torch.randn(3, 2).bfloat16()[:, 1],
+    ],
+)
+def test_a_batch_survives_the_trip(batch):
+    skeleton, tensors = wire.pack(batch)
+    places, size = wire.layout(tensors)
+    memory = mmap.mmap(-1, max(size, 1))
+    wire.write(tensors, places, memory)
+    back = wire.unpack(skeleton, wire.read(places, memory))
+    assert same(back, batch)
+
+
+def test_children_end_with_a_parent_that_is_killed():
+    script = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from datasets import Plain
+from instep.data.loader import Loader
+print(*Loader(Plain(), seed=1, shuffle=True, processes=2).pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", script, os.path.dirname(__file__)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(timeout=10)
+
+
+def test_a_child_holds_no_connection_of_its_parent():
+    class Sees(Plain):
+        def __getitem__(self, index):
+            return torch.tensor([stat.S_ISSOCK(os.fstat(end.fileno()).st_mode) for end in ends])
+
+    ends = socket.socketpair()
+    with ends[0], ends[1], made(Sees(), 2) as loader:
+        assert not any(batch.any() for batch in loader.load(SLICES[:2]))
+        ends[0].sendall(b"still here")
+        assert ends[1].recv(10) == b"still here"
+
+
+class Waits(Plain):
+    def __getitem__(self, index):
+        os.sched_yield()
+        signal.sigtimedwait([], 0.002)
+        return super().__getitem__(index)
+
+
+def test_auto_finds_that_processes_hide_waiting():
+    with made(Waits(), "auto") as loader:
+        assert loader.mode == "processes"
+        assert "2 processes" in loader.why or "computing" in loader.why
+        assert len(loader.pids) == 2

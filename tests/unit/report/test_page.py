@@ -1,0 +1,195 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from made_up_runs import BEGIN_S, failure, make_run, write_events
+
+from instep.events import read_events
+from instep.report.markup import Html, embedded_json, tag
+from instep.report.page import write_report
+from instep.report.run_folder import RunFolder
+
+ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\""
+VOID = {"input", "path", "line"}
+MANY = {"micro_batches": 64}
+
+
+class Page(HTMLParser):
+    """Headings, text, scripts and addresses of a page; fails on elements that do not match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.headings, self.scripts, self.words, self.addresses = [], [], [], [], []
+        self.tags = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append(name)
+        self.addresses += [value for key, value in attributes if key in ("src", "href")]
+        if name != "meta":
+            self.open.append(name)
+
+    def handle_startendtag(self, name, attributes):
+        assert name in VOID
+        self.tags.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(text)
+        elif self.open and self.open[-1] == "h2":
+            self.headings.append(text)
+        else:
+            self.words.append(text)
+
+
+def page_of(path, other=None):
+    write_report(RunFolder(path), path / "report.html", other and RunFolder(other))
+    return (path / "report.html").read_text()
+
+
+def test_the_page_tells_the_run_from_top_to_bottom(tmp_path):
+    page = Page(page_of(make_run(tmp_path / "digits")))
+    assert page.headings == [
+        "Curves",
+        "Throughput",
+        "Where the time went",
+        "Start-up",
+        "Audit of samples",
+        "Generations and failures",
+        "Checkpoints",
+        "Configuration",
+        "How to reproduce",
+    ]
+    text = " ".join(page.words)
+    assert "48 steps, 3,000 samples, each exactly once per epoch." in text
+    assert "instep run job.toml --workers 2" in text
+    assert "3f" * 32 in text
+
+
+def test_the_page_asks_nothing_of_any_network(tmp_path):
+    text = page_of(make_run(tmp_path / "digits"), make_run(tmp_path / "other"))
+    assert Page(text).addresses == []
+    assert "default-src 'none'" in text
+    addresses = set(re.findall(r"https?://[^\"'\s<]+|url\(|@import|fetch\(|XMLHttp", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, never loaded
+
+
+def test_the_data_of_the_curves_is_valid_json(tmp_path):
+    page = Page(page_of(make_run(tmp_path / "digits", nan_from=30)))
+    data = json.loads(page.scripts[0])
+    assert data["runs"] == ["digits"]
+    assert data["charts"][0]["lines"][0]["mean"][29:] == [None] * 19
+
+
+def test_nothing_a_run_recorded_becomes_markup(tmp_path):
+    folder = tmp_path / "<script>alert(0)<"  # a folder that somebody renamed
+    path = make_run(folder, steps=21, outcome="failed", name="digits")
+    events = list(read_events(path / "events.jsonl"))
+    started = {**events[0], "command": ATTACK, "host": ATTACK, "versions": {ATTACK: ATTACK}}
+    metrics = {"time": BEGIN_S + 5, "event": "validated", "step": 9, "metrics": {ATTACK: 1.0}}
+    saved = {"time": BEGIN_S + 5, "event": "checkpoint_saved", "step": 9, "path": ATTACK}
+    members = {"generation": 2, "members": [ATTACK], "reason": ATTACK, "seconds": 0.1}
+    again = {"time": BEGIN_S + 5, "event": "generation_started", **members}
+    warning = {"time": BEGIN_S + 5, "event": "warning", "text": ATTACK}
+    broken = {**failure(0.3, 22, ATTACK), "where": ATTACK, "line": ATTACK, "kind": ATTACK}
+    phases = {**events[3], "event": "worker_ready", "worker": 0, "phases": {ATTACK: 1.0}}
+    rest = [metrics, saved, again, warning, phases, broken, events[-1]]
+    write_events(path, [started, *rest])
+    text = page_of(path)
+    page = Page(text)
+    assert page.tags.count("script") == 2
+    assert "img" not in page.tags
+    assert "<img" not in text
+    assert "".join(page.words).count(ATTACK) >= 8
+
+
+def test_two_runs_are_laid_over_each_other(tmp_path):
+    one = make_run(tmp_path / "one")
+    other = make_run(tmp_path / "other", workers=4, metrics=False)
+    page = Page(page_of(one, other))
+    assert page.headings[:2] == ["Side by side", "Curves"]
+    loss = json.loads(page.scripts[0])["charts"][0]
+    assert [(line["run"], line["kind"]) for line in loss["lines"]] == [
+        (0, "training"),
+        (0, "validation"),
+        (1, "training"),
+    ]
+    assert "From here on: one alone." in page.words
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    one, other = make_run(tmp_path / "a" / "digits"), make_run(tmp_path / "b" / "digits")
+    page = Page(page_of(one, other))
+    assert json.loads(page.scripts[0])["runs"] == [str(one), str(other)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 0},
+        {"steps": 0, "outcome": None},
+        {"workers": 1},
+        {"metrics": False},
+        {"nan_from": 1},
+        {"steps": 21, "outcome": "failed"},
+        {"steps": 1, "outcome": "interrupted"},
+    ],
+)
+def test_a_poor_run_has_a_whole_page(tmp_path, how):
+    path = make_run(tmp_path / "digits", **how)
+    page = Page(page_of(path))
+    assert page.headings[0] == "Curves"
+    Page(page_of(path, make_run(tmp_path / "good")))
+
+
+def test_a_folder_with_nothing_but_a_job_has_a_page(tmp_path):
+    path = make_run(tmp_path / "digits")
+    for name in ("events.jsonl", "ledger.bin", "steps.bin"):
+        (path / name).unlink()
+    assert "No step was committed." in "".join(Page(page_of(path)).words)
+
+
+def test_a_failed_run_shows_its_cause_first(tmp_path):
+    page = Page(page_of(make_run(tmp_path / "digits", steps=21, outcome="failed")))
+    text = "\n".join(page.words)
+    assert text.index("Failed after") < text.index("IndexError: target 10") < text.index("workers")
+
+
+def test_a_page_stays_small_whatever_the_run(tmp_path):
+    path = make_run(tmp_path / "long", workers=64, steps=3000, train={"steps": 3000, **MANY})
+    events = list(read_events(path / "events.jsonl"))
+    many = [failure(i * 0.001, i, "x" * 5000) for i in range(2000)]
+    many += [
+        {
+            "time": BEGIN_S + 3 + i / 100,
+            "event": "validated",
+            "step": i + 1,
+            "metrics": {"a": i, "b": i},
+        }
+        for i in range(3000)
+    ]
+    write_events(path, sorted(events + many, key=lambda event: event["time"]))
+    assert len(page_of(path)) < 1_000_000
+
+
+def test_text_is_escaped_and_markup_is_not():
+    assert tag("p", "<b>", Html("<i>"), title='"') == '<p title="&quot;">&lt;b&gt;<i></p>'
+    assert "<" not in embedded_json({"</script>": "<!--"})
+    assert json.loads(embedded_json({"</script>": "<!--&"})) == {"</script>": "<!--&"}
+
+
+def test_no_worker_is_hidden_in_silence(tmp_path):
+    path = make_run(tmp_path / "wide", workers=64, train={"epochs": 1, **MANY}, steps=4)
+    assert "48 of 64 workers shown." in Page(page_of(path)).words
+
+
+def test_checkpoints_and_failures_are_marked_on_the_strips(tmp_path):
+    text = page_of(make_run(tmp_path / "digits", steps=21, outcome="failed"))
+    assert len(re.findall(r'<line [^>]*class="checkpoint"/>', text)) == 2
+    assert len(re.findall(r'<line [^>]*class="failure"/>', text)) == 1

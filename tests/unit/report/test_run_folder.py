@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events
+
+from instep.errors import RunError
+from instep.events import LEDGER, read_events
+from instep.report.run_folder import RunFolder, Traffic
+
+
+def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits"))
+    assert folder.job["train"]["global_batch"] == folder.spec.train.global_batch == 64
+    assert (folder.workers, folder.team, folder.last_step) == ([0, 1], 2, 48)
+    assert (folder.epoch_samples, folder.epoch_steps) == (1000, 16)
+    assert [event["epoch"] for event in folder.validations] == [0, 1, 2]
+    assert len(folder.checkpoints) == len(folder.generations) == 1
+    assert folder.traffic == {0: Traffic(500_000, 9), 1: Traffic(500_001, 9)}
+    assert (folder.outcome, folder.failures) == ("completed", [])
+    assert len(folder.ledger) == len(folder.steps) == 96
+
+
+def test_a_missing_run_is_answered_with_the_near_miss_and_the_list(tmp_path):
+    make_run(tmp_path / "digits")
+    make_run(tmp_path / "gpt")
+    with pytest.raises(RunError, match=r"digit'.* Did you mean 'digits'\? Known: digits, gpt\."):
+        RunFolder(tmp_path / "digit")
+
+
+def test_a_folder_without_a_job_is_no_run(tmp_path):
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(RunError, match=r"not the folder of a run: it holds no job\.toml"):
+        RunFolder(tmp_path / "photos")
+
+
+def test_a_job_that_is_no_job_is_named(tmp_path):
+    path = make_run(tmp_path / "digits")
+    (path / "job.toml").write_text("workers = 2\n")
+    with pytest.raises(RunError, match=r"cannot be read as a run: .*job\.toml.*'recipe'"):
+        RunFolder(path)
+
+
+def test_damaged_events_are_named(tmp_path):
+    path = make_run(tmp_path / "digits")
+    (path / "events.jsonl").write_text('{"time": 1, "event": "war{"time": 2}\n')
+    with pytest.raises(RunError, match=r"events\.jsonl is damaged"):
+        RunFolder(path)
+
+
+def test_a_run_that_a_crash_cut_short_reads_as_far_as_it_got(tmp_path):
+    path = make_run(tmp_path / "digits", steps=21, outcome=None)
+    for name in ("events.jsonl", "ledger.bin", "steps.bin"):
+        with (path / name).open("ab") as file:
+            file.write(b'{"time": 1')
+    folder = RunFolder(path)
+    assert (folder.outcome, folder.last_step) == ("unfinished", 21)
+    assert len(folder.ledger) == len(folder.steps) == 42
+
+
+def test_a_step_that_only_some_workers_recorded_is_in_flight(tmp_path):
+    path = make_run(tmp_path / "digits", steps=21, outcome=None)
+    np.fromfile(path / "ledger.bin", LEDGER)[:-1].tofile(path / "ledger.bin")
+    folder = RunFolder(path)
+    assert folder.last_step == 20
+    assert len(folder.committed) == 40
+
+
+def test_the_short_last_step_of_an_epoch_is_whole(tmp_path):
+    path = make_run(tmp_path / "digits", steps=16, outcome=None)
+    assert RunFolder(path).last_step == 16
+
+
+def test_a_folder_with_nothing_but_a_job_is_a_run_of_no_steps(tmp_path):
+    path = make_run(tmp_path / "digits")
+    for name in ("events.jsonl", "ledger.bin", "steps.bin"):
+        (path / name).unlink()
+    folder = RunFolder(path)
+    assert (folder.last_step, folder.seconds, folder.training_seconds()) == (0, 0.0, 0.0)
+    assert (folder.workers, folder.team) == ([], 2)
+
+
+def test_time_between_two_sessions_does_not_count(tmp_path):
+    path = make_run(tmp_path / "digits", steps=20, outcome="stopped")
+    events = list(read_events(path / "events.jsonl"))
+    first_s = events[-1]["time"] - BEGIN_S
+    again = [{**event, "time": event["time"] + 86_400} for event in events]
+    write_events(path, events + again)
+    folder = RunFolder(path)
+    assert folder.seconds == pytest.approx(2 * first_s)
+    assert folder.elapsed(BEGIN_S + 86_400 + 1.0) == pytest.approx(first_s + 1.0)
+    assert folder.outcome == "stopped"
+
+
+def test_a_resumed_run_that_has_not_ended_again_is_unfinished(tmp_path):
+    path = make_run(tmp_path / "digits", steps=20, outcome="stopped")
+    events = list(read_events(path / "events.jsonl"))
+    write_events(path, [*events, {**events[0], "time": BEGIN_S + 100}])
+    assert RunFolder(path).outcome == "unfinished"
+
+
+def test_the_traffic_of_a_replaced_worker_is_added(tmp_path):
+    path = make_run(tmp_path / "digits")
+    counts = [100, 250, 30, 70]  # the third is a new process
+    events = [
+        {"time": BEGIN_S + i, "event": "traffic", "worker": 0, "sent_bytes": n, "received_bytes": n}
+        for i, n in enumerate(counts)
+    ]
+    write_events(path, events)
+    assert RunFolder(path).traffic == {0: Traffic(320, 320)}
+
+
+def test_training_time_leaves_start_up_out(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits", step_s=0.1))
+    assert folder.training_seconds() == pytest.approx(4.8, abs=0.1)
+    assert folder.seconds > START_UP_S + 4.8

@@ -1,0 +1,121 @@
+import json
+
+import numpy as np
+import pytest
+from made_up_runs import make_run
+
+from instep.events import LEDGER
+from instep.report.run_folder import PARTS, RunFolder
+from instep.report.summary import summarise, time_split, verdict
+
+
+def summary_of(path, **how):
+    return summarise(RunFolder(make_run(path / "digits", **how)))
+
+
+def test_a_summary_holds_what_the_design_promises(tmp_path):
+    summary = summary_of(tmp_path)
+    assert (summary["steps"], summary["samples"], summary["epochs"]) == (48, 3000, 3)
+    assert (summary["workers"], summary["generations"]) == (2, 1)
+    assert (summary["repeated_samples"], summary["missing_samples"]) == (0, 0)
+    assert summary["metrics"] == {"loss": 0.5, "accuracy": pytest.approx(1 - 0.4 / 3)}
+    assert summary["wire_bytes"] == 1_000_001
+    assert summary["parameters_sha256"] == "3f" * 32
+    assert (summary["name"], summary["outcome"]) == ("digits", "completed")
+
+
+def test_loss_is_the_mean_over_the_samples_of_the_last_epoch(tmp_path):
+    weights = [64] * 15 + [40]
+    expected = np.average([2 / step for step in range(33, 49)], weights=weights)
+    assert summary_of(tmp_path)["loss"] == pytest.approx(expected)
+
+
+def test_loss_of_an_unfinished_epoch_is_over_what_was_seen_of_it(tmp_path):
+    summary = summary_of(tmp_path, steps=18, outcome="stopped")
+    assert summary["loss"] == pytest.approx((2 / 17 + 2 / 18) / 2)
+
+
+def test_a_job_that_counts_steps_reports_its_last_hundred(tmp_path):
+    summary = summary_of(tmp_path, steps=160, samples=640, train={"steps": 160})
+    assert summary["loss"] == pytest.approx(np.mean([2 / step for step in range(61, 161)]))
+
+
+def test_speed_is_over_the_training_period_alone(tmp_path):
+    summary = summary_of(tmp_path, step_s=0.1)
+    assert summary["samples_per_second"] == pytest.approx(3000 / 4.8, rel=0.03)
+    assert summary["seconds"] > 4.8 + 2.5
+
+
+def test_the_parts_of_time_add_up_to_the_training_time_of_each_worker(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits"))
+    for worker in folder.workers:
+        split = time_split(folder, worker)
+        assert sum(split.values()) == pytest.approx(folder.training_seconds(worker))
+    mean = summarise(folder)["time"]
+    assert list(mean) == [*PARTS, "other"]
+    assert mean["forward"] == pytest.approx(48 * 0.02 * (0.25 + 0.20) / 2)
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+    summary = summary_of(tmp_path, nan_from=40)
+    assert summary["loss"] is None
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+@pytest.mark.parametrize(
+    "how", [{"steps": 0}, {"steps": 0, "outcome": None}, {"workers": 1}, {"metrics": False}]
+)
+def test_a_poor_run_has_a_whole_summary(tmp_path, how):
+    summary = summary_of(tmp_path, **how)
+    assert set(summary) == set(summary_of(tmp_path / "rich"))
+    json.dumps(summary, allow_nan=False)
+
+
+def test_a_run_of_no_steps_has_no_loss_and_no_speed(tmp_path):
+    summary = summary_of(tmp_path, steps=0, outcome="failed")
+    assert (summary["steps"], summary["samples"], summary["loss"]) == (0, 0, None)
+    assert summary["samples_per_second"] is None
+
+
+def test_repeats_and_gaps_are_counted(tmp_path):
+    path = make_run(tmp_path / "digits")
+    ledger = np.fromfile(path / "ledger.bin", LEDGER)
+    ledger[10] = ledger[12]
+    ledger.tofile(path / "ledger.bin")
+    folder = RunFolder(path)
+    summary = summarise(folder)
+    assert (summary["repeated_samples"], summary["missing_samples"]) == (32, 32)
+    assert "32 repeated, 32 missing" in verdict(summary, folder)[0]
+
+
+def test_the_verdict_of_a_good_run_ends_with_the_next_commands(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits"))
+    (folder.path / "report.html").write_text("")
+    lines = verdict(summarise(folder), folder)
+    assert "48 steps   3,000 samples, each exactly once per epoch" in lines[0]
+    assert lines[1] == "loss 0.05024   validation loss 0.5, accuracy 0.8667"
+    assert lines[2].startswith("2 workers   ")
+    assert lines[-4:] == [
+        f"model   {folder.path}/model.safetensors   sha256 3f3f3f3f3f3f",
+        f"report  {folder.path}/report.html",
+        f"next    instep report {folder.path}",
+        f"        instep export {folder.path} --to model.safetensors",
+    ]
+
+
+def test_the_verdict_of_a_failed_run_names_the_cause_and_promises_no_model(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits", steps=21, outcome="failed"))
+    lines = verdict(summarise(folder), folder)
+    assert lines[0].startswith("failed after ")
+    assert (
+        lines[1] == "cause   IndexError: target 10 is out of bounds   (worker 1, step 22, forward)"
+    )
+    assert lines[2] == "        digits.py:41   return self.head(x)"
+    assert not any("export" in line or "model  " in line for line in lines)
+
+
+def test_the_verdict_of_a_run_without_steps_claims_nothing(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits", steps=0, outcome="interrupted"))
+    first, last = verdict(summarise(folder), folder)
+    assert first.endswith("no step was committed")
+    assert last == f"next    instep report {folder.path}"

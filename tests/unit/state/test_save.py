@@ -1,0 +1,299 @@
+"""Checkpoints are written whole, one after the other, and cleared away in time."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import select
+import signal
+import struct
+import threading
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from instep.errors import CheckpointError
+from instep.state.load import latest, load
+from instep.state.manifest import published
+from instep.state.save import CheckpointWriter, save_model
+from instep.state.snapshot import Snapshot
+
+
+def snapshot_of(step, size=100):
+    """A state of which every part tells the step."""
+    return Snapshot(
+        step=step,
+        tensors={
+            "model": {"w": torch.full((size,), float(step)), "n": torch.tensor(step)},
+            "optimizer": {"m": torch.full((size,), -float(step), dtype=torch.float64)},
+        },
+        facts={"position": step * 64},
+    )
+
+
+def assert_is_of_step(snapshot, step):
+    assert snapshot.step == step
+    assert snapshot.facts == {"position": step * 64}
+    assert snapshot.tensors["model"]["w"].unique().tolist() == [step]
+    assert snapshot.tensors["model"]["n"].item() == step
+    assert snapshot.tensors["optimizer"]["m"].unique().tolist() == [-step]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(folder, *steps, **options):
+    writer = CheckpointWriter(folder, **options)
+    for step in steps:
+        writer.save(snapshot_of(step))
+    writer.finish()
+    return writer.poll()
+
+
+def test_what_is_saved_is_told_once_and_loads(tmp_path):
+    writer = CheckpointWriter(tmp_path / "run" / "checkpoints")
+    held_s = writer.save(snapshot_of(5))
+    writer.finish()
+    (saved,) = writer.poll()
+    assert writer.poll() == []
+    assert saved.step == 5
+    assert saved.path.name == "step-00000005"
+    assert saved.size_bytes == sum(path.stat().st_size for path in saved.path.iterdir())
+    assert saved.held_s == held_s
+    assert 0 < held_s <= saved.seconds
+    assert_is_of_step(load(saved.path), 5)
+    assert latest(saved.path.parent) == saved.path
+    assert threading.active_count() == 1 or "checkpoint" not in [
+        t.name for t in threading.enumerate()
+    ]
+
+
+def test_training_may_change_everything_as_soon_as_save_returns(tmp_path):
+    state = snapshot_of(1, size=1_000_000)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(state)
+    for group in state.tensors.values():
+        for tensor in group.values():
+            tensor.zero_()
+    state.facts["position"] = None
+    writer.finish()
+    assert_is_of_step(load(writer.poll()[0].path), 1)
+
+
+def test_the_last_few_are_kept(tmp_path):
+    saved = write(tmp_path, 1, 2, 3, 4, keep_last=2)
+    assert [s.step for s in saved] == [1, 2, 3, 4]
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_going_back_makes_the_newest_the_one_saved_last(tmp_path):
+    write(tmp_path, 10, 20, 30, keep_last=3)
+    write(tmp_path, 15, keep_last=3)
+    assert names(tmp_path) == ["step-00000010", "step-00000015"]
+
+
+def test_the_same_step_saved_again_replaces_the_first(tmp_path):
+    write(tmp_path, 7, keep_last=1)
+    writer = CheckpointWriter(tmp_path, keep_last=1)
+    writer.save(Snapshot(step=7, tensors={}, facts={"second": True}))
+    writer.finish()
+    writer.poll()
+    assert names(tmp_path) == ["step-00000007"]
+    assert load(tmp_path / "step-00000007").facts == {"second": True}
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
+    write(tmp_path, 7)
+    (tmp_path / "step-00000007").rename(tmp_path / "step-00000007.old")
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000007.old"
+    assert_is_of_step(load(found), 7)
+    CheckpointWriter(tmp_path)
+    assert names(tmp_path) == ["step-00000007"]
+
+
+def test_left_overs_of_a_killed_run_are_cleared_and_nothing_else(tmp_path):
+    write(tmp_path, 1)
+    for name in (".saving-step-00000002", ".deleting-step-00000000", "mine", "step-00000001.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+    CheckpointWriter(tmp_path)
+    assert names(tmp_path) == ["mine", "step-00000001"]
+
+
+def test_the_layout_may_change_from_save_to_save(tmp_path):
+    writer = CheckpointWriter(tmp_path, keep_last=9)
+    shapes = [{"a": 3}, {"a": 3, "b": 5}, {"b": 2}, {}]
+    for step, parts in enumerate(shapes):
+        tensors = {name: torch.full((size,), step) for name, size in parts.items()}
+        writer.save(Snapshot(step=step, tensors={"model": tensors}, facts={}))
+    writer.finish()
+    for step, (parts, saved) in enumerate(zip(shapes, writer.poll(), strict=True)):
+        found = load(saved.path).tensors["model"]
+        assert {name: t.tolist() for name, t in found.items()} == {
+            name: [step] * size for name, size in parts.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"a": float("nan")}, "plain JSON"),
+        ({"a": torch.ones(1)}, "plain JSON"),
+        ({"a": {"b": (1, 2)}}, r"facts\['a'\]"),
+        ({"a": {1: 2}}, r"facts\['a'\]"),
+    ],
+)
+def test_facts_that_json_would_change_are_refused_at_once(tmp_path, facts, says):
+    with pytest.raises(CheckpointError, match=says):
+        CheckpointWriter(tmp_path).save(Snapshot(step=1, tensors={}, facts=facts))
+
+
+def test_a_tensor_that_no_file_holds_is_refused_at_once(tmp_path):
+    tensors = {"model": {"w": torch.ones(2, 2).to_sparse()}}
+    with pytest.raises(CheckpointError, match="'w' is a sparse"):
+        CheckpointWriter(tmp_path).save(Snapshot(step=1, tensors=tensors, facts={}))
+    assert names(tmp_path) == []
+
+
+def test_a_failed_write_is_told_by_poll_and_the_next_save_tries_again(tmp_path):
+    writer = CheckpointWriter(tmp_path)
+    writer.save(snapshot_of(1))
+    writer.finish()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # stands in for a full disk
+    try:
+        writer.save(snapshot_of(2, size=100_000))
+        writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved .*\(EFBIG\)") as caught:
+        writer.poll()
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == ["step-00000001"]
+    writer.save(snapshot_of(3))
+    writer.finish()
+    assert [s.step for s in writer.poll()] == [1, 3]
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"\(EEXIST\)|\(ENOTDIR\)"):
+        CheckpointWriter(tmp_path / "file")
+
+
+def save_until_killed(folder, announce):
+    """The life of a child: go on from the newest checkpoint, save at every step."""
+    torch.set_num_threads(1)
+    newest = latest(folder)
+    step = load(newest).step if newest else 0
+    writer = CheckpointWriter(folder)
+    while True:
+        step += 1
+        writer.save(snapshot_of(step, size=20_000))
+        os.write(announce, struct.pack("<q", step))
+        writer.poll()
+
+
+def kill_at(folder, delay_s):
+    """Run a child, kill it `delay_s` after its first save; returns the last step it asked for."""
+    listen, announce = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(listen)
+            save_until_killed(folder, announce)
+        finally:
+            os._exit(1)
+    os.close(announce)
+    heard = os.read(listen, 8)
+    until = time.monotonic() + delay_s
+    while (left := until - time.monotonic()) > 0:
+        if select.select([listen], [], [], left)[0]:
+            heard += os.read(listen, 1 << 16)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    while more := os.read(listen, 1 << 16):
+        heard += more
+    os.close(listen)
+    assert os.WIFSIGNALED(status), "the child ended by itself"
+    return struct.unpack("<q", heard[-8:])[0]
+
+
+@pytest.mark.process
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint_one_save_old_at_most(tmp_path):
+    """Sixty children, each goes on where the one before was killed."""
+    write(tmp_path, 0)
+    draw = random.Random(7)
+    for _ in range(60):
+        asked = kill_at(tmp_path, draw.uniform(0, 0.06))
+        newest, *older = [load(path) for _, path in published(tmp_path)]  # all are whole
+        for snapshot in (newest, *older):
+            assert_is_of_step(snapshot, snapshot.step)
+        assert asked - 1 <= newest.step <= asked + 1  # a kill may come before the announcement
+    CheckpointWriter(tmp_path)
+    assert not [name for name in names(tmp_path) if not name.startswith("step-")]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.fine = nn.Parameter(torch.tensor([1.0, float("inf")], dtype=torch.bfloat16))
+
+
+def test_a_model_file_keeps_tied_weights_once_and_other_programs_read_it(tmp_path):
+    model, twin = Tied(), Tied()
+    path = tmp_path / "model.safetensors"
+    assert save_model(path, model, {"step": "9"}) == path.stat().st_size
+    assert list(safetensors.torch.load_file(path)) == ["embedding.weight", "fine"]
+    assert safetensors.torch.load_model(twin, path) == (set(), [])
+    assert torch.equal(twin.head.weight, model.embedding.weight)
+    assert torch.equal(twin.fine, model.fine)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {
+            "format": "pt",
+            "step": "9",
+            "head.weight": "embedding.weight",
+        }
+    assert names(tmp_path) == ["model.safetensors"]
+
+
+def test_a_model_that_cannot_be_written_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not saved: .*\(ENOENT\)"):
+        save_model(tmp_path / "missing" / "model.safetensors", Tied(), {})
+
+
+def test_all_types_and_shapes_come_back_to_the_bit(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (24,), dtype=torch.uint8, generator=generator)
+    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+    kinds += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+    kinds += [torch.uint64, torch.uint32, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2]
+    tensors = {str(kind): raw.view(kind) for kind in kinds}
+    tensors |= {"bool": raw > 99, "scalar": torch.tensor(3.5), "empty": torch.empty(0, 2)}
+    tensors["turned"] = torch.arange(6.0).view(2, 3).T
+    tensors["channels last"] = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    tensors["tied"] = tensors["turned"]
+    tensors["ä/\n'"] = torch.ones(1)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(Snapshot(step=1, tensors={"all": tensors, "none": {}}, facts={}))
+    writer.finish()
+    found = load(writer.poll()[0].path).tensors
+    assert found["none"] == {}
+    assert found["all"].keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        other = found["all"][name]
+        assert other.dtype == tensor.dtype
+        assert other.shape == tensor.shape
+        as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (other, tensor)]
+        assert torch.equal(*as_bytes), name
+    assert found["all"]["tied"] is found["all"]["turned"]
