@@ -1,11 +1,22 @@
-"""A small convolutional classifier on the 1,797 handwritten digits that come with scikit-learn."""
+"""A small convolutional classifier on the 1,797 handwritten digits that come with scikit-learn.
+
+    instep run examples/01_digits/job.toml --workers 2
+
+Shows the least a recipe needs: a model, a loss, an optimizer, two datasets and a metric.
+"""
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, random_split
 
 import instep
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    raise ImportError(
+        "the digits come with scikit-learn: pip install 'instep[examples]'"
+    ) from error
 
 
 def recipe(lr: float = 2e-3) -> instep.Recipe:

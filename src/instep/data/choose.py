@@ -55,7 +55,7 @@ def choose(fetch: Fetch, processes: int | Literal["auto"]) -> Choice:
     """Look at the dataset, then decide; sets `fetch.draws`.
 
     Raises:
-        DataError: a sample that was tried cannot be read.
+        DataError: the first sample cannot be read.
     """
     probe = look(fetch)
     if processes == "auto":
@@ -69,19 +69,28 @@ def look(fetch: Fetch) -> Probe:
     """Read slices of 1, 2, 4, ... samples until it has cost enough.
 
     The caller's generators are left as they were.
+
+    Raises:
+        DataError: the first sample cannot be read. What is wrong with later
+            ones, or with stacking them, is left to the slices of the run, which
+            may be cut otherwise.
     """
-    begin, busy, stop = time.perf_counter(), time.process_time(), 0
+    begin, busy = time.perf_counter(), time.process_time()
     with keyed.kept() as before:
-        while True:
+        batch = fetch(Slice(0, 0, 1))
+        stop, now = 1, time.perf_counter()
+        sample_s = now - begin
+        while now - begin < _PROBE_S and stop < min(_PROBE_SAMPLES, fetch.samples):
             part = Slice(0, stop, min(2 * stop + 1, fetch.samples))
-            started = time.perf_counter()
-            batch = fetch(part)
-            now, stop = time.perf_counter(), part.stop
-            if now - begin > _PROBE_S or stop >= min(_PROBE_SAMPLES, fetch.samples):
+            started = now
+            try:
+                batch = fetch(part)
+            except DataError:
                 break
+            stop, now = part.stop, time.perf_counter()
+            sample_s = (now - started) / (part.stop - part.first)
         fetch.draws = not keyed.states().same(before)
     share = (time.process_time() - busy) / max(now - begin, 1e-9)
-    sample_s = (now - started) / (part.stop - part.first)
     return Probe(stop, sample_s, min(share, 1.0), _carried(batch))
 
 
@@ -103,7 +112,10 @@ def _choose_by_measuring(fetch: Fetch, probe: Probe) -> Choice:
         return _here(fetch, f"{cost}; this system cannot fork")
     if probe.samples < _RACE_PARTS:
         return _choose_unraced(fetch, probe, cost)
-    return _race(fetch, probe, cost)
+    try:
+        return _race(fetch, probe, cost)
+    except DataError as error:
+        return _here(fetch, f"{cost}; processes were tried, but: {error}")
 
 
 def _here(fetch: Fetch, why: str) -> Choice:
@@ -131,7 +143,8 @@ def _cores() -> int:
 def _race(fetch: Fetch, probe: Probe, cost: str) -> Choice:
     size = probe.samples // _RACE_PARTS  # samples seen before, so that both find warm caches
     parts = [Slice(0, i * size, (i + 1) * size) for i in range(_RACE_PARTS)]
-    chores = _Chores(_RACE_PARTS * size * probe.sample_s)
+    # half of what reading takes alone: only where reading is the longer part does the way matter
+    chores = _Chores(_RACE_PARTS * size * probe.sample_s / 2)
     here: Reader = Inline(fetch.keeping) if fetch.draws else Ahead(fetch)
     try:
         here_s = _timed(here, parts, chores)

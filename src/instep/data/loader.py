@@ -36,8 +36,8 @@ class Loader:
         processes: loader processes; 0 reads in this process, `"auto"` measures.
 
     Raises:
-        DataError: the dataset is empty or not map-style, or one of the samples
-            tried at the start cannot be read.
+        DataError: the dataset is empty or not map-style, or its first sample
+            cannot be read.
         SpecError: processes are asked for where the system cannot fork.
     """
 

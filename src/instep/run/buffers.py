@@ -5,6 +5,12 @@ the step's are the mean of the proposals, weighted by samples, over all passes
 of all workers. So they are the same at any number of workers, and for an
 exponential average the step counts once, with the mean of its micro-batches'
 statistics. Buffers that nothing changes cost nothing.
+
+A change is seen by torch's version counter, which costs no look at the values.
+But batch normalisation moves its running statistics without counting (torch
+2.11 to 2.13). So values are compared too: of all buffers after the first pass,
+of a module's other buffers where one was seen to move. What was once found to
+move uncounted is from then on taken to move in every pass.
 """
 
 from __future__ import annotations
@@ -13,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
+
+_ROUNDING = 1e-9
+"""Weights that miss 1 by less are whole; times an infinite old value, it would not be nothing."""
 
 
 class Buffers:
@@ -31,6 +40,8 @@ class Buffers:
         self._committed = [buffer.detach().clone() for buffer in self._live]
         self._versions = [buffer._version for buffer in self._live]
         self._proposed: dict[int, tuple[float, Tensor]] = {}
+        self._uncounted: set[int] = set()
+        self._compared = False
 
     def __len__(self) -> int:
         return len(self._live)
@@ -38,18 +49,35 @@ class Buffers:
     @torch.no_grad()
     def after_pass(self, weight: float) -> bool:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything."""
-        moved = False
-        for index, (module, name) in enumerate(self._owners):
+        moved = self._moved()
+        for index in moved:
+            module, name = self._owners[index]
             now = module._buffers[name]
-            live = self._live[index]
-            if now is None or (now is live and now._version == self._versions[index]):
-                continue
-            moved = True
+            assert now is not None
             sum_of_weights, total = self._proposed.get(index, (0.0, torch.zeros(())))
             total = total.to(now.device) + weight * now.to(torch.float64)
             self._proposed[index] = (sum_of_weights + weight, total)
             self._restore(index)
-        return moved
+        return bool(moved)
+
+    def _moved(self) -> list[int]:
+        """Which buffers the pass has moved, or must be taken to have moved."""
+        present = [i for i, (m, name) in enumerate(self._owners) if m._buffers[name] is not None]
+        counted = {i for i in present if self._counted(i)}
+        modules = {id(self._owners[i][0]) for i in counted}
+        for i in set(present) - counted - self._uncounted:
+            if not self._compared or id(self._owners[i][0]) in modules:
+                self._uncounted |= {i} if self._differs(i) else set()
+        self._compared = True
+        return [i for i in present if i in counted or i in self._uncounted]
+
+    def _counted(self, index: int) -> bool:
+        module, name = self._owners[index]
+        now = module._buffers[name]
+        return now is not self._live[index] or now._version != self._versions[index]
+
+    def _differs(self, index: int) -> bool:
+        return not torch.equal(self._live[index], self._committed[index])
 
     def _restore(self, index: int) -> None:
         module, name = self._owners[index]
@@ -94,6 +122,8 @@ class Buffers:
             committed = self._committed[index]
             weight, mean = flat[at], flat[at + 1 : at + 1 + committed.numel()]
             at += 1 + committed.numel()
-            value = mean.view(committed.shape) + (1 - weight) * committed.to(torch.float64)
+            value = mean.view(committed.shape)
+            if 1 - weight > _ROUNDING:  # some passes left it as it was
+                value = value + (1 - weight) * committed.to(torch.float64)
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)

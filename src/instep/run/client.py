@@ -28,17 +28,15 @@ import psutil
 from instep import spec_file
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError
 from instep.run.launch import LAUNCHERS
-from instep.run.launch.base import Switchboard
+from instep.run.launch.base import INSIDE, Switchboard
 from instep.spec import JobSpec
 from instep.sync import STRATEGIES
 
 if TYPE_CHECKING:
+    from instep.report.live import View
     from instep.run.decide import Blame
     from instep.run.launch.base import Launcher
-    from instep.run.master import Master, Outcome, View
-
-INSIDE = "INSTEP_INSIDE"
-"""Set in every process of a run: a recipe that starts another run is refused."""
+    from instep.run.master import Master, Outcome
 
 
 @dataclass(frozen=True)
@@ -135,11 +133,6 @@ def run_job(
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
-    if INSIDE in os.environ:
-        raise SpecError(
-            "a run was started while the recipe's file was being imported. Put the call under "
-            "`if __name__ == '__main__':`."
-        )
     check_job(job)
     folder = make_run_folder(runs, job, named=named)
     began = started or time.time()
@@ -202,8 +195,14 @@ def check_job(job: JobSpec) -> None:
     """What can be refused before any process starts.
 
     Raises:
-        SpecError: a part by that name does not exist, or is not built yet.
+        SpecError: a part by that name does not exist, or is not built yet; or
+            this is a process of another run.
     """
+    if INSIDE in os.environ:
+        raise SpecError(
+            "a run was started while the recipe's file was being imported. Put the call under "
+            "`if __name__ == '__main__':`."
+        )
     STRATEGIES.check(job.sync.name)
     if job.sync.codec != "none":
         raise SpecError(

@@ -13,35 +13,20 @@ import hmac
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.events import LEDGER, STEPS, EventLog
+from instep.report.live import View
 from instep.run import decide as mind
 from instep.run.launch.base import Launcher, Switchboard
 from instep.spec import JobSpec
 
 TICK_S = 0.1
 """How often the master looks up when nothing arrives."""
-
-
-class View(Protocol):
-    """Whoever wants to see a run as it happens."""
-
-    def event(self, event: dict[str, Any]) -> None:
-        """An event was written."""
-
-    def records(self, ledger: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> None:
-        """Steps were done."""
-
-    def tick(self, now: float) -> None:
-        """Time has passed."""
-
-    def close(self) -> None:
-        """The run is over."""
 
 
 class Outcome(Exception):

@@ -124,7 +124,9 @@ class Training:
     @property
     def doing(self) -> str:
         """What this worker is at, as precisely as it is known."""
-        inner = self.phase in ("forward", "validation", "trying a batch")
+        if self.phase == "forward":
+            return self._forward.phase
+        inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
     def _try_merging(self) -> Verdict:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.events import LEDGER, STEPS
-from instep.report.live import Figures, LiveTable, PlainLines, make_view, screen
+from instep.report.figures import Figures
+from instep.report.live import LiveTable, PlainLines, make_view
+from instep.report.screen import screen
 from instep.spec import JobSpec, SyncSpec, TrainSpec
 
 

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from instep.comm.channel import Address, Hub
 
+INSIDE = "INSTEP_INSIDE"
+"""Set in every process that a launcher starts: a recipe that starts another run is refused."""
+
 
 @dataclass(frozen=True)
 class Seat:

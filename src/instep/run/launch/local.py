@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from instep.run.launch.base import Seat
+from instep.run.launch.base import INSIDE, Seat
 
 PATIENCE_S = 5.0
 """How long a fork server may take to end its workers and itself, before it is killed."""
@@ -63,8 +63,11 @@ class LocalLauncher:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with one thread for libraries that would start a pool before the fork."""
-    environment = dict(os.environ)
+    """Ours, with one thread for libraries that would start a pool before the fork.
+
+    And a mark by which a recipe that starts a run of its own is found out.
+    """
+    environment = {**os.environ, INSIDE: "1"}
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment[name] = "1"  # a worker sets its own number of threads
     return environment

@@ -1,0 +1,260 @@
+"""What is known of a run while it goes on, as numbers: rates, shares, the loss, the time left.
+
+Fed with every event and record, asked by whoever shows them. It knows neither
+terminals nor colours nor words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.report.words import phases_in_words, some_workers, whole_seconds
+from instep.spec import JobSpec
+
+Records = np.ndarray[Any, np.dtype[Any]]
+
+MEMORY_S, MEMORY_STEPS = 10.0, 20.0
+"""Rates forget the past at the pace of whichever is longer: seconds or steps."""
+SLOW = 1.5
+"""A worker this many times slower than the middle one is called slow."""
+QUIET_S, QUIET_STEPS = 5.0, 5.0
+"""A worker without records for this long, in seconds and in steps, is called quiet."""
+DEFAULT_EPOCHS = 10
+
+_PARTS = ("load_s", "forward_s", "backward_s", "wait_s", "wire_s", "update_s", "save_s")
+_STEPS, _SAMPLES, _WORK, _WAIT, _WALL, _SUMS = range(6)
+
+
+class Row(NamedTuple):
+    """One line of the table: a worker, several of them, or all."""
+
+    name: str
+    state: str
+    rate: float  # samples per second
+    share: float  # of the samples of recent steps, 0 to 1
+    wait: float  # of the time of recent steps, 0 to 1
+    sent: float  # bytes since the start
+    received: float
+    note: str = ""  # instead of the figures, before the first step
+
+
+class Figures:
+    """What is known of a run, in a size that does not grow with its length.
+
+    Rates, shares and the loss shown are means over recent steps that fade
+    out exponentially: over ten seconds, or over twenty steps where those are longer.
+    """
+
+    def __init__(self, job: JobSpec, name: str, clock: Callable[[], float]) -> None:
+        self.job, self.name, self.clock = job, name, clock
+        self.began = clock()
+        self.workers = list(range(job.workers))
+        self.states: dict[int, str] = {}
+        self.phases: dict[int, dict[str, float]] = {}
+        self.ready: dict[str, Any] = {}
+        self.generations = 0
+        self.step = self.epoch = self.committed = 0
+        self.best = math.inf
+        self.validated: dict[str, Any] = {}
+        self.saved: tuple[float, dict[str, Any]] | None = None
+        self.traffic: dict[int, tuple[float, float]] = {}
+        self._pauses_s = 0.0
+        self._first_step = 0
+        self._loss = np.zeros(2)  # faded sum, faded count
+        self._sums = np.zeros((0, _SUMS))
+        self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
+        self._seen = np.zeros(0)  # when each worker was last heard of, on `clock`
+        self._make_room(job.workers)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Take in one event of `EVENTS`; those that change nothing here are ignored."""
+        what, worker = event["event"], event.get("worker", -1)
+        if what == "worker_joined":
+            self.states[worker] = "joined"
+        elif what == "worker_ready":
+            self.states[worker], self.ready = "ready", event
+            self.phases[worker] = event["phases"]
+        elif what == "generation_started":
+            self.workers = sorted({*self.workers, *event["members"]})
+            self._make_room(self.workers[-1] + 1)
+            self.generations += 1
+        elif what == "traffic":
+            self.traffic[worker] = (event["sent_bytes"], event["received_bytes"])
+        elif what == "validated":
+            self.validated = event
+            self._pauses_s += event["seconds"]
+        elif what == "checkpoint_saved":
+            self.saved = (self.clock(), event)
+        elif what == "worker_failed":
+            self._leaves(worker, "failed")
+        elif what == "run_finished":
+            for one in self.workers:
+                if self.states.get(one) in ("joined", "ready"):
+                    self.states[one] = "done"
+        elif what == "process_ended" and self.states.get(worker) != "failed":
+            self._leaves(worker, f"exit {event['code']}" if event["code"] else "done")
+
+    def _leaves(self, worker: int, state: str) -> None:
+        self.states[worker] = state
+        if state != "done" and 0 <= worker < len(self._sums):
+            self._sums[worker] = 0
+
+    def records(self, ledger: Records, steps: Records) -> None:
+        """Take in new records, [any] of `LEDGER` and [any] of `STEPS`."""
+        if len(ledger):
+            self._first_step = self._first_step or int(ledger["step"].min())
+            self.step = max(self.step, int(ledger["step"].max()))
+            self.epoch = max(self.epoch, int(ledger["epoch"].max()))
+            self.committed += int((ledger["stop"] - ledger["first"]).sum())
+        if len(steps):
+            self._make_room(int(steps["worker"].max()) + 1)
+            self._follow_rates(steps)
+
+    def _make_room(self, workers: int) -> None:
+        missing = workers - len(self._sums)
+        if missing > 0:
+            self._sums = np.vstack([self._sums, np.zeros((missing, _SUMS))])
+            self._end = np.append(self._end, np.full(missing, np.inf))
+            self._seen = np.append(self._seen, np.full(missing, np.inf))
+            self.workers = sorted({*self.workers, *range(workers - missing, workers)})
+
+    def _follow_rates(self, steps: Records) -> None:
+        worker, count = steps["worker"], len(self._sums)
+        parts_s = {part: np.bincount(worker, steps[part], count) for part in _PARTS}
+        busy_s = sum(parts_s.values())
+        end = np.zeros(count)
+        np.maximum.at(end, worker, steps["begin"] + sum(steps[part] for part in _PARTS))
+        new = np.zeros((count, _SUMS))
+        new[:, _STEPS] = np.bincount(worker, minlength=count)
+        new[:, _SAMPLES] = np.bincount(worker, steps["samples"], count)
+        new[:, _WORK] = parts_s["load_s"] + parts_s["forward_s"] + parts_s["backward_s"]
+        new[:, _WAIT] = parts_s["wait_s"]
+        # Time between steps counts, unless it is so long that it was a pause (a validation).
+        new[:, _WALL] = np.clip(end - self._end, busy_s, 2 * busy_s)
+        forget = np.minimum(new[:, _WALL] / MEMORY_S, new[:, _STEPS] / MEMORY_STEPS)
+        self._sums = self._sums * np.exp(-forget)[:, None] + new
+        heard = new[:, _STEPS] > 0
+        self._end[heard], self._seen[heard] = end[heard], self.clock()
+        self._follow_loss(steps["loss"], int(heard.sum()), float(np.exp(-forget[heard].mean())))
+
+    def _follow_loss(self, losses: Records, workers: int, keep: float) -> None:
+        if not math.isfinite(self._loss[0]):
+            self._loss[:] = 0
+        count = len(losses) / workers
+        self._loss = self._loss * keep + (float(losses.mean()) * count, count)
+        if self._loss[1] >= MEMORY_STEPS / 2:
+            self.best = min(self.best, self.loss)
+
+    @property
+    def loss(self) -> float:
+        """Mean of recent steps; NaN before the first."""
+        return float(self._loss[0] / self._loss[1]) if self._loss[1] else math.nan
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all workers together, over recent steps."""
+        return sum(row.rate for row in self._every_row(self.clock()))
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the data that the job asks for; None where it counts steps."""
+        train = self.job.train
+        return None if train.steps else train.epochs or DEFAULT_EPOCHS
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole job; None until a worker has said how many samples there are."""
+        if self.epochs is None or not self.ready:
+            return self.job.train.steps
+        samples = int(self.ready["samples"])
+        return math.ceil(samples / self.job.train.global_batch) * self.epochs
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, validations included; None until it can be told."""
+        steps, wall_s = self._sums[:, _STEPS].sum(), self._sums[:, _WALL].sum()
+        if self.total is None or not steps:
+            return None
+        last = min(self.total, self.job.train.stop_after_steps or self.total)
+        pause_s = self._pauses_s / max(self.step - self._first_step + 1, 1)
+        return max(last - self.step, 0) * float(wall_s / steps + pause_s)
+
+    def waiting_for(self) -> str:
+        """What stands between now and the first step, in words."""
+        absent = [w for w in self.workers if w not in self.states]
+        if absent:
+            return f"waiting for {some_workers(absent)} to join"
+        unready = [w for w in self.workers if self.states[w] == "joined"]
+        if unready:
+            return f"waiting for {some_workers(unready)} to load the model and the data"
+        return "waiting for the first step"
+
+    def rows(self, most: int) -> tuple[list[Row], Row]:
+        """What the table says.
+
+        Returns:
+            At most `most` rows: failed workers first, then those waited for,
+            then the slowest; those that do not fit are one row. And a row of all.
+        """
+        rows = self._every_row(self.clock())
+        whole = _together("all", rows)
+        if len(rows) > most:
+            rest = rows[most - 1 :]
+            rows = [*rows[: most - 1], _together(f"{len(rest)} more", rest)]
+        return rows, whole
+
+    def _every_row(self, now: float) -> list[Row]:
+        wall, samples, work = (self._sums[:, field] for field in (_WALL, _SAMPLES, _WORK))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate, wait = samples / wall, self._sums[:, _WAIT] / wall
+            cost = np.where(samples, work / samples, np.nan)  # seconds of own work a sample
+            known = cost[np.isfinite(cost)]  # of two workers, the faster one is the measure
+            slowness = cost / np.quantile(known, 0.5, method="lower") if len(known) else cost
+        share = samples / max(samples.sum(), 1)
+        figures = np.nan_to_num(np.stack([rate, share, wait, slowness]), posinf=0.0)
+        place = {"failed": 0, "starting": 1, "joined": 1}  # what is waited for comes early
+        order = sorted(
+            self.workers,
+            key=lambda w: (place.get(self._state(w, 1, now), 2), -round(figures[3][w], 1), w),
+        )
+        return [
+            Row(
+                str(w),
+                self._state(w, float(figures[3][w]), now),
+                rate=float(figures[0][w]),
+                share=float(figures[1][w]),
+                wait=float(figures[2][w]),
+                sent=self.traffic.get(w, (0, 0))[0],
+                received=self.traffic.get(w, (0, 0))[1],
+                note=phases_in_words(self.phases.get(w, {})),
+            )
+            for w in order
+        ]
+
+    def _state(self, worker: int, slowness: float, now: float) -> str:
+        state = self.states.get(worker, "starting")
+        steps, _, _, _, wall_s = self._sums[worker]
+        if not steps or state not in ("starting", "joined", "ready"):
+            return state
+        silent_s = now - self._seen[worker]
+        if silent_s > max(QUIET_S, QUIET_STEPS * wall_s / steps):
+            return f"quiet {whole_seconds(silent_s)}"
+        return f"slow {slowness:.1f}x" if slowness >= SLOW else "training"
+
+
+def _together(name: str, rows: Sequence[Row]) -> Row:
+    training = sum(row.state.startswith(("training", "slow")) for row in rows)
+    waits = [row.wait for row in rows if row.rate]
+    return Row(
+        name,
+        f"{training} training" if training else "",
+        rate=sum(row.rate for row in rows),
+        share=sum(row.share for row in rows),
+        wait=sum(waits) / max(len(waits), 1),
+        sent=sum(row.sent for row in rows),
+        received=sum(row.received for row in rows),
+    )

@@ -1,0 +1,51 @@
+"""Small pieces of text that the views of a running job share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from instep.units import readable_count, readable_seconds
+
+
+def some_workers(numbers: Sequence[int], most: int = 4) -> str:
+    """`workers 0, 1 and 3 more`."""
+    named = ", ".join(str(n) for n in numbers[:most])
+    rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return f"worker{'s' if len(numbers) > 1 else ''} {named}{rest}"
+
+
+def short_number(value: Any) -> str:
+    """Four decimals, or four digits where that says more; a dash for what is no number."""
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.4g}"
+
+
+def phases_in_words(phases: dict[str, float]) -> str:
+    """`import torch 2.6 s  fork 12 ms`."""
+    return "  ".join(f"{name} {readable_seconds(s)}" for name, s in phases.items())
+
+
+def metrics_in_words(validated: dict[str, Any]) -> str:
+    """`loss 0.1234  accuracy 0.9876`, from a `validated` event."""
+    return "  ".join(
+        f"{name} {short_number(value)}" for name, value in validated["metrics"].items()
+    )
+
+
+def printable(text: str) -> str:
+    """One line without control characters, whatever a user's error text holds."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def whole_seconds(seconds: float) -> str:
+    """Seconds without decimals: a time that moves while one looks at it."""
+    return f"{seconds:.0f} s" if seconds < 9.95 else readable_seconds(seconds)
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{readable_count(count)} {noun}{'' if count == 1 else 's'}"

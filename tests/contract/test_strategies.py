@@ -1,0 +1,235 @@
+"""Every strategy keeps the promises of `sync/base.py`, whoever has which passes."""
+
+import pytest
+import torch
+from torch import nn
+
+from instep.comm.memory import run_ranks
+from instep.sync import STRATEGIES
+from instep.sync.base import make_strategy
+
+NAMES = list(STRATEGIES)
+OPTIONS = {"all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}]}
+CASES = [(name, options) for name in NAMES for options in OPTIONS.get(name, [{}])]
+SIZES = [1, 2, 3, 5]
+
+
+class Everything(nn.Module):
+    """One of each sort of parameter that a strategy may meet."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = nn.Embedding(7, 4, sparse=True)
+        self.first = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.never = nn.Parameter(torch.randn(3))
+        self.rarely = nn.Parameter(torch.randn(4))
+        self.half = nn.Parameter(torch.randn(4).to(torch.bfloat16))
+        self.double = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, rows, *, rarely):
+        x = self.tied(torch.tanh(self.first(self.words(rows)) + self.frozen))
+        x = x * self.half.to(torch.float32) + self.double.to(torch.float32) * self.scalar
+        return (x * self.rarely if rarely else x).square().mean()
+
+
+def model_and_parameters():
+    model = Everything()
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return model, [n for n, _ in named], [p for _, p in named]
+
+
+def passes_of(rank, size):
+    """Weight, samples and whether the rare parameter is used: rank r runs r passes, rank 0 two."""
+    dealt = []
+    for owner in range(size):
+        count = owner or (2 if size == 1 else 0 if size > 2 else 1)
+        dealt += [(owner, n) for n in range(count)]
+    shares = [1 + n for n in range(len(dealt))]
+    every = [
+        (share / sum(shares), torch.tensor([n % 7, (n + 2) % 7]), owner == size - 1 and n == 0)
+        for n, (share, (owner, _)) in enumerate(zip(shares, dealt, strict=True))
+    ]
+    return [one for one, (owner, _) in zip(every, dealt, strict=True) if owner == rank]
+
+
+def one_step(comm, name, options, steps=1):
+    """What a rank holds after the agreement of its last step."""
+    model, names, parameters = model_and_parameters()
+    strategy = make_strategy(name, options)
+    strategy.start(parameters, comm, notes=2)
+    for step in range(1, steps + 1):
+        own = passes_of(comm.rank, comm.size)
+        for number, (weight, rows, rarely) in enumerate(own):
+            strategy.before_backward(weight, last=number == len(own) - 1)
+            model(rows, rarely=rarely).backward()
+        notes = torch.tensor([float(len(own)), 0.25 * comm.rank], dtype=torch.float64)
+        notes = strategy.after_backward(notes)
+        grads = {n: _copy(p.grad) for n, p in zip(names, parameters, strict=True)}
+        strategy.after_step(step)
+    strategy.stop()
+    return grads, notes
+
+
+def _copy(grad):
+    return None if grad is None else grad.detach().clone()
+
+
+def _bits(grad):
+    return grad.to_dense().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def expected_gradients(size):
+    """The weighted mean of all passes, added up by one process without instep."""
+    model, names, parameters = model_and_parameters()
+    total = {name: None for name in names}
+    for rank in range(size):
+        for weight, rows, rarely in passes_of(rank, size):
+            model(rows, rarely=rarely).backward()
+            for name, parameter in zip(names, parameters, strict=True):
+                if parameter.grad is not None:
+                    part = weight * parameter.grad.to_dense().to(torch.float64)
+                    total[name] = part if total[name] is None else total[name] + part
+                    parameter.grad = None
+    return total
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(*case, size) for case in CASES for size in SIZES],
+    ids=lambda p: f"{p[0]}-{p[1] or ''}-{p[2]}",
+)
+def agreed(request):
+    """For each rank: its agreed gradients by name, and its notes."""
+    name, options, size = request.param
+    return run_ranks(size, one_step, name, options)
+
+
+def test_notes_come_back_summed_and_alike(agreed):
+    size = len(agreed)
+    passes = sum(len(passes_of(rank, size)) for rank in range(size))
+    wanted = torch.tensor([passes, 0.25 * sum(range(size))], dtype=torch.float64)
+    for _, notes in agreed:
+        torch.testing.assert_close(notes, wanted, rtol=1e-7, atol=0)
+        assert torch.equal(notes, agreed[0][1])
+
+
+def test_the_agreed_gradient_is_the_mean_over_all_passes_by_their_weights(agreed):
+    for name, wanted in expected_gradients(len(agreed)).items():
+        for grads, _ in agreed:
+            if wanted is None:
+                assert grads[name] is None, name
+                continue
+            rtol = {torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-6}
+            own = grads[name].to_dense()
+            torch.testing.assert_close(
+                own.double(), wanted, rtol=rtol[own.dtype], atol=1e-7 if own.dtype != torch.bfloat16 else 1e-2
+            )
+
+
+def test_every_rank_holds_the_same_bits(agreed):
+    first, _ = agreed[0]
+    for grads, _ in agreed[1:]:
+        for name, grad in grads.items():
+            assert (grad is None) == (first[name] is None)
+            assert grad is None or _bits(grad) == _bits(first[name]), name
+
+
+def test_a_parameter_that_no_rank_used_keeps_no_gradient(agreed):
+    assert all(grads["never"] is None for grads, _ in agreed)
+
+
+def test_a_parameter_that_one_pass_of_one_rank_used_has_its_mean_on_every_rank(agreed):
+    assert all(grads["rarely"].abs().sum() > 0 for grads, _ in agreed)
+
+
+def test_the_gradient_of_a_sparse_embedding_is_sparse_on_every_rank(agreed):
+    assert all(grads["words.weight"].is_sparse for grads, _ in agreed)
+
+
+def test_gradients_have_the_type_of_their_parameters(agreed):
+    _, names, parameters = model_and_parameters()
+    for grads, _ in agreed:
+        for name, parameter in zip(names, parameters, strict=True):
+            assert grads[name] is None or grads[name].dtype == parameter.dtype
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_nothing_of_a_step_is_left_in_the_next(name, options):
+    once, thrice = run_ranks(3, one_step, name, options, 1), run_ranks(3, one_step, name, options, 3)
+    for (first, _), (last, _) in zip(once, thrice, strict=True):
+        for key, grad in first.items():
+            assert (grad is None) == (last[key] is None)
+            assert grad is None or _bits(grad) == _bits(last[key]), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_may_have_no_pass_at_all_and_still_gets_the_gradient(name):
+    def body(comm):
+        weight = nn.Parameter(torch.ones(2))
+        strategy = make_strategy(name, {})
+        strategy.start([weight], comm, notes=1)
+        if comm.rank == 0:
+            strategy.before_backward(1.0, last=True)
+            (weight * torch.tensor([2.0, 3.0])).sum().backward()
+        strategy.after_backward(torch.zeros(1, dtype=torch.float64))
+        return weight.grad.tolist()
+
+    assert run_ranks(3, body) == [[2.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_in_which_nobody_has_a_pass_leaves_no_gradient(name):
+    def body(comm):
+        weight = nn.Parameter(torch.ones(2))
+        strategy = make_strategy(name, {})
+        strategy.start([weight], comm, notes=1)
+        notes = strategy.after_backward(torch.ones(1, dtype=torch.float64))
+        return weight.grad, notes.tolist()
+
+    assert run_ranks(2, body) == [(None, [2.0])] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_price_grows_with_replicas_and_parameters_and_is_never_negative(name):
+    price = STRATEGIES[name].price
+    assert price(1_000_000, 1) >= (0, 0)
+    assert price(1_000_000, 2).sent_bytes > 0
+    assert price(1_000_000, 2).messages > 0
+    assert price(1_000_000, 4).sent_bytes >= price(1_000_000, 2).sent_bytes
+    assert price(2_000_000, 4).sent_bytes > price(1_000_000, 4).sent_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_strategy_remembers_is_taken_up_by_another_of_its_name(name):
+    def body(comm):
+        _, _, parameters = model_and_parameters()
+        strategy, other = make_strategy(name, {}), make_strategy(name, {})
+        strategy.start(parameters, comm, notes=1)
+        state = strategy.state()
+        strategy.stop()
+        other.load_state(state)
+        other.start(parameters, comm, notes=1)
+        again = other.state()
+        other.stop()
+        return state.keys() == again.keys() and all(torch.equal(state[k], again[k]) for k in state)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_stop_a_backward_pass_is_as_if_there_had_been_no_strategy(name):
+    def body(comm):
+        weight = nn.Parameter(torch.ones(2))
+        strategy = make_strategy(name, {})
+        strategy.start([weight], comm, notes=1)
+        strategy.stop()
+        strategy.stop()
+        (weight * 3).sum().backward()
+        return weight.grad.tolist()
+
+    assert run_ranks(2, body) == [[3.0, 3.0]] * 2

@@ -1,0 +1,167 @@
+"""What several suites share: ranks as real processes, and the middle of a worker's loop."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import random
+import traceback
+
+import torch
+from torch import nn
+
+from instep.comm.torch_comm import TorchComm
+from instep.data.order import Order, position, steps_in_epoch
+from instep.run.buffers import Buffers
+from instep.run.passes import share_of
+from instep.sync.base import make_strategy
+
+PATIENCE_S = 60
+
+
+def run_processes(size, body, folder, *arguments):
+    """Call `body(comm, *arguments)` in `size` processes, each a rank of one gloo group.
+
+    Returns:
+        What each rank returned, in rank order; None for one that died.
+
+    Raises:
+        AssertionError: a rank raised; the text is its traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ranks = []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_one_process, args=(theirs, folder / "meeting", rank, size, body, arguments)
+        )
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return [_result(pipe) for _, pipe in ranks]
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()
+
+
+def _one_process(pipe, meeting, rank, size, body, arguments):
+    try:
+        store = torch.distributed.FileStore(str(meeting), size)
+        comm = TorchComm(store, rank, size)
+        result = None, body(comm, *arguments)
+    except Exception:
+        result = traceback.format_exc(), None
+    pipe.send_bytes(pickle.dumps(result))
+    if pipe.poll(PATIENCE_S):
+        pipe.recv_bytes()  # peers may still read from us; we are killed, or our parent hangs up
+
+
+def _result(pipe):
+    assert pipe.poll(PATIENCE_S), "a rank has neither answered nor ended"
+    try:
+        failure, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return None
+    assert failure is None, failure
+    return value
+
+
+class Table:
+    """Regression data in memory: `samples` rows, the same at every call."""
+
+    def __init__(self, samples, width=6, dtype=torch.float32):
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(samples, width, generator=generator, dtype=torch.float64)
+        mixed = self.inputs.sin().cumsum(1)[:, :3] + 0.3
+        self.inputs, self.targets = self.inputs.to(dtype), mixed.to(dtype)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def batch(self, order, epoch, first, stop):
+        rows = torch.from_numpy(order.indices(epoch, first, stop))
+        return self.inputs[rows], self.targets[rows]
+
+
+def batches(table, global_batch, steps, seed=0):
+    """The global batch of each step, whole: what one process would train on."""
+    order = Order(len(table), seed)
+    for step in range(1, steps + 1):
+        where = position(step, len(table), global_batch)
+        yield table.batch(order, *where)
+
+
+def train(
+    comm,
+    model,
+    make_optimizer,
+    table,
+    *,
+    steps,
+    global_batch=12,
+    micro_batches=8,
+    merge=False,
+    clip=None,
+    schedule=None,
+    autocast=False,
+    strategy="all_reduce",
+    options=None,
+):
+    """Train a copy of `model` on any Comm, with the parts that a worker uses, in its order.
+
+    Returns:
+        The state of the model (parameters and buffers by name) and the loss of each step.
+    """
+    model = copy.deepcopy(model).train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(parameters)
+    scheduler = schedule(optimizer) if schedule else None
+    buffers, agree = Buffers(model), make_strategy(strategy, options or {})
+    agree.start(parameters, comm, notes=1 + len(buffers))
+    order, losses = Order(len(table), 0), []
+    for step in range(1, steps + 1):
+        where = position(step, len(table), global_batch)
+        share = share_of(where, micro_batches, comm.size, comm.rank, merge=merge)
+        notes = torch.zeros(1 + len(buffers), dtype=torch.float64)
+        for number, part in enumerate(share.passes):
+            inputs, targets = table.batch(order, *part.samples)
+            weight = part.size / (where.stop - where.first)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+            notes[0] += weight * float(loss.detach())
+            agree.before_backward(weight, last=number == len(share.passes) - 1)
+            loss.backward()
+            buffers.after_pass(weight)
+        notes[1:] = torch.tensor(buffers.marks(), dtype=torch.float64)
+        agreed = agree.after_backward(notes).tolist()
+        buffers.commit(agreed[1:], comm)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        agree.after_step(step)
+        losses.append(agreed[0])
+    agree.stop()
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}, losses
+
+
+def far_apart(one, other):
+    """Distance of two states, relative to the length of the second, over all tensors together."""
+    assert one.keys() == other.keys()
+    gap = sum(float((one[k].double() - other[k].double()).square().sum()) for k in one)
+    return (gap / sum(float(other[k].double().square().sum()) for k in other)) ** 0.5
+
+
+def epochs(table, global_batch, count):
+    """Steps in `count` epochs."""
+    return count * steps_in_epoch(len(table), global_batch)
+
+
+def random_bytes(seed, largest=200):
+    """A string of bytes that nobody chose."""
+    dice = random.Random(seed)
+    return dice.randbytes(dice.randint(1, largest))

@@ -1,0 +1,4 @@
+"""A file that cannot be imported."""
+
+
+recipe = tinny.recipe  # noqa: F821

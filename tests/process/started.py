@@ -1,0 +1,202 @@
+"""A program under watch: every process that comes of it, what they listen on, what they leave.
+
+The processes are found by a mark in their environment, which each inherits from
+the one that started it and none can lose.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import psutil
+
+from instep.events import LEDGER, read_events, read_records
+
+RECIPES = Path(__file__).parent / "recipes"
+PATIENCE_S = 90.0
+"""For anything that should happen, on a machine that does other things too."""
+
+SOON_S = 10.0
+"""For processes to be gone whose master was killed."""
+
+_MARK = "INSTEP_TEST_MARK"
+_SHARED = Path("/dev/shm")
+
+
+class Started:
+    """One program, from its start until nothing is left of it.
+
+    Args:
+        folder: empty, for this program alone; it works in `folder / "work"`.
+        command: arguments of this Python.
+        environment: laid over ours.
+    """
+
+    def __init__(
+        self, folder: Path, command: Iterable[object], environment: dict[str, str] | None = None
+    ) -> None:
+        self.work, self._temporary, self._home = (
+            folder / n for n in ("work", "temporary", "home")
+        )
+        for each in (self.work, self._temporary, self._home):
+            each.mkdir(parents=True, exist_ok=True)
+        self._mark = secrets.token_hex(8)
+        self._outputs = folder / "stdout", folder / "stderr"
+        self._shared = set(os.listdir(_SHARED)) if _SHARED.is_dir() else set()
+        self.listened: set[str] = set()
+        """Every local address that a process of the program was seen to listen on."""
+        own = {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self._temporary),
+            "HOME": str(self._home),
+            _MARK: self._mark,
+        }
+        with self._outputs[0].open("ab") as out, self._outputs[1].open("ab") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=self.work,
+                env={**os.environ, **own, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    # ---- what it said and wrote
+
+    @property
+    def stdout(self) -> str:
+        return self._outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text()
+
+    @property
+    def error(self) -> str:
+        """What stands on standard error from our own error on."""
+        return self.stderr[self.stderr.index("instep: ") :]
+
+    @property
+    def run(self) -> Path:
+        """The one run folder that it made."""
+        (run,) = (self.work / "runs").iterdir()
+        return run
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        return summary
+
+    @property
+    def ledger(self) -> np.ndarray[Any, Any]:
+        return read_records(self.run / "ledger.bin", LEDGER)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.run / "events.jsonl") if e["event"] == name]
+
+    # ---- watching it
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that are alive now, the program itself among them."""
+        return marked(_MARK, self._mark)
+
+    def is_training(self) -> bool:
+        """Whether both workers have told of a step."""
+        made = (self.work / "runs").is_dir() and any((self.work / "runs").iterdir())
+        return made and len(np.unique(self.ledger["worker"])) > 1
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Watch it until a condition holds, and note what it listens on meanwhile."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"it ended before {what}:\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not {what} in {PATIENCE_S} s:\n{self.stderr}"
+            self._look()
+
+    def end(self, limit_s: float = PATIENCE_S) -> int:
+        """Watch it to its end; the exit code."""
+        deadline = time.monotonic() + limit_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"no end in {limit_s} s:\n{self.stderr}"
+            self._look()
+        return self.process.returncode
+
+    def _look(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                self.listened |= set(_listening(process))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.1)
+
+    def check_nothing_is_left(self, *, soon_s: float = 2.0) -> None:
+        """No process, no shared memory, no file outside the run folder; and no open door before.
+
+        Args:
+            soon_s: for processes that were killed to be gone.
+        """
+        self.check_no_process_is_left(soon_s=soon_s)
+        self.check_no_file_is_left()
+        assert {path.name for path in self.work.iterdir()} == {"runs"}
+        assert len(list((self.work / "runs").iterdir())) == 1
+        assert self.listened <= {"127.0.0.1"}
+
+    def check_no_process_is_left(self, *, soon_s: float = 2.0) -> None:
+        """And so no port either: those are the processes'."""
+        _, alive = psutil.wait_procs(self.processes(), timeout=soon_s)
+        assert [process.pid for process in alive] == []
+        assert self.processes() == []
+
+    def check_no_file_is_left(self) -> None:
+        """Neither temporary ones, nor in the home folder, nor as shared memory."""
+        assert list(self._temporary.iterdir()) == []
+        assert list(self._home.iterdir()) == []
+        shared = set(os.listdir(_SHARED)) - self._shared if _SHARED.is_dir() else set()
+        assert [name for name in shared if not _in_use(_SHARED / name)] == []
+
+    def kill(self) -> None:
+        """End whatever is left of it, by number."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+Start: TypeAlias = Callable[..., Started]
+"""Starts a program, with these arguments."""
+
+
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Every living process with this in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                found.append(process)
+    return found
+
+
+def _listening(process: psutil.Process) -> Iterable[str]:
+    for connection in process.net_connections("inet"):
+        udp = connection.type == socket.SOCK_DGRAM
+        if connection.laddr and (udp or connection.status == psutil.CONN_LISTEN):
+            yield connection.laddr.ip
+
+
+def _in_use(file: Path) -> bool:
+    """Whether a living process has a file of shared memory mapped: then it is somebody else's."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(each.path == str(file) for each in process.memory_maps()):
+                return True
+    return not file.exists()

@@ -1,0 +1,147 @@
+"""However a run ends, it says so, saves what it can, and leaves no process behind.
+
+Every worker has a loader process too, so that grandchildren are left over if anything is.
+"""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+from started import SOON_S, Start, Started
+
+from instep.report.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+ENDLESS = ("train.steps=100000000", "train.global_batch=16", "train.threads=1", "data.loaders=1")
+
+
+def training(run: Start, *settings: str) -> Started:
+    """A run that would go on for ever, and that has begun to."""
+    program = run("tiny.py:recipe", *ENDLESS, *settings)
+    program.until(program.is_training, "training")
+    return program
+
+
+def pid_of_worker(program: Started, number: int) -> int:
+    joined = program.events("worker_joined")
+    return int(next(event["pid"] for event in joined if event["worker"] == number))
+
+
+def fork_server(program: Started) -> psutil.Process:
+    (process,) = (p for p in psutil.Process(program.process.pid).children())
+    assert "instep.run.launch.fork_server" in process.cmdline()
+    return process
+
+
+def last_step(program: Started) -> int:
+    """The step at which every worker stopped; fails unless it is the same one."""
+    ledger = program.ledger
+    steps = {int(ledger["step"][ledger["worker"] == worker].max()) for worker in (0, 1)}
+    (step,) = steps
+    assert np.array_equal(np.unique(ledger["step"]), np.arange(1, step + 1))
+    return step
+
+
+def check_stopped_and_saved(program: Started, by: str) -> None:
+    step = last_step(program)
+    assert program.summary["steps"] == step
+    assert program.summary["outcome"] == "interrupted"
+    assert program.summary["repeated_samples"] == 0
+    assert (program.run / "checkpoints" / f"step-{step:08d}" / "manifest.json").is_file()
+    assert (program.run / "model.safetensors").is_file()
+    assert [event["by"] for event in program.events("stop_requested")] == [by]
+    assert f"next    instep report {program.run}" in program.stdout
+    assert "Traceback" not in program.stderr
+    program.check_nothing_is_left()
+
+
+def test_ctrl_c_once_stops_all_at_one_step_and_saves(run: Start) -> None:
+    program = training(run)
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
+    assert program.listened == {"127.0.0.1"}
+    check_stopped_and_saved(program, "SIGINT")
+
+
+def test_sigterm_does_what_ctrl_c_does(run: Start) -> None:
+    program = training(run, "train.merge=never")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.end() == 130
+    check_stopped_and_saved(program, "SIGTERM")
+
+
+def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start) -> None:
+    program = run("breaks.py:recipe", "arguments.at=hang", "train.global_batch=8")
+    log = program.work / "runs" / "tested" / "logs" / "worker-1.log"
+    program.until(lambda: log.exists() and "for ever" in log.read_text(), "stuck")
+    program.process.send_signal(signal.SIGINT)
+    program.until(lambda: len(program.events("stop_requested")) == 1, "asked")
+    began = time.monotonic()
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
+    assert time.monotonic() - began < SOON_S
+    assert program.summary["outcome"] == "interrupted"
+    assert program.summary["steps"] == 1
+    assert "Traceback" not in program.stderr
+    program.check_nothing_is_left()
+
+
+def test_a_worker_that_is_killed_ends_the_run_and_is_named_with_the_signal(run: Start) -> None:
+    program = training(run)
+    os.kill(pid_of_worker(program, 1), signal.SIGKILL)
+    assert program.end() == 5
+    assert program.error.startswith("instep: worker 1 failed at step ")
+    assert "the process was killed by SIGKILL (signal 9)" in program.error
+    assert "went away" not in program.error
+    assert program.summary["outcome"] == "failed"
+    (failure,) = program.events("worker_failed")
+    assert (failure["worker"], failure["kind"]) == (1, "killed")
+    assert (program.run / "report.html").is_file()
+    program.check_nothing_is_left()
+
+
+def test_a_fork_server_that_is_killed_takes_its_workers_with_it(run: Start) -> None:
+    program = training(run)
+    fork_server(program).kill()
+    assert program.end() == 5
+    assert program.error.startswith("instep: the launcher failed")
+    assert "ended with code -9" in program.error
+    assert program.summary["outcome"] == "failed"
+    program.check_nothing_is_left(soon_s=SOON_S)
+
+
+def test_a_client_that_is_killed_leaves_no_process_and_a_folder_that_can_be_read(
+    run: Start,
+) -> None:
+    program = training(run)
+    program.process.kill()
+    program.process.wait()
+    program.check_nothing_is_left(soon_s=SOON_S)
+    folder = RunFolder(program.run)
+    assert folder.outcome == "unfinished"
+    assert folder.last_step > 0
+    assert (folder.audit.repeated, folder.audit.stray) == (0, 0)
+    assert not (program.run / "summary.json").exists()
+
+
+def test_a_job_stops_itself_after_a_step_although_its_recipe_left_a_thread_behind(
+    run: Start,
+) -> None:
+    program = run(
+        "leaves_a_thread.py:recipe", "train.stop_after_steps=3", "train.steps=50", options=("--json",)
+    )
+    assert program.end() == 0, program.stderr
+    assert last_step(program) == 3
+    summary = json.loads(program.stdout)
+    assert (summary["outcome"], summary["rule"], summary["steps"]) == (
+        "stopped",
+        "stop_after_steps",
+        3,
+    )
+    assert (program.run / "checkpoints" / "step-00000003").is_dir()
+    program.check_nothing_is_left()

@@ -1,0 +1,101 @@
+"""A run that fails begins its message with the cause, and points at the user's own line."""
+
+import pytest
+from started import RECIPES, Start, Started
+
+
+pytestmark = pytest.mark.process
+
+
+def line_of(file: str, text: str) -> int:
+    """The number of the one line of a recipe that has this text."""
+    lines = (RECIPES / file).read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if text in line)
+    return number
+
+
+def failing(run: Start, recipe: str, *settings: str) -> Started:
+    """A run that has failed, as every failing run should."""
+    program = run(recipe, "train.epochs=1", "train.global_batch=8", *settings)
+    assert program.end() != 0
+    assert program.stderr.count("instep: ") == 1
+    assert "Traceback" not in program.stderr + program.stdout
+    assert "went away" not in program.error
+    assert program.summary["outcome"] == "failed"
+    assert len(program.events("worker_failed")) == 1
+    program.check_nothing_is_left()
+    return program
+
+
+@pytest.mark.parametrize(
+    ("at", "code", "kind", "who"),
+    [
+        ("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
+        ("loss", 5, "KeyError", "worker 1 failed at step 2, in loss: "),
+        ("dataset", 4, "OSError", "worker 1 failed at step 2, in loading: "),
+        ("metric", 5, "ZeroDivisionError", "failed at step 5, in validation: metric error: "),
+    ],
+)
+def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
+    run: Start, at: str, code: int, kind: str, who: str
+) -> None:
+    program = failing(run, "breaks.py:recipe", f"arguments.at={at}")
+    assert program.process.returncode == code
+    text = "the forward pass" if at == "forward" else f"the {at}"
+    first, second, *_ = program.error.splitlines()
+    assert who in first
+    assert kind in first
+    assert f"{text} met the marked sample" in first
+    assert f"breaks.py:{line_of('breaks.py', f'{text} met')}" in first + second
+    assert "raise " in second or at == "dataset"
+    worker = program.events("worker_failed")[0]["worker"]
+    log = program.run / "logs" / f"worker-{worker}.log"
+    assert str(log) in program.error
+    assert "Traceback" in log.read_text()
+    assert f"{text} met the marked sample" in log.read_text()
+
+
+def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
+    program = failing(run, "breaks.py:recipe", "arguments.at=segfault")
+    assert program.process.returncode == 5
+    assert "worker 1 failed" in program.error
+    assert "killed by SIGSEGV (signal 11). Native code of a library crashed." in program.error
+
+
+def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -> None:
+    program = failing(run, "breaks.py:recipe", "arguments.at=exit")
+    assert program.process.returncode == 5
+    assert "worker 1 failed" in program.error
+    assert "the process ended with code 3 and said nothing." in program.error
+
+
+def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> None:
+    program = failing(run, "typing_mistake.py:recipe")
+    first, second, *_ = program.error.splitlines()
+    assert "in recipe: NameError: name 'tinny' is not defined" in first
+    assert f"typing_mistake.py:{line_of('typing_mistake.py', 'tinny.')}" in second
+    assert "recipe = tinny.recipe" in second
+    assert program.process.returncode == 3
+
+
+def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) -> None:
+    program = failing(run, "trains_at_import.py:recipe")
+    first, second, *_ = program.error.splitlines()
+    assert "a run was started while the recipe's file was being imported." in first
+    assert "`if __name__ == '__main__':`" in first
+    assert "instep.train(" in second
+    assert program.process.returncode == 2
+
+
+def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start) -> None:
+    program = failing(run, "differs.py:recipe")
+    first = program.error.splitlines()[0]
+    assert "worker 1 failed, in joining: '2.bias' has other values on worker 1 than on" in first
+    assert program.process.returncode == 3
+
+
+def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:
+    program = run("compiles.py:recipe", "train.epochs=1")
+    assert program.end() == 0, program.stderr
+    assert program.summary["samples"] == 101
+    program.check_nothing_is_left()

@@ -1,0 +1,99 @@
+"""`instep report` and `instep export`, on a run that has really been."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from started import Started
+
+from instep.cli import main
+
+pytestmark = pytest.mark.process
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def runs(finished: Started, tmp_path: Path) -> Path:
+    """A folder with two runs in it, `tested` and `other`, to do as one likes with."""
+    for name in ("tested", "other"):
+        shutil.copytree(finished.run, tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def test_report_writes_the_page_again_and_says_where(runs: Path, capsys: Out) -> None:
+    page = runs / "tested" / "report.html"
+    page.unlink()
+    assert main(["report", str(runs / "tested")]) == 0
+    assert "21 steps" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_report_of_two_runs_is_a_page_of_its_own(runs: Path, capsys: Out) -> None:
+    assert main(["report", str(runs / "tested"), str(runs / "other"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["report"] == str(runs / "tested" / "report-with-other.html")
+    assert said["steps"] == 21
+    assert "other" in Path(said["report"]).read_text()
+
+
+def test_report_of_a_crashed_run_shows_what_there_is(runs: Path, capsys: Out) -> None:
+    events = runs / "tested" / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]) + '{"time": 1')
+    assert main(["report", str(runs / "tested")]) == 0
+    assert "no end recorded" in capsys.readouterr().out
+
+
+def test_export_copies_the_model_and_makes_the_folder_for_it(runs: Path, capsys: Out) -> None:
+    target = runs / "new" / "folder" / "mine.safetensors"
+    assert main(["export", str(runs / "tested"), "--to", str(target)]) == 0
+    assert str(target) in capsys.readouterr().out
+    assert load_file(target).keys() == load_file(runs / "tested" / "model.safetensors").keys()
+    assert [path.name for path in target.parent.iterdir()] == ["mine.safetensors"]
+
+
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_a_run_that_does_not_exist_is_answered_with_the_near_miss(
+    command: str, runs: Path, capsys: Out
+) -> None:
+    to = ["--to", "m.safetensors"] if command == "export" else []
+    assert main([command, str(runs / "testd"), *to]) == 6
+    message = capsys.readouterr().err
+    assert f"there is no run at '{runs / 'testd'}'. Did you mean 'tested'?" in message
+
+
+def test_a_folder_that_is_no_run_is_refused(runs: Path, capsys: Out) -> None:
+    assert main(["report", str(runs)]) == 6
+    assert "is not the folder of a run: it holds no job.toml" in capsys.readouterr().err
+    (runs / "tested" / "job.toml").write_text("name = 3\n")
+    assert main(["report", str(runs / "tested")]) == 6
+    assert "cannot be read as a run" in capsys.readouterr().err
+
+
+def test_the_second_run_of_a_report_is_checked_like_the_first(runs: Path, capsys: Out) -> None:
+    assert main(["report", str(runs / "tested"), str(runs / "othr")]) == 6
+    assert "Did you mean 'other'?" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(runs: Path, capsys: Out) -> None:
+    assert main(["report", str(runs / "tested"), "--to", str(runs)]) == 6
+    message = capsys.readouterr().err
+    assert message.startswith(f"instep: {runs} cannot be written: ")
+    assert message.count("\n") == 1
+
+
+def test_export_wants_a_safetensors_file_that_can_be_written(runs: Path, capsys: Out) -> None:
+    run = str(runs / "tested")
+    assert main(["export", run, "--to", "model.pt"]) == 2
+    assert "'model.pt': the file's name needs to end in .safetensors" in capsys.readouterr().err
+    below_a_file = runs / "tested" / "job.toml" / "model.safetensors"
+    assert main(["export", run, "--to", str(below_a_file)]) == 6
+    assert f"{below_a_file} cannot be written: " in capsys.readouterr().err
+
+
+def test_a_run_without_a_model_says_how_it_ended(runs: Path, capsys: Out) -> None:
+    (runs / "tested" / "model.safetensors").unlink()
+    assert main(["export", str(runs / "tested"), "--to", str(runs / "m.safetensors")]) == 6
+    assert "has no model: the run is completed" in capsys.readouterr().err

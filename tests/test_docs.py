@@ -1,0 +1,134 @@
+"""What the documents say holds: links lead somewhere, commands parse, code compiles."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from instep import cli, errors, events, spec_file
+from instep.data import SOURCES
+from instep.sync import STRATEGIES
+
+ROOT = Path(__file__).resolve().parent.parent
+_BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}
+PAGES = sorted(
+    page
+    for page in ROOT.rglob("*.md")
+    if not _BUILT & set(page.relative_to(ROOT).parts) and ".egg-info" not in str(page)
+)
+JOB_KEYS = {"recipe"}
+"""A TOML block with these keys at the top is a whole job file."""
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+        yield match[1], match[2]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of every `instep ...` line in the page's fenced blocks."""
+    for language, text in blocks(page):
+        if language not in ("sh", "bash", "console"):
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words and Path(words[0]).name == "instep":
+                yield words[1:]
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def headings(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    return [match[1].replace("`", "") for match in re.finditer(r"^#+ (.+)$", text, re.M)]
+
+
+def each(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=each)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    plain = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", plain):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in map(slug, headings(target)), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=each)
+def test_every_command_that_is_shown_is_one_that_exists(page):
+    for words in commands(page):
+        if not {"--help", "--version"} & set(words):
+            cli._parser().parse_args(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=each)
+def test_every_python_block_compiles(page):
+    for language, text in blocks(page):
+        if language == "python":
+            compile(text, each(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=each)
+def test_every_job_file_that_is_shown_would_be_accepted(page):
+    for language, text in blocks(page):
+        if language == "toml":
+            table = tomllib.loads(text)
+            whole = table if JOB_KEYS <= set(table) else {"recipe": "a.py:recipe", **table}
+            spec_file.build(whole, source=each(page))
+
+
+def test_the_checks_above_have_something_to_check():
+    readme = ROOT / "README.md"
+    assert readme in PAGES
+    assert len(list(commands(readme))) >= 3
+    assert {"python", "toml"} <= {language for language, _ in blocks(readme)}
+
+
+def test_the_reference_of_the_job_file_is_what_the_spec_says():
+    script = [sys.executable, str(ROOT / "docs" / "make_reference.py"), "--check"]
+    assert subprocess.run(script, check=False).returncode == 0
+
+
+def test_every_error_has_its_heading_with_its_exit_code():
+    text = (ROOT / "docs/reference/errors.md").read_text("utf-8")
+    for error in vars(errors).values():
+        if isinstance(error, type) and issubclass(error, errors.InstepError):
+            pattern = rf"^## {error.__name__}\n\nExit code {error.exit_code}\."
+            assert re.search(pattern, text, re.M), error.__name__
+    assert str(errors.INTERRUPTED) in text
+
+
+def test_every_event_and_record_field_is_on_the_page_of_events():
+    text = (ROOT / "docs/reference/events.md").read_text("utf-8")
+    names = [*events.EVENTS, *(events.LEDGER.names or ()), *(events.STEPS.names or ())]
+    assert [name for name in names if f"`{name}`" not in text] == []
+    for name, fields in events.EVENTS.items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        plain = re.sub(r"\(.*?\)", "", fields)
+        missing = [f for f in re.findall(r"\b[a-z_0-9]+\b", plain) if f not in row]
+        assert missing == [] or name == "worker_ready", f"{name} has {missing}"
+
+
+def test_every_strategy_and_every_source_has_its_heading():
+    for table, page in ((STRATEGIES, "concepts/strategies.md"), (SOURCES, "reference/sources.md")):
+        assert set(table) <= set(headings(ROOT / "docs" / page))
+
+
+def test_every_command_has_its_heading():
+    titles = headings(ROOT / "docs/reference/command-line.md")
+    assert [name for name in cli.COMMANDS if f"instep {name}" not in titles] == []
