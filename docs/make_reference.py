@@ -9,17 +9,15 @@ those of the spec, so the page cannot say anything else than the code.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+import msgspec
 
-from instep.spec import JobSpec
+from instep.spec import JobSpec, Section, documentation
 
 PAGE = Path(__file__).resolve().parent / "reference" / "job-file.md"
 
@@ -27,12 +25,16 @@ _OPENING = """# Job file
 
 A job file is TOML. Every key there is stands below; only `recipe` is required.
 An unknown key, a wrong type or an impossible value is refused before anything
-starts, with the file, the key, what was given and what is wanted. All paths
-are relative to the job file.
+starts, with the file, the key, what was given and what is wanted. The path of
+the recipe is relative to the job file.
 
 `--set section.key=value` lays a value over the file, for example
 `--set train.epochs=3`. The run folder holds the job as run, with every key
 given, in `job.toml`.
+
+Some keys are ahead of the code. This version refuses, before anything starts,
+`determinism = "bits"`, a `codec` other than `"none"`, a `[mesh]` above 1 and a
+strategy other than `"all_reduce"`; `servers` has no effect yet.
 
 This page is written by `docs/make_reference.py` from `src/instep/spec.py`;
 change the texts there.
@@ -41,74 +43,86 @@ change the texts there.
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 
 
+Key = msgspec.structs.FieldInfo
+
+
 def page() -> str:
     """The whole page."""
-    sections = {n: f for n, f in JobSpec.model_fields.items() if _is_section(f.annotation)}
-    plain = {n: f for n, f in JobSpec.model_fields.items() if n not in sections}
-    tables = {n: f for n, f in plain.items() if get_origin(f.annotation) is dict}
-    keys = {n: f for n, f in plain.items() if n not in tables}
-    parts = [_OPENING, "## At the top\n", _text(JobSpec), "", *_table(keys), ""]
-    for name, field in sections.items():
-        section: Any = field.annotation
-        parts += [f"## [{name}]\n", _text(section), "", *_table(section.model_fields), ""]
-    for name, field in tables.items():
-        parts += [f"## [{name}]\n", f"{field.description} Any keys; what they mean is the recipe's."]
+    fields = msgspec.structs.fields(JobSpec)
+    tables = [key for key in fields if _is_table(key.type)]
+    parts = [_OPENING, "## At the top\n", _text(JobSpec), ""]
+    parts += [*_table(JobSpec, [key for key in fields if key not in tables]), ""]
+    for key in tables:
+        parts += [f"## [{key.name}]\n", *_section(key), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
+def _is_table(annotation: Any) -> bool:
+    return get_origin(annotation) is dict or _is_section(annotation)
+
+
 def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _text(section: type[BaseModel]) -> str:
+def _section(key: Key) -> Iterator[str]:
+    if not _is_section(key.type):
+        yield f"{documentation()['JobSpec', key.name]} Any keys; the recipe knows them."
+        return
+    yield _text(key.type)
+    yield ""
+    yield from _table(key.type, list(msgspec.structs.fields(key.type)))
+
+
+def _text(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
+def _table(section: type[Section], keys: list[Key]) -> Iterator[str]:
     yield "| key | value | default | what it says |"
     yield "|---|---|---|---|"
-    for name, field in fields.items():
-        text = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{name}` | {_kind(field)} | {_default(field)} | {text} |"
+    hints = get_type_hints(section, include_extras=True)
+    for key in keys:
+        text = documentation()[section.__name__, key.name].replace("|", "\\|")
+        kinds = ", ".join(dict.fromkeys(_words(hints[key.name], "")))
+        yield f"| `{key.name}` | {kinds} | {_default(key)} | {text} |"
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
+def _default(key: Key) -> str:
+    if key.default_factory is not msgspec.NODEFAULT:
+        return f"`{key.default_factory()}`"
+    if key.default is msgspec.NODEFAULT:
         return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "not set"
-    return f"`{str(value).lower() if isinstance(value, bool) else _toml(value)}`"
+    return "not set" if key.default is None else f"`{_toml(key.default)}`"
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _kind(field: FieldInfo) -> str:
-    return ", ".join(dict.fromkeys(_words(field.annotation, list(field.metadata))))
-
-
-def _words(annotation: Any, metadata: list[Any]) -> Iterator[str]:
+def _words(annotation: Any, limits: str) -> Iterator[str]:
+    """What may stand behind a key, one string for each alternative."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        yield from _words(inner[0], [*metadata, *inner[1:]])
+        yield from _words(inner[0], _limits(inner[1:]))
     elif origin in (Union, UnionType):
         for part in inner:
             if part is not type(None):
-                yield from _words(part, metadata)
+                yield from _words(part, limits)
     elif origin is Literal:
         yield from (f"`{_toml(value)}`" for value in inner)
     elif origin is dict:
         yield "table"
     else:
-        yield _WORDS[annotation] + _limits(metadata)
+        yield _WORDS[annotation] + limits
 
 
-def _limits(metadata: list[Any]) -> str:
-    found = re.findall(r"\b(ge|gt)=([0-9.]+)", repr(metadata))
-    words = {"ge": "from", "gt": "above"}
-    return "".join(f" {words[rule]} {limit}" for rule, limit in found)
+def _limits(metadata: tuple[Any, ...]) -> str:
+    words = {"ge": " from ", "gt": " above "}
+    found = [(words[rule], getattr(meta, rule)) for meta in metadata for rule in words]
+    return "".join(f"{word}{limit}" for word, limit in found if limit is not None)
 
 
 def main(arguments: list[str]) -> int:

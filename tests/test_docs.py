@@ -88,14 +88,14 @@ def test_every_job_file_that_is_shown_would_be_accepted(page):
     for language, text in blocks(page):
         if language == "toml":
             table = tomllib.loads(text)
-            whole = table if JOB_KEYS <= set(table) else {"recipe": "a.py:recipe", **table}
+            whole = table if set(table) >= JOB_KEYS else {"recipe": "a.py:recipe", **table}
             spec_file.build(whole, source=each(page))
 
 
 def test_the_checks_above_have_something_to_check():
     readme = ROOT / "README.md"
     assert readme in PAGES
-    assert len(list(commands(readme))) >= 3
+    assert len(list(commands(readme))) >= 2
     assert {"python", "toml"} <= {language for language, _ in blocks(readme)}
 
 

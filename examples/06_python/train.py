@@ -41,7 +41,7 @@ def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
-    run = instep.train(recipe, workers=2, name="spirals", train={"epochs": 20, "global_batch": 100})
+    run = instep.train(recipe, workers=2, name="spirals", train={"epochs": 20, "global_batch": 200})
     print(f"accuracy {run.summary['metrics']['accuracy']:.3f}, see {run.path / 'report.html'}")
 
 

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/07_torchrun/train.py
     srun --nodes 1 --ntasks 2 python examples/07_torchrun/train.py
 
-On several hosts the folder of runs must be shared, and the network between
-them must be one that only trusted machines reach: instep.join(recipe, runs="/shared/runs",
-network="private"). The recipe is that of 06_python.
+On several hosts the folder of runs must be shared, and only trusted machines
+may reach the network between them: add runs="/shared/runs", network="private"
+to the call of join. The recipe is that of 06_python, and so is the result.
 """
 
 import math
@@ -44,7 +44,8 @@ def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
-    session = instep.join(recipe, name="spirals", train={"epochs": 20, "global_batch": 100})
+    train = {"epochs": 20, "global_batch": 200}
+    session = instep.join(recipe, name="spirals", train=train, quiet=True)
     for step in session.steps():
         if step.metrics and session.rank == 0:
             print(f"step {step.number}  accuracy {step.metrics['accuracy']:.3f}")

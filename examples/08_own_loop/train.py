@@ -15,9 +15,12 @@ from torch.utils.data import TensorDataset
 
 import instep
 
+EPOCHS = 20
+
 
 def main() -> None:
-    with instep.join(name="spirals", train={"global_batch": 100}) as session:
+    train = {"epochs": EPOCHS, "global_batch": 200}
+    with instep.join(name="spirals", train=train, quiet=True) as session:
         model: nn.Module = nn.Sequential(
             nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
         )
@@ -25,7 +28,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, loader = session.prepare(model, optimizer, dataset)
 
-        for epoch in range(20):
+        for epoch in range(EPOCHS):
             for inputs, target in loader:  # this process's share of each global batch
                 loss = F.cross_entropy(model(inputs.to(session.device)), target.to(session.device))
                 loss.backward()

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write report.html of a run again, or lay two runs over each other."""
+    from instep.errors import RunError
     from instep.report.page import write_report
     from instep.report.run_folder import RunFolder
     from instep.report.summary import summarise, verdict
@@ -60,7 +61,13 @@ def report(args: argparse.Namespace) -> int:
     other = RunFolder(Path(args.other)) if args.other else None
     name = f"report-with-{Path(args.other).name}.html" if args.other else "report.html"
     path = Path(args.to) if args.to else Path(args.run) / name
-    write_report(folder, path, other)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_report(folder, path, other)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}. Choose another --to."
+        ) from None
     summary = summarise(folder)
     if args.json:
         print(json.dumps({**summary, "report": str(path)}))

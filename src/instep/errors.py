@@ -16,8 +16,11 @@ Each has its heading in `docs/reference/errors.md`.
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C or SIGTERM ended."""
@@ -82,3 +85,29 @@ def near_miss(given: str, known: Iterable[str]) -> str:
     close = get_close_matches(given, names, n=1, cutoff=0.6)
     guess = f"Did you mean {close[0]!r}? " if close else ""
     return f"{guess}Known: {', '.join(names) or 'none'}."
+
+
+_OURS = str(Path(__file__).resolve().parent)
+_LIBRARY = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+def own_line(error: BaseException) -> tuple[str, str]:
+    """Where in the user's own code an error arose, causes of it included.
+
+    Returns:
+        `file.py:41 in forward` and that line's text: of the innermost frame
+        outside instep, the standard library and installed packages. Both are
+        empty where there is no such frame.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        for frame in reversed(traceback.extract_tb(chain.__traceback__)):
+            if _is_users(Path(frame.filename)):
+                return f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line or ""
+        chain = chain.__cause__
+    return "", ""
+
+
+def _is_users(file: Path) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return file.is_file() and not installed and not str(file.resolve()).startswith(_LIBRARY)

@@ -5,29 +5,31 @@ key there, the string under a field is its documentation, and the checks live
 beside what they check. Because a spec is plain data it can be printed,
 compared, hashed, sent to a worker and stored in a checkpoint.
 
-Names of strategies and codecs are checked by the tables that own them, later
-(`run/recipe.py` and `run/client.py`), as are their options.
+Names of strategies and codecs are checked by the tables that own them
+(`run/client.py`), as are their options. Types and bounds are checked where
+data comes in (`spec_file.build`), the rest when a section is made.
 """
 
 from __future__ import annotations
 
+import ast
+import math
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec import Meta, field
 
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
 
 
-class Section(BaseModel):
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the job file: no unknown keys, no guessed types, never changed."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
-
-class TrainSpec(Section):
+class TrainSpec(Section, frozen=True, kw_only=True):
     """How long, in what portions, and how exactly."""
 
     epochs: Positive | None = None
@@ -52,7 +54,7 @@ class TrainSpec(Section):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the forward pass (autocast); `float16` scales the loss and needs CUDA."""
 
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    clip_norm: Annotated[float, Meta(gt=0)] | None = None
     """Largest global norm of the gradient; longer ones are scaled down to it."""
 
     validate_every: Natural = 0
@@ -67,23 +69,23 @@ class TrainSpec(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU for each worker where there are enough."""
 
-    @model_validator(mode="after")
-    def _agrees(self) -> TrainSpec:
+    def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
                 f"both epochs = {self.epochs} and steps = {self.steps} are given: "
                 "a run has one length. Leave one of them out."
             )
+        if self.clip_norm is not None and not math.isfinite(self.clip_norm):
+            raise ValueError(f"clip_norm = {self.clip_norm}: needs to be a finite number.")
         if self.micro_batches > self.global_batch:
             raise ValueError(
                 f"micro_batches = {self.micro_batches} but global_batch = {self.global_batch}: "
                 "a micro-batch needs at least one sample. "
                 f"Set micro_batches to at most {self.global_batch}."
             )
-        return self
 
 
-class SyncSpec(Section):
+class SyncSpec(Section, frozen=True, kw_only=True):
     """How replicas agree."""
 
     name: str = "all_reduce"
@@ -95,11 +97,11 @@ class SyncSpec(Section):
     codec: str = "none"
     """How a tensor looks on the wire."""
 
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Handed to the strategy, which owns their names, defaults and checks."""
 
 
-class MeshSpec(Section):
+class MeshSpec(Section, frozen=True, kw_only=True):
     """Ranks that share one replica of the model; their product is the size of a replica."""
 
     shard: Positive = 1
@@ -117,14 +119,14 @@ class MeshSpec(Section):
         return self.shard * self.tensor * self.stages
 
 
-class DataSpec(Section):
+class DataSpec(Section, frozen=True, kw_only=True):
     """How samples reach the step."""
 
     loaders: Natural | Literal["auto"] = "auto"
     """Loader processes of each worker; 0 loads inside the worker; `auto` measures both."""
 
 
-class CheckpointSpec(Section):
+class CheckpointSpec(Section, frozen=True, kw_only=True):
     """What is kept while training goes on; a run always saves where it ends."""
 
     every_steps: Natural = 0
@@ -134,7 +136,7 @@ class CheckpointSpec(Section):
     """Checkpoints to keep; older ones are deleted once a newer one is whole."""
 
 
-class ReportSpec(Section):
+class ReportSpec(Section, frozen=True, kw_only=True):
     """What is written for people, beside the report itself."""
 
     trace_steps: Natural = 2000
@@ -144,13 +146,13 @@ class ReportSpec(Section):
     """Also write TensorBoard event files (needs the extra: pip install 'instep[tensorboard]')."""
 
 
-class JobSpec(Section):
+class JobSpec(Section, frozen=True, kw_only=True):
     """One job: what to train, on how many workers, and how they agree."""
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its folder: letters, digits, `.`, `_` and `-`."""
 
-    recipe: Annotated[str, Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
+    recipe: Annotated[str, Meta(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")]
     """`file.py:function`; the function returns an `instep.Recipe`. Relative to the job file."""
 
     workers: Positive = 2
@@ -162,22 +164,41 @@ class JobSpec(Section):
     network: Literal["loopback", "private"] = "loopback"
     """`private` says that only trusted machines can reach the network between the hosts."""
 
-    train: TrainSpec = TrainSpec()
-    sync: SyncSpec = SyncSpec()
-    mesh: MeshSpec = MeshSpec()
-    data: DataSpec = DataSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    report: ReportSpec = ReportSpec()
+    train: TrainSpec = field(default_factory=TrainSpec)
+    sync: SyncSpec = field(default_factory=SyncSpec)
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    report: ReportSpec = field(default_factory=ReportSpec)
 
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = {}
     """Handed to the recipe function by name."""
 
-    @model_validator(mode="after")
-    def _agrees(self) -> JobSpec:
+    def __post_init__(self) -> None:
         if self.workers > self.train.micro_batches:
             raise ValueError(
                 f"workers = {self.workers} but train.micro_batches = {self.train.micro_batches}: "
                 "a worker needs at least one micro-batch of each step. "
                 f"Set train.micro_batches to {self.workers} or more."
             )
-        return self
+
+
+def as_table(job: JobSpec) -> dict[str, Any]:
+    """A job as plain nested tables, every key given."""
+    table: dict[str, Any] = msgspec.to_builtins(job)
+    return table
+
+
+@cache
+def documentation() -> dict[tuple[str, str], str]:
+    """(class, field) to the string under that field, read from this file's own source."""
+    found = {}
+    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for key, text in zip(node.body, node.body[1:], strict=False):
+            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
+                assert isinstance(key.target, ast.Name)
+                assert isinstance(text.value, ast.Constant)
+                found[node.name, key.target.id] = " ".join(str(text.value.value).split())
+    return found

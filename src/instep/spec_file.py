@@ -7,15 +7,18 @@ checks are those of `spec.py`, said here in one sentence each.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+import msgspec
 
 from instep.errors import SpecError, near_miss
-from instep.spec import JobSpec
+from instep.spec import JobSpec, Section, as_table, documentation
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
@@ -32,7 +35,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
     job = build(table, source=str(path))
     file, _, function = job.recipe.rpartition(":")
     absolute = (path.parent / Path(file).expanduser()).resolve()
-    return job.model_copy(update={"recipe": f"{absolute}:{function}"})
+    return msgspec.structs.replace(job, recipe=f"{absolute}:{function}")
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -86,55 +89,56 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
     """Check raw tables and freeze them; `source` is named in errors.
 
     Raises:
-        SpecError: one sentence for each wrong key or value, at most five.
+        SpecError: a key or value is wrong; the text says where, what was
+            given and what is wanted.
     """
     try:
-        return JobSpec.model_validate(dict(table))
-    except ValidationError as failure:
-        sentences = list(dict.fromkeys(_sentence(error) for error in failure.errors()))
-    raise SpecError("\n".join(f"{source}: {sentence}" for sentence in sentences[:5])) from None
+        return msgspec.convert(table, JobSpec)
+    except msgspec.ValidationError as failure:
+        raise SpecError(f"{source}: {_sentence(str(failure), table)}") from None
 
 
-def _sentence(error: Any) -> str:
-    """One pydantic error as: where, what was given, what is wanted."""
-    path = [str(part) for part in error["loc"]]
-    kind, given = error["type"], error["input"]
-    if kind == "value_error":
-        where = f"[{path[0]}] " if path else ""
-        return where + str(error["ctx"]["error"])
-    if kind == "extra_forbidden":
-        section, known = ".".join(path[:-1]), _fields(path[:-1])
-        place = f"[{section}]" if section else "a job"
-        return f"{place} has no key {path[-1]!r}. {near_miss(path[-1], known)}"
-    if kind == "missing":
-        return f"the key {'.'.join(path)!r} is missing. {_describe(path)}"
-    path = [
-        part for part in path if not part.startswith(("constrained-", "literal[", "int", "float"))
-    ]
-    return f"{'.'.join(path)} = {_as_typed(given)}: {_wanted(kind, error)}. {_describe(path)}"
+_WRONG = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text in quotes",
+    "object": "a table",
+    "array": "a list",
+}
 
 
-def _wanted(kind: str, error: Any) -> str:
+def _sentence(failure: str, table: Mapping[str, Any]) -> str:
+    """What msgspec found wrong, as: where, what was given, what is wanted."""
+    match = _WRONG.fullmatch(failure)
+    assert match is not None, failure
+    what, path = match["what"], (match["path"] or "").split(".") if match["path"] else []
+    if found := re.fullmatch(r"Object contains unknown field `(.*)`", what):
+        place = f"[{'.'.join(path)}]" if path else "a job"
+        return f"{place} has no key {found[1]!r}. {near_miss(found[1], _keys(path))}"
+    if found := re.fullmatch(r"Object missing required field `(.*)`", what):
+        return f"the key {found[1]!r} is missing. {_describe([found[1]])}"
+    if not what.startswith(("Expected", "Invalid")):  # one of the checks in `spec.py`
+        return f"[{'.'.join(path)}] {what}" if path else what
+    given = reduce(lambda inner, key: inner[key], path, table)
+    return (
+        f"{'.'.join(path)} = {_as_typed(given)}: {_wanted(what, path)}. {_describe(path)}".rstrip()
+    )
+
+
+def _wanted(what: str, path: list[str]) -> str:
     """The rule that was broken, as a clause."""
-    context = error.get("ctx", {})
-    rules = {
-        "int_type": "needs to be a whole number",
-        "float_type": "needs to be a number",
-        "bool_type": "needs to be true or false",
-        "string_type": "needs to be text in quotes",
-        "dict_type": "needs to be a table",
-        "model_type": "needs to be a table",
-        "model_attributes_type": "needs to be a table",
-        "finite_number": "needs to be a finite number",
-        "string_too_short": "needs at least one character",
-        "greater_than_equal": f"needs to be at least {context.get('ge')}",
-        "greater_than": f"needs to be above {context.get('gt')}",
-        "literal_error": f"needs to be {context.get('expected')}",
-    }
-    if kind == "string_pattern_mismatch":
-        function = "recipe" in error["loc"]
+    if what.startswith("Invalid enum value"):
+        return f"needs to be {' or '.join(_choices(path))}"
+    if "matching regex" in what:
+        function = path == ["recipe"]
         return "needs the form file.py:function" if function else "has a character that it may not"
-    return rules.get(kind, str(error["msg"]))
+    if found := re.fullmatch(r"Expected `\w+` (>=?) (.*)", what):
+        bound = "at least" if found[1] == ">=" else "above"
+        return f"needs to be {bound} {found[2].removesuffix('.0')}"
+    types = re.findall(r"\w+", what.partition("`")[2].partition("`")[0])
+    return "needs to be " + " or ".join(_TYPES[name] for name in types if name in _TYPES)
 
 
 def _as_typed(value: Any) -> str:
@@ -144,33 +148,39 @@ def _as_typed(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _model_at(path: Iterable[str]) -> type[BaseModel] | None:
-    model: type[BaseModel] = JobSpec
-    for name in path:
-        field = model.model_fields.get(name)
-        if field is None or not isinstance(field.annotation, type):
-            return None
-        if not issubclass(field.annotation, BaseModel):
-            return None
-        model = field.annotation
-    return model
+def _section_at(path: list[str]) -> type[Section] | None:
+    """The class of a table: `JobSpec` itself, or that of a section."""
+    if not path:
+        return JobSpec
+    kind = get_type_hints(JobSpec).get(path[0]) if len(path) == 1 else None
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _fields(path: Iterable[str]) -> list[str]:
-    model = _model_at(path)
-    return list(model.model_fields) if model else []
+def _keys(path: list[str]) -> list[str]:
+    section = _section_at(path)
+    return list(section.__struct_fields__) if section else []
+
+
+def _choices(path: list[str]) -> list[str]:
+    """The words that a key may be, quoted; before them what else it may be."""
+    section = _section_at(path[:-1])
+    assert section is not None, path
+    hint = get_type_hints(section, include_extras=True)[path[-1]]
+    either = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    words = [repr(word) for part in either for word in get_args(part) if isinstance(word, str)]
+    number = any(get_origin(part) is Annotated for part in either)
+    return ["a whole number", *words] if number else words
 
 
 def _describe(path: list[str]) -> str:
     """What the key at `path` is for, from the string under its field."""
-    model = _model_at(path[:-1])
-    field = model.model_fields.get(path[-1]) if model else None
-    return " ".join((field.description or "").split()) if field else ""
+    section = _section_at(path[:-1])
+    return documentation().get((section.__name__, path[-1]), "") if section else ""
 
 
 def dump(job: JobSpec) -> str:
     """A job as TOML, every key given, so that `load` gives it back unchanged."""
-    sections = job.model_dump(mode="python")
+    sections = as_table(job)
     lines = [f"{key} = {_toml(value)}" for key, value in sections.items() if not _is_table(value)]
     for name, table in sections.items():
         if _is_table(table):
@@ -196,6 +206,6 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    if value is None or isinstance(value, str) or get_args(type(value)):
-        return json.dumps(str(value), ensure_ascii=False)
-    return f'"{value}"'
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)  # dates and times

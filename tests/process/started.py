@@ -45,9 +45,7 @@ class Started:
     def __init__(
         self, folder: Path, command: Iterable[object], environment: dict[str, str] | None = None
     ) -> None:
-        self.work, self._temporary, self._home = (
-            folder / n for n in ("work", "temporary", "home")
-        )
+        self.work, self._temporary, self._home = (folder / n for n in ("work", "temporary", "home"))
         for each in (self.work, self._temporary, self._home):
             each.mkdir(parents=True, exist_ok=True)
         self._mark = secrets.token_hex(8)

@@ -86,7 +86,7 @@ def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start)
     assert program.end() == 130
     assert time.monotonic() - began < SOON_S
     assert program.summary["outcome"] == "interrupted"
-    assert program.summary["steps"] == 1
+    assert program.summary["repeated_samples"] == 0
     assert "Traceback" not in program.stderr
     program.check_nothing_is_left()
 
@@ -133,7 +133,10 @@ def test_a_job_stops_itself_after_a_step_although_its_recipe_left_a_thread_behin
     run: Start,
 ) -> None:
     program = run(
-        "leaves_a_thread.py:recipe", "train.stop_after_steps=3", "train.steps=50", options=("--json",)
+        "leaves_a_thread.py:recipe",
+        "train.stop_after_steps=3",
+        "train.steps=50",
+        options=("--json",),
     )
     assert program.end() == 0, program.stderr
     assert last_step(program) == 3

@@ -5,18 +5,13 @@ Words for errors only: nothing here reads data.
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OURS})
-_INSTALLED = ("site-packages", "dist-packages")
+from instep.errors import own_line
 
 
 def told(error: BaseException) -> str:
@@ -26,18 +21,8 @@ def told(error: BaseException) -> str:
     installed packages; where there is none, it is left out.
     """
     text = str(error).strip() or "no text"
-    place = _user_line(error)
+    place, _ = own_line(error)
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
-
-
-def _user_line(error: BaseException) -> str | None:
-    place = None
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        installed = any(part in _INSTALLED for part in Path(name).parts)
-        if not installed and not name.startswith((*_LIBRARY, "<frozen")):
-            place = f"{name}:{line}"
-    return place
 
 
 def odd_one_out(indices: Sequence[int], samples: Sequence[Any]) -> str | None:

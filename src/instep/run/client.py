@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from instep import spec_file
-from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError
+from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
 from instep.spec import JobSpec
@@ -221,7 +221,8 @@ def check_job(job: JobSpec) -> None:
         )
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
-        raise RecipeError(f"there is no recipe file {str(file)!r}.")
+        beside = [path.name for path in file.parent.glob("*.py")]
+        raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
 
 
 def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:

@@ -23,7 +23,7 @@ from instep.events import LEDGER, STEPS, EventLog
 from instep.report.live import View
 from instep.run import decide as mind
 from instep.run.launch.base import Launcher, Switchboard
-from instep.spec import JobSpec
+from instep.spec import JobSpec, as_table
 
 TICK_S = 0.1
 """How often the master looks up when nothing arrives."""
@@ -74,7 +74,7 @@ class Master:
         self._log = EventLog(run / "events.jsonl")
         self._ledger = (run / "ledger.bin").open("ab", buffering=0)
         self._steps = (run / "steps.bin").open("ab", buffering=0)
-        self._emit("run_started", {"job": job.model_dump(), **about})
+        self._emit("run_started", {"job": as_table(job), **about})
 
     def interrupt(self, by: str) -> None:
         """Ask for a stop; may be called from a signal handler or another thread."""
@@ -124,7 +124,7 @@ class Master:
             return
         self._names[peer] = (hello.role, hello.number)
         self._hub.send(
-            peer, m.Welcome(job=self._job.model_dump(), run=str(self._run), started=self._started)
+            peer, m.Welcome(job=as_table(self._job), run=str(self._run), started=self._started)
         )
         if hello.role == "host":
             for number in range(self._job.workers):

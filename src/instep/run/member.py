@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from instep import spec_file
 from instep.comm.channel import Channel
 from instep.comm.channel_store import ChannelStore
 from instep.comm.messages import Done, Emit, Failed, Form, Hello, Records, Release, Stop, Welcome
 from instep.comm.metered import tcp_traffic
 from instep.events import LEDGER, STEPS
 from instep.run.launch.base import Seat
-from instep.spec import JobSpec
 
 FLUSH_S = 0.25
 """How often records leave for the master."""
@@ -45,7 +45,7 @@ class Member:
         self._channel = Channel.connect(seat.address)
         self._channel.send(Hello(token=seat.token, role="worker", number=number, pid=os.getpid()))
         welcome = self._channel.wait_for(Welcome)
-        self.job = JobSpec.model_validate(welcome.job)
+        self.job = spec_file.build(welcome.job, source="the master")
         self.run = Path(welcome.run)
         self.started = welcome.started
         self.phases = dict(phases or {})

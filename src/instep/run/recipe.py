@@ -75,9 +75,7 @@ class Recipe:
                 raise RecipeError(
                     f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
                 )
-        for name, metric in self.metrics.items():
-            if not callable(metric):
-                raise RecipeError(f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function.")
+        _check_metrics(self.metrics)
 
 
 _HINTS = {
@@ -106,6 +104,21 @@ def _check_loss(recipe: Recipe) -> None:
         raise RecipeError(
             "Recipe.metrics needs (outputs, target), which compute_loss does not give. "
             "Leave metrics out, or give loss instead of compute_loss."
+        )
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise RecipeError(
+            f"Recipe.metrics is {a_or_an(metrics)}, but a dict is wanted: "
+            "name to metric(outputs, target)."
+        )
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise RecipeError(f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function.")
+    if "loss" in metrics:
+        raise RecipeError(
+            "Recipe.metrics: the name 'loss' is taken by the loss itself. Choose another."
         )
 
 

@@ -161,7 +161,7 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
             f"the recipe built {len(named)} parameters and buffers on worker {comm.rank}, but "
             f"{int(size)} on worker 0: it must build the same model in every process."
         )
-    first = own.to(device)
+    first = own.to(device, copy=True)  # on the CPU too: the broadcast overwrites it
     comm.broadcast(first)
     for (name, _), mine, theirs in zip(named, own.tolist(), first.tolist(), strict=True):
         if mine != theirs:

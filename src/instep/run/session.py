@@ -307,7 +307,11 @@ class Session:
             self.summary = self._host.end()
 
     def _fail(self, error: BaseException) -> None:
-        """Say why, so that the run ends for everyone, with this as its cause."""
+        """Say why, so that the run ends for everyone, with this as its cause.
+
+        Raises:
+            InstepError: on process 0, where `error` is the echo of what another did.
+        """
         self._closed = True
         at = self._training or self._loop
         try:
@@ -319,8 +323,9 @@ class Session:
         if self._host is not None:
             try:
                 self._host.end()
-            except InstepError:
-                pass  # it is the error that is on its way up
+            except InstepError as cause:
+                if isinstance(error, PeerError):
+                    raise cause from error  # what broke the collective, and not its echo
 
     def __enter__(self) -> Session:
         return self

@@ -37,6 +37,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     training: Training | None = None
     try:
         training = prepare(member, number)
+        training.join()
         for _ in training.steps():
             pass
         training.finish()
@@ -50,7 +51,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
 
 
 def prepare(member: Member, local_rank: int) -> Training:
-    """From a membership to a training that is about to take its first step."""
+    """From a membership to a training that has all it needs but the other workers."""
     job, lap = member.job, _Laps(member)
     lap("fork")
     torch.set_num_threads(job.train.threads or max(1, (os.cpu_count() or 1) // job.workers))
@@ -59,7 +60,6 @@ def prepare(member: Member, local_rank: int) -> Training:
     lap("recipe")
     training = Training(member, recipe, device)
     lap("build")
-    training.join()
     return training
 
 

@@ -1,4 +1,3 @@
 """A file that cannot be imported."""
 
-
 recipe = tinny.recipe  # noqa: F821

@@ -152,7 +152,7 @@ def test_a_sample_that_raises_is_named_with_its_cause_and_the_users_line(dataset
     text = str(caught.value)
     assert text.startswith("sample 70 cannot be read: ValueError: pixel of 70 is purple (")
     line = Raising.__getitem__.__code__.co_firstlineno + 2
-    assert f"datasets.py:{line})" in text
+    assert f"datasets.py:{line} in __getitem__)" in text
     assert "purple" in str(caught.value.__cause__)
 
 

@@ -171,13 +171,12 @@ def test_a_child_holds_no_connection_of_its_parent():
 
 class Waits(Plain):
     def __getitem__(self, index):
-        os.sched_yield()
-        signal.sigtimedwait([], 0.002)
+        signal.sigtimedwait([], 0.02)
         return super().__getitem__(index)
 
 
-def test_auto_finds_that_processes_hide_waiting():
+def test_auto_reads_in_processes_what_mostly_waits():
     with made(Waits(), "auto") as loader:
         assert loader.mode == "processes"
-        assert "2 processes" in loader.why or "computing" in loader.why
+        assert "of it computing" in loader.why
         assert len(loader.pids) == 2

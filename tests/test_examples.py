@@ -1,0 +1,234 @@
+"""Every example runs for real on two processes, a few steps each, and learns where it can."""
+
+import gzip
+import importlib.util
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytestmark = pytest.mark.process
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TINY_GPT = ("layers=1", "width=64", "length=32")
+
+
+def python(*words, cwd, **environment):
+    """Start a Python program as a user would, in a folder of its own."""
+    command = [sys.executable, *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finished(process):
+    """Its standard output, once it has ended well."""
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    return output
+
+
+def job(example, *settings, cwd, workers=2, **environment):
+    """`instep run` of an example's job file."""
+    options = [word for setting in settings for word in ("--set", setting)]
+    words = ("run", EXAMPLES / example / "job.toml", "--workers", workers, "--json", *options)
+    return python("-m", "instep", *words, cwd=cwd, **environment)
+
+
+def summary_of(process, run):
+    """What the run wrote, which is also what it printed; checks what holds for every run."""
+    printed = json.loads(finished(process).splitlines()[-1])
+    written = json.loads((run / "summary.json").read_text())
+    assert written == printed
+    assert whole(written)
+    return written
+
+
+def whole(summary):
+    return (
+        summary["outcome"] == "completed"
+        and summary["workers"] == 2
+        and summary["wire_bytes"] > 0
+        and summary["repeated_samples"] == summary["missing_samples"] == 0
+    )
+
+
+def test_the_digits_are_told_apart(tmp_path):
+    process = job("01_digits", "train.epochs=6", cwd=tmp_path)
+    summary = summary_of(process, tmp_path / "runs/digits")
+    assert summary["metrics"]["accuracy"] >= 0.96
+    assert summary["samples"] == 6 * 1500
+
+
+def test_a_small_gpt_learns_and_writes(tmp_path):
+    shape = [f"arguments.{each}" for each in TINY_GPT]
+    steps = ["train.steps=60", "arguments.steps=60", "train.validate_every=0"]
+    run = tmp_path / "runs/gpt"
+    summary = summary_of(job("02_gpt", *shape, *steps, cwd=tmp_path), run)
+    assert summary["steps"] == 60
+    assert summary["metrics"]["bits_per_byte"] < 6  # 8 is a guess
+    words = (EXAMPLES / "02_gpt/sample.py", run, "import ", 40)
+    written = finished(python(*words, cwd=tmp_path))
+    assert written.startswith("import ")
+    assert len(written.rstrip("\n").encode()) >= 40
+
+
+def test_the_gpt_has_ten_million_parameters_each_in_one_group():
+    made = imported("02_gpt/gpt.py").recipe()
+    given = [p for group in made.parameters(made.model) for p in group["params"]]
+    assert sorted(map(id, given)) == sorted(map(id, made.model.parameters()))
+    assert 10e6 <= sum(p.numel() for p in given) <= 11.5e6
+
+
+def test_the_regression_explains_what_can_be_explained(tmp_path):
+    process = job("03_diabetes", "train.epochs=15", cwd=tmp_path)
+    metrics = summary_of(process, tmp_path / "runs/diabetes")["metrics"]
+    assert metrics["explained"] > 0.35
+    assert metrics["explained"] == pytest.approx(1 - metrics["loss"], abs=1e-9)
+    assert 0 < metrics["absolute_error"] < 0.8
+
+
+def test_mnist_is_read_from_its_own_format(tmp_path):
+    write_mnist(tmp_path / "data", train=512, test=100)
+    process = job("04_mnist", "arguments.data=data", "train.epochs=6", cwd=tmp_path)
+    summary = summary_of(process, tmp_path / "runs/mnist")
+    assert summary["samples"] == 6 * 512
+    assert summary["metrics"]["accuracy"] > 0.5
+
+
+def test_cifar_is_read_from_its_own_format_and_changed_alike_for_any_workers(tmp_path):
+    write_cifar(tmp_path / "data")
+    settings = (f"arguments.data={tmp_path / 'data'}", "train.epochs=1", "train.global_batch=32")
+    folders = [tmp_path / "two", tmp_path / "one"]
+    for folder in folders:
+        folder.mkdir()
+    both = job("05_cifar", *settings, cwd=folders[0])
+    alone = job("05_cifar", *settings, cwd=folders[1], workers=1)
+    two = summary_of(both, folders[0] / "runs/cifar")
+    one = json.loads(finished(alone).splitlines()[-1])
+    assert two["samples"] == one["samples"] == 100
+    assert two["steps"] == one["steps"] == 4
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4)
+
+
+def test_a_folder_of_images_is_one_setting_away(tmp_path):
+    write_images(tmp_path / "data")
+    settings = ("arguments.data=data", "arguments.folder=true", "train.epochs=2")
+    process = job("05_cifar", *settings, "train.global_batch=8", cwd=tmp_path)
+    assert summary_of(process, tmp_path / "runs/cifar")["samples"] == 2 * 16
+
+
+def test_three_ways_to_start_give_one_result(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone")
+    folders = [tmp_path / way for way in ("python", "torchrun", "slurm")]
+    for folder in folders:
+        folder.mkdir()
+    started = python(EXAMPLES / "06_python/train.py", cwd=folders[0])
+    joined = python(*torchrun, EXAMPLES / "07_torchrun/train.py", cwd=folders[1])
+    own = [slurm_task(EXAMPLES / "08_own_loop/train.py", rank, folders[2]) for rank in (0, 1)]
+    _, told, printed, silence = [finished(process) for process in (started, joined, *own)]
+
+    runs = [json.loads((folder / "runs/spirals/summary.json").read_text()) for folder in folders]
+    for summary in runs:
+        assert whole(summary)
+        assert summary["steps"] == 200
+        assert summary["samples"] == 40_000
+        assert summary["loss"] == pytest.approx(runs[0]["loss"], rel=1e-3)
+    accuracy = runs[0]["metrics"]["accuracy"]
+    assert runs[1]["metrics"]["accuracy"] == accuracy > 0.95
+    assert told.endswith(f"step 200  accuracy {accuracy:.3f}\n")
+    assert printed.endswith(f"epoch 20  accuracy {accuracy:.3f}\n")
+    assert silence == ""  # process 0 speaks for all
+
+
+def slurm_task(program, rank, cwd):
+    names = ("PROCID", "NTASKS", "LOCALID", "NTASKS_PER_NODE", "JOB_ID", "STEP_ID")
+    values = (rank, 2, rank, 2, 71, 0)
+    variables = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
+    return python(program, cwd=cwd, **variables)
+
+
+@pytest.mark.parametrize("file", ["01_digits/digits.py", "03_diabetes/diabetes.py"])
+def test_without_scikit_learn_an_example_says_how_to_install_it(monkeypatch, file):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # as Python marks what is not there
+    with pytest.raises(ImportError, match=re.escape("pip install 'instep[examples]'")):
+        imported(file)
+
+
+def test_what_an_import_lacked_is_what_the_terminal_says(tmp_path):
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module named sklearn')")
+    above = os.environ.get("PYTHONPATH", "")
+    search = os.pathsep.join(filter(None, [str(tmp_path), above]))
+    process = job("01_digits", cwd=tmp_path, PYTHONPATH=search)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "scikit-learn: pip install 'instep[examples]'" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_table_of_examples_is_complete_and_its_links_lead_somewhere():
+    table = (EXAMPLES / "README.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", table)
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name[0].isdigit()}
+    assert folders == {link.split("/")[0] for link in links}
+    assert all((EXAMPLES / link).is_file() for link in links)
+
+
+def imported(file):
+    """An example's file as a module, under no name that could hide another."""
+    spec = importlib.util.spec_from_file_location(f"example_{Path(file).stem}", EXAMPLES / file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- small files in the true formats; the brightest rows say which class an image is of
+
+
+def striped(classes, edge, rng):
+    """[count, edge, edge] uint8 images of [count] classes 0 to 9."""
+    images = rng.integers(0, 60, (len(classes), edge, edge), dtype=np.uint8)
+    for image, number in zip(images, classes, strict=True):
+        image[2 * number + 2 : 2 * number + 5] += 180
+    return images
+
+
+def write_mnist(folder, **counts):
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for part, count in zip(("train", "t10k"), counts.values(), strict=True):
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        images = striped(labels, 28, rng)
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape)
+            packed = gzip.compress(header + array.tobytes())
+            (folder / f"{part}-{name}-ubyte.gz").write_bytes(packed)
+
+
+def write_cifar(folder):
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        labels = (np.arange(20) % 10).astype(np.uint8)
+        pixels = np.repeat(striped(labels, 32, rng).reshape(20, 1024), 3, axis=0).reshape(20, 3072)
+        records = np.concatenate([labels[:, np.newaxis], pixels], axis=1)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def write_images(folder):
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for number, name in enumerate(("cat", "dog")):
+            (folder / part / name).mkdir(parents=True)
+            for count in range(8):
+                pixels = striped([number], 40, rng)[0]
+                Image.fromarray(pixels).save(folder / part / name / f"{count}.png")

@@ -1,0 +1,335 @@
+"""Mistakes that people make, and the sentence that each is answered with.
+
+Those in a job file or a command are found before any process or run folder
+exists. Those in a recipe are found by the same functions that a worker calls,
+in the same order; `tests/process/test_failures.py` shows how a worker's error
+arrives on the terminal.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from instep.cli import main
+from instep.data.loader import Loader, Slice
+from instep.errors import InstepError
+from instep.run.blame import sentence
+from instep.run.forward import Forward
+from instep.run.recipe import build, call, load_function
+
+# ---- in a job file
+
+
+class Job(NamedTuple):
+    """A job file with a mistake, and the words of the answer."""
+
+    text: str
+    words: list[str]
+    code: int = 2
+
+
+IN_A_JOB_FILE = [
+    Job("name = ", ["job.toml is not valid TOML", "line 1"]),
+    Job('name = "é', ["job.toml is not valid TOML"]),
+    Job('name = "x"', ["job.toml: the key 'recipe' is missing", "`file.py:function`"]),
+    Job("worker = 3", ["a job has no key 'worker'", "Did you mean 'workers'?"]),
+    Job("[train]\nepoch = 3", ["[train] has no key 'epoch'", "Did you mean 'epochs'?"]),
+    Job("[training]\nepochs = 3", ["a job has no key 'training'", "Did you mean 'train'?"]),
+    Job("workers = 0", ["workers = 0: needs to be at least 1", "compute gradients"]),
+    Job('workers = "two"', ['workers = "two": needs to be a whole number']),
+    Job("workers = 2.0", ["workers = 2.0: needs to be a whole number"]),
+    Job("workers = true", ["workers = true: needs to be a whole number"]),
+    Job("workers = 9", ["workers = 9 but train.micro_batches = 8", "to 9 or more"]),
+    Job("seed = -1", ["seed = -1: needs to be at least 0"]),
+    Job("train = 3", ["train = 3: needs to be a table"]),
+    Job("arguments = 3", ["arguments = 3: needs to be a table"]),
+    Job('name = "a/b"', ['name = "a/b": has a character that it may not', "letters, digits"]),
+    Job('name = ""', ['name = "": ', "letters, digits"]),
+    Job('recipe = "recipe.py"', ['recipe = "recipe.py": needs the form file.py:function']),
+    Job('recipe = "recipe.py:a-b"', ["needs the form file.py:function"]),
+    Job('network = "public"', ["network = \"public\": needs to be 'loopback' or 'private'"]),
+    Job("[train]\nepochs = 3\nsteps = 9", ["[train] both epochs = 3 and steps = 9", "one length"]),
+    Job("[train]\nsteps = 0", ["train.steps = 0: needs to be at least 1"]),
+    Job(
+        "[train]\nglobal_batch = 4",
+        ["micro_batches = 8 but global_batch = 4", "Set micro_batches to at most 4."],
+    ),
+    Job('[train]\ndeterminism = "bit"', ["train.determinism = \"bit\": needs to be 'order' or"]),
+    Job('[train]\ndeterminism = "bits"', ["'bits' is not built yet", "Leave the key out."]),
+    Job(
+        '[train]\nmerge = "yes"',
+        ['train.merge = "yes": needs to be ', "'auto'", "'always'", "'never'"],
+    ),
+    Job('[train]\nprecision = "fp16"', ['train.precision = "fp16"', "'bfloat16' or 'float16'"]),
+    Job(
+        '[train]\ndevice = "gpu"',
+        ['train.device = "gpu": needs to be ', "'auto'", "'cpu'", "'cuda'"],
+    ),
+    Job("[train]\nclip_norm = 0.0", ["train.clip_norm = 0.0: needs to be above 0"]),
+    Job("[train]\nclip_norm = nan", ["train.clip_norm = NaN: needs to be "]),
+    Job("[train]\nclip_norm = inf", ["clip_norm = inf: needs to be a finite number"]),
+    Job("[train]\nthreads = -2", ["train.threads = -2: needs to be at least 0"]),
+    Job('[data]\nloaders = "many"', ['data.loaders = "many": needs to be', "'auto'"]),
+    Job("[data]\nloaders = -1", ["data.loaders = -1: needs to be at least 0"]),
+    Job("[checkpoint]\nkeep_last = 0", ["checkpoint.keep_last = 0: needs to be at least 1"]),
+    Job('[report]\ntensorboard = "yes"', ["report.tensorboard", "needs to be true or false"]),
+    Job(
+        '[sync]\nname = "allreduce"',
+        ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
+    ),
+    Job('[sync]\ncodec = "topk"', ["sync.codec = 'topk'", "Leave the key out."]),
+    Job("[mesh]\nshard = 2", ["[mesh] asks for 2 ranks in a replica", "Leave the section out."]),
+    Job('recipe = "recipy.py:recipe"', ["no recipe file", "Did you mean 'recipe.py'?"], code=3),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a job and a recipe in it."""
+    (tmp_path / "recipe.py").write_text("def recipe(): ...\n")
+    (tmp_path / "job.toml").write_text('recipe = "recipe.py:recipe"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("job", IN_A_JOB_FILE, ids=lambda job: job.text.replace("\n", " "))
+def test_a_mistake_in_a_job_file(here: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = job.text.startswith(("name =", "recipe =")) and job.text != 'name = "a/b"'
+    rest = "" if whole and job.text != 'name = ""' else 'recipe = "recipe.py:recipe"\n'
+    (here / "job.toml").write_text(rest + job.text + "\n")
+    assert main(["run", "job.toml"]) == job.code
+    check_sentence(capsys, job.words)
+    assert not (here / "runs").exists()
+
+
+def check_sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """That one line with all these words was said, on standard error alone."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("instep: ")
+    assert err.count("\n") == 1, err
+    assert [word for word in words if word not in err] == [], err
+
+
+# ---- in a command
+
+
+IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
+    ("", 2, ["the following arguments are required: command"]),
+    ("rnu job.toml", 2, ["there is no command 'rnu'", "Did you mean 'run'?"]),
+    ("run", 2, ["the following arguments are required: job", "instep run --help"]),
+    ("run jbo.toml", 2, ["there is no job file 'jbo.toml'", "Did you mean 'job.toml'?"]),
+    ("run nowhere/job.toml", 2, ["there is no job file 'nowhere/job.toml'"]),
+    ("run .", 2, [". cannot be read: Is a directory"]),
+    ("run job.toml --wrokers 3", 2, ["unrecognized arguments: --wrokers"]),
+    ("run job.toml --workers", 2, ["--workers: expected one argument"]),
+    ("run job.toml --workers many", 2, ['workers = "many": needs to be a whole number']),
+    ("run job.toml --workers 0", 2, ["workers = 0: needs to be at least 1"]),
+    ("run job.toml --name a/b", 2, ['name = "a/b": has a character that it may not']),
+    ("run job.toml --name taken --runs old", 6, ["already a run at old/taken", "--name"]),
+    ("run job.toml --runs job.toml", 6, ["job.toml/run cannot be made: ", "another --runs"]),
+    ("run job.toml --set epochs", 2, ["--set 'epochs' is not of the form section.key=value"]),
+    ("run job.toml --set workers.x=1", 2, ["--set 'workers.x=1': 'workers' is a value"]),
+    ("run job.toml --set train.epoch=3", 2, ["[train] has no key 'epoch'", "'epochs'?"]),
+    ("run job.toml --set train.epochs=few", 2, ['train.epochs = "few": needs to be a whole']),
+    ("report", 2, ["the following arguments are required: run"]),
+    ("report old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
+    ("report old", 6, ["'old' is not the folder of a run: it holds no job.toml"]),
+    ("export old/taken", 2, ["the following arguments are required: --to"]),
+    ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
+    ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "words"), IN_A_COMMAND)
+def test_a_mistake_in_a_command(
+    here: Path, command: str, code: int, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "job.toml").write_text('recipe = "recipe.py:recipe"\nworkers = 2\n')
+    (here / "old" / "taken").mkdir(parents=True)
+    (here / "old" / "taken" / "job.toml").write_text('recipe = "/r.py:recipe"\n')
+    assert main(command.split()) == code
+    check_sentence(capsys, words)
+    assert not (here / "runs").exists()
+    assert [path.name for path in (here / "old").iterdir()] == ["taken"]
+
+
+# ---- in a recipe
+
+
+class Part(NamedTuple):
+    """A recipe with some of its parts replaced, and the words of the answer."""
+
+    parts: dict[str, str]
+    words: list[str]
+    arguments: dict[str, Any] = {}
+    code: int = 3
+
+
+GOOD = {
+    "model": "nn.Linear(3, 2)",
+    "loss": "nn.CrossEntropyLoss()",
+    "optimizer": "lambda p: torch.optim.SGD(p, lr=0.1)",
+    "train": "[(torch.ones(3), 0), (torch.zeros(3), 1)] * 4",
+    "metrics": "{}",
+}
+IN_A_RECIPE = {
+    "a class of model, not a model": Part(
+        {"model": "nn.Linear(3, 2).weight"}, ["Recipe.model is a Parameter", "an nn.Module is"]
+    ),
+    "a model function that returns something else": Part(
+        {"model": "lambda: 3"}, ["Recipe.model() returned an int, but an nn.Module is wanted"]
+    ),
+    "a model without parameters": Part(
+        {"model": "nn.ReLU()"}, ["the model (ReLU) has no parameters to train"]
+    ),
+    "a frozen model": Part(
+        {"model": "nn.Linear(3, 2).requires_grad_(False)"},
+        ["all 2 parameters of the model (Linear) are frozen", "requires_grad"],
+    ),
+    "a lazy model": Part({"model": "nn.LazyLinear(2)"}, ["'weight' is lazy", "run one batch"]),
+    "no loss": Part({"loss": "None"}, ["either loss or compute_loss; neither was given"]),
+    "two losses": Part({"compute_loss": "len"}, ["either loss or compute_loss; both"]),
+    "a loss by name": Part({"loss": "'mse'"}, ["Recipe.loss is a str, but a function is wanted"]),
+    "an optimizer that is made already": Part(
+        {"optimizer": "torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)"},
+        ["Recipe.optimizer is a SGD, but a function is wanted", "Wrap it: optimizer=lambda"],
+    ),
+    "an optimizer of other parameters": Part(
+        {"optimizer": "lambda p: torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)"},
+        ["the optimizer holds none of the model's parameters"],
+    ),
+    "an optimizer that refuses its settings": Part(
+        {"optimizer": "lambda p: torch.optim.SGD(p, lr=-1)"},
+        ["Recipe.optimizer() refused what it was given: Invalid learning rate: -1"],
+    ),
+    "no optimizer": Part({"optimizer": "lambda p: None"}, ["Recipe.optimizer() returned None"]),
+    "an optimizer that calls back": Part(
+        {"optimizer": "lambda p: torch.optim.LBFGS(p)"}, ["LBFGS evaluates the loss several"]
+    ),
+    "a scheduler without a step": Part(
+        {"scheduler": "lambda o: 0.1"}, ["Recipe.scheduler() returned a float, which has no step"]
+    ),
+    "a loader for a dataset": Part(
+        {"train": "torch.utils.data.DataLoader([(torch.ones(3), 0)])"},
+        ["Recipe.train is a DataLoader, but a map-style dataset is wanted", "give its dataset"],
+    ),
+    "a stream for a dataset": Part(
+        {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "with a length and dataset[i]"]
+    ),
+    "an empty dataset": Part({"train": "[]"}, ["Recipe.train has length zero"]),
+    "an empty dataset to validate on": Part(
+        {"validate": "[]"}, ["Recipe.validate has length zero"]
+    ),
+    "samples of several shapes": Part(
+        {"train": "[(torch.ones(3), 0), (torch.ones(2), 0)] * 2"},
+        ["cannot be stacked with sample", "float32 [2]", "float32 [3]"],
+        code=4,
+    ),
+    "a batch of three": Part(
+        {"train": "[(torch.ones(3), 0, 0)] * 4"},
+        ["a batch is a list of 3, but (inputs, target) is wanted", "compute_loss=lambda"],
+    ),
+    "a loss for each sample": Part(
+        {"loss": "nn.CrossEntropyLoss(reduction='none')"},
+        ["Recipe.loss returned a tensor of shape [4], but a scalar is wanted: the mean"],
+    ),
+    "a loss that is no tensor": Part(
+        {"loss": "lambda o, t: 0.5"}, ["Recipe.loss returned a float, but a scalar tensor is"]
+    ),
+    "a loss of whole numbers": Part(
+        {"loss": "lambda o, t: (o.argmax(1) == t).sum()"},
+        ["Recipe.loss returned torch.int64, but a floating-point loss is wanted"],
+    ),
+    "a detached loss": Part(
+        {"loss": "lambda o, t: o.detach().sum()"},
+        ["does not depend on the model's parameters", "detached it"],
+    ),
+    "a metric by name": Part(
+        {"metrics": "{'accuracy': 'accuracy'}"}, ["Recipe.metrics['accuracy'] is a str, not a"]
+    ),
+    "a metric for each sample": Part(
+        {"metrics": "{'right': lambda o, t: o.argmax(1) == t}"},
+        ["Recipe.metrics['right'] returned a tensor of shape [4], but one number is wanted"],
+    ),
+    "a metric that is no number": Part(
+        {"metrics": "{'right': lambda o, t: 'all'}"}, ["returned a str, but one number is wanted"]
+    ),
+    "a metric beside compute_loss": Part(
+        {"loss": "None", "compute_loss": "len", "metrics": "{'a': len}"},
+        ["Recipe.metrics needs (outputs, target), which compute_loss does not give"],
+    ),
+    "an argument by another name": Part(
+        {},
+        ["[arguments] gives 'witdh', which the recipe function 'recipe' has", "mean 'width'?"],
+        {"witdh": 3},
+    ),
+}
+
+
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The recipe that a test imports is forgotten after it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("instep_recipe", None)
+
+
+def answer_to(file: Path, function: str = "recipe", **arguments: Any) -> InstepError:
+    """The error that a worker meets in a recipe, in its order of doing things."""
+    with pytest.raises(InstepError) as caught:
+        recipe = call(load_function(f"{file}:{function}"), arguments, 0)
+        built = build(recipe, 0, torch.device("cpu"))
+        loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
+        forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
+        (batch,) = loader.load([Slice(0, 0, 4)])
+        forward.loss(batch)
+        forward.measure(batch)
+    return caught.value
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("mistake", IN_A_RECIPE)
+def test_a_mistake_in_a_recipe(tmp_path: Path, mistake: str) -> None:
+    part = IN_A_RECIPE[mistake]
+    file = tmp_path / "recipe.py"
+    given = ", ".join(f"{name}={value}" for name, value in {**GOOD, **part.parts}.items())
+    file.write_text(
+        "import torch\nfrom torch import nn\nimport instep\n"
+        f"def recipe(width=3):\n    return instep.Recipe({given})\n"
+    )
+    error = answer_to(file, **part.arguments)
+    assert error.exit_code == part.code
+    assert [word for word in part.words if word not in str(error)] == [], str(error)
+    assert "\n" not in str(error)
+
+
+IN_A_RECIPE_FILE = [
+    ("def recipes(): ...", "has no function 'recipe'. Did you mean 'recipes'?"),
+    ("recipe = 3", "'recipe' in {file} is an int, but a function is wanted."),
+    ("def recipe(): ...", "'recipe' returned None, but an instep.Recipe is wanted."),
+    ("def recipe(width): ...", "needs 'width': give it under [arguments], or with --set arg"),
+    ("def recipe(:", "SyntaxError"),
+    ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this"),
+]
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize(("text", "words"), IN_A_RECIPE_FILE)
+def test_a_mistake_in_a_recipe_file(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(text + "\n")
+    error = answer_to(file)
+    assert error.exit_code == 3
+    assert words.format(file=file) in str(error)
+
+
+def test_a_label_that_the_model_has_no_output_for_is_explained() -> None:
+    with pytest.raises(IndexError) as caught:
+        torch.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.tensor([1, 3]))
+    assert "Target 3 is out of bounds." in sentence(caught.value)
+    assert "The model has too few outputs for the classes in the data" in sentence(caught.value)

@@ -1,0 +1,107 @@
+"""What a client does before any process starts: names the recipe, checks the job, makes a folder."""
+
+import functools
+
+import pytest
+
+from instep import spec_file
+from instep.comm.messages import Failed
+from instep.errors import RecipeError, RunError, SpecError
+from instep.run.client import about, check_job, failure, make_run_folder, reference_to
+from instep.run.decide import Blame
+from instep.spec import JobSpec
+
+
+def top_level():
+    """A recipe that another process could import."""
+
+
+def job(**changes):
+    return JobSpec(**{"recipe": f"{__file__}:top_level", "name": "mine", **changes})
+
+
+def test_a_function_at_the_top_level_of_a_file_has_a_reference():
+    assert reference_to(top_level) == f"{__file__}:top_level"
+
+
+def inner():
+    def nested():
+        """Not to be had from outside."""
+
+    return nested
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: None, inner(), len, functools.partial(top_level), JobSpec.model_dump]
+)
+def test_a_function_that_others_cannot_import_is_refused(function):
+    with pytest.raises(RecipeError, match=r"at the top level of a \.py file"):
+        reference_to(function)
+
+
+def test_a_run_folder_has_the_job_as_run_and_a_place_for_logs(tmp_path):
+    folder = make_run_folder(tmp_path / "runs", job(seed=5), named=False)
+    assert folder == tmp_path / "runs" / "mine"
+    assert (folder / "logs").is_dir()
+    assert spec_file.load(folder / "job.toml") == job(seed=5)
+
+
+def test_a_second_run_is_numbered_unless_its_name_was_asked_for(tmp_path):
+    names = [make_run_folder(tmp_path, job(), named=False).name for _ in range(3)]
+    assert names == ["mine", "mine-2", "mine-3"]
+    with pytest.raises(RunError, match="already a run at .*mine.*--name"):
+        make_run_folder(tmp_path, job(), named=True)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunError, match="cannot be made"):
+        make_run_folder(tmp_path / "runs", job(), named=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
+        ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
+        ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
+        ({"train": {"determinism": "bits"}}, SpecError, "not built yet"),
+        ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(changes, error, words):
+    with pytest.raises(error) as refused:
+        check_job(job(**changes))
+    assert words in str(refused.value)
+
+
+def test_a_job_that_can_be_run_is_not_refused():
+    check_job(job())
+
+
+def test_a_run_tells_where_and_how_it_was_made():
+    facts = about(job())
+    assert len(facts["recipe_sha256"]) == 64
+    assert facts["versions"].keys() >= {"python", "instep", "torch", "numpy"}
+    assert facts["host"]["memory_bytes"] > 0
+
+
+def blamed(worker, **changes):
+    words = dict(kind="error", cause="ValueError: no", where="", line="", step=0, phase="", exit_code=5)
+    return Blame(worker, Failed(**{**words, **changes}))
+
+
+def test_a_failed_run_names_worker_step_phase_cause_line_and_log(tmp_path):
+    blame = blamed(1, step=7, phase="loss", where="a.py:3 in f", line="return 1", exit_code=3)
+    error = failure(blame, tmp_path)
+    assert str(error).splitlines() == [
+        "worker 1 failed at step 7, in loss: ValueError: no",
+        "  a.py:3 in f: return 1",
+        f"  everything else: {tmp_path / 'logs' / 'worker-1.log'}",
+    ]
+    assert error.exit_code == 3
+
+
+def test_a_failed_launcher_is_named_as_such(tmp_path):
+    assert str(failure(blamed(-1), tmp_path)).startswith("the launcher failed: ValueError: no")
+    assert "host.log" in str(failure(blamed(-1), tmp_path))

@@ -1,0 +1,371 @@
+"""The master's mind: every story of a run as a line of news, and what follows from it."""
+
+import signal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from instep.comm.messages import Done, Failed, Form, Release, Stop
+from instep.errors import INTERRUPTED
+from instep.run.decide import (
+    FAREWELL_S,
+    SECOND_THOUGHT_S,
+    Ended,
+    Finish,
+    HostLost,
+    Interrupted,
+    Joined,
+    KillAll,
+    Log,
+    Said,
+    Send,
+    State,
+    Tick,
+    decide,
+)
+
+
+def failed(kind="error", cause="ValueError: no", step=4, exit_code=5):
+    return Failed(
+        kind=kind, cause=cause, where="", line="", step=step, phase="forward", exit_code=exit_code
+    )
+
+
+ECHO = failed("PeerError", "another worker went away in the middle of a collective.")
+
+
+def after(*news, workers=2):
+    """State and actions after pieces of news; a number lets that many seconds pass."""
+    state, now, actions = State(workers=workers), 0.0, []
+    for piece in news:
+        if isinstance(piece, (int, float)):
+            now += piece
+            piece = Tick()
+        state, follows = decide(state, piece, now)
+        actions += follows
+    return state, actions
+
+
+def ends(actions):
+    return [action for action in actions if isinstance(action, Finish)]
+
+
+def blamed(actions):
+    return [a.fields for a in actions if isinstance(a, Log) and a.name == "worker_failed"]
+
+
+def everybody_joined(workers=2):
+    return [Joined(n) for n in range(workers)]
+
+
+def everybody_done(workers=2, rule="epochs", step=9):
+    return [Said(n, Done(step=step, rule=rule)) for n in range(workers)]
+
+
+def everybody_ended(workers=2, code=0, step=9):
+    return [Ended(n, code, step) for n in range(workers)]
+
+
+def test_nobody_forms_a_group_before_all_have_joined():
+    state, actions = after(Joined(1))
+    assert (state.phase, actions) == ("gathering", [])
+
+
+def test_once_all_have_joined_each_is_told_its_rank_in_order_of_numbers():
+    state, actions = after(Joined(2), Joined(0), Joined(1), workers=3)
+    assert state.phase == "training"
+    assert [a.worker for a in actions if isinstance(a, Send)] == [0, 1, 2]
+    forms = [a.message for a in actions if isinstance(a, Send)]
+    assert forms == [Form(generation=1, rank=n, members=[0, 1, 2]) for n in range(3)]
+
+
+def test_the_log_says_how_long_gathering_took():
+    _, actions = after(Joined(0), 2.5, Joined(1))
+    (log,) = [a for a in actions if isinstance(a, Log)]
+    assert log.name == "generation_started"
+    assert log.fields == {"generation": 1, "members": [0, 1], "reason": "start", "seconds": 2.5}
+
+
+def test_a_worker_that_joins_twice_is_counted_once():
+    assert after(Joined(0), Joined(0))[0].phase == "gathering"
+
+
+def test_a_worker_that_joins_late_starts_no_second_generation():
+    _, actions = after(*everybody_joined(), Joined(1))
+    assert sum(isinstance(a, Log) for a in actions) == 1
+
+
+def test_nobody_is_released_before_all_are_done():
+    _, actions = after(*everybody_joined(), Said(1, Done(step=9, rule="epochs")))
+    assert Send(1, Release()) not in actions
+
+
+def test_when_all_are_done_all_are_released_and_the_run_is_over_when_they_have_ended():
+    news = [*everybody_joined(), *everybody_done()]
+    state, actions = after(*news)
+    assert state.phase == "releasing"
+    assert [Send(0, Release()), Send(1, Release())] == actions[-2:]
+    assert ends(after(*news, Ended(0, 0, 9))[1]) == []
+    state, actions = after(*news, *everybody_ended())
+    assert state.phase == "ended"
+    assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "finish"),
+    [
+        ("epochs", Finish("completed", "epochs", 9, 0)),
+        ("steps", Finish("completed", "steps", 9, 0)),
+        ("own loop", Finish("completed", "own loop", 9, 0)),
+        ("stop_after_steps", Finish("stopped", "stop_after_steps", 9, 0)),
+        ("interrupted", Finish("interrupted", "interrupted", 9, INTERRUPTED)),
+    ],
+)
+def test_the_rule_by_which_workers_stopped_decides_the_outcome(rule, finish):
+    news = [*everybody_joined(), *everybody_done(rule=rule), *everybody_ended()]
+    assert ends(after(*news)[1]) == [finish]
+
+
+def test_a_released_worker_that_does_not_end_is_killed_after_a_farewell():
+    news = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9)]
+    assert ends(after(*news, FAREWELL_S * 0.99)[1]) == []
+    _, actions = after(*news, FAREWELL_S)
+    assert actions[-2:] == [KillAll(), Finish("completed", "epochs", 9, 0)]
+
+
+def test_a_released_worker_that_is_killed_changes_nothing():
+    news = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9), Ended(1, -9, 9)]
+    assert ends(after(*news)[1]) == [Finish("completed", "epochs", 9, 0)]
+
+
+def test_a_failure_kills_the_others_at_once_and_ends_the_run_when_they_are_gone():
+    news = [*everybody_joined(), Said(1, failed())]
+    state, actions = after(*news)
+    assert (state.phase, actions[-1]) == ("ending", KillAll())
+    assert [fields["worker"] for fields in blamed(actions)] == [1]
+    _, actions = after(*news, *everybody_ended(code=-9))
+    assert ends(actions) == [Finish("failed", "error", 4, 5)]
+    assert len(blamed(actions)) == 1
+
+
+def test_the_exit_code_of_a_run_is_that_of_the_error_that_ended_it():
+    news = [*everybody_joined(), Said(0, failed("DataError", exit_code=4)), *everybody_ended()]
+    assert ends(after(*news)[1])[0].exit_code == 4
+
+
+def test_a_worker_that_fails_before_all_have_joined_ends_the_run():
+    _, actions = after(Joined(0), Said(0, failed("RecipeError", step=0, exit_code=3)), Ended(0, 1, 0))
+    assert ends(actions) == [Finish("failed", "RecipeError", 0, 3)]
+
+
+def test_an_echo_that_comes_before_its_cause_waits_and_the_cause_is_named():
+    news = [*everybody_joined(), Said(0, ECHO), SECOND_THOUGHT_S / 2, Said(1, failed())]
+    _, actions = after(*news)
+    assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "error")]
+
+
+def test_an_echo_that_comes_before_a_kill_waits_and_the_signal_is_named():
+    _, actions = after(*everybody_joined(), Said(0, ECHO), Ended(0, 1, 3), Ended(1, -11, 3))
+    assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "killed")]
+    assert "SIGSEGV" in blamed(actions)[0]["cause"]
+
+
+def test_an_echo_without_a_cause_is_named_after_a_second_thought():
+    news = [*everybody_joined(), Said(0, ECHO)]
+    assert blamed(after(*news, SECOND_THOUGHT_S * 0.99)[1]) == []
+    _, actions = after(*news, SECOND_THOUGHT_S)
+    assert [f["kind"] for f in blamed(actions)] == ["PeerError"]
+
+
+def test_an_echo_after_its_cause_is_not_heard():
+    _, actions = after(*everybody_joined(), Said(1, failed()), Said(0, ECHO), *everybody_ended())
+    assert [f["worker"] for f in blamed(actions)] == [1]
+
+
+def test_an_exit_that_is_seen_before_the_last_word_waits_for_it():
+    news = [*everybody_joined(), Ended(1, 1, 3), 0.1, Said(1, failed()), Ended(0, -9, 3)]
+    _, actions = after(*news)
+    assert [f["cause"] for f in blamed(actions)] == ["ValueError: no"]
+    assert ends(actions) == [Finish("failed", "error", 4, 5)]
+
+
+def test_a_good_exit_that_is_seen_before_the_last_done_is_no_failure():
+    first, last = everybody_done()
+    _, actions = after(*everybody_joined(), first, Ended(1, 0, 9), last, Ended(0, 0, 9), FAREWELL_S)
+    assert blamed(actions) == []
+    assert [end.outcome for end in ends(actions)] == ["completed"]
+
+
+def test_an_exit_without_a_word_is_named_with_its_code_and_last_step():
+    _, actions = after(*everybody_joined(), Ended(1, 3, 7), SECOND_THOUGHT_S)
+    (fields,) = blamed(actions)
+    assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
+    assert "ended with code 3 and said nothing" in fields["cause"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "hint"),
+    [
+        (signal.SIGKILL, "SIGKILL", "ran out of memory"),
+        (signal.SIGSEGV, "SIGSEGV", "Native code"),
+        (signal.SIGBUS, "SIGBUS", "shared memory may be full"),
+        (signal.SIGTERM, "SIGTERM", "(signal 15)."),
+        (99, "an unknown signal", "(signal 99)."),
+    ],
+)
+def test_a_worker_that_a_signal_ended_is_named_at_once_with_the_signal(number, name, hint):
+    _, actions = after(*everybody_joined(), Ended(0, -number, 5))
+    (fields,) = blamed(actions)
+    assert (fields["worker"], fields["step"], fields["kind"]) == (0, 5, "killed")
+    assert name in fields["cause"]
+    assert hint in fields["cause"]
+    assert KillAll() in actions
+
+
+def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_nobody():
+    state, actions = after(*everybody_joined(), Interrupted("SIGINT"))
+    assert state.phase == "training"
+    assert actions[-3:] == [
+        Log("stop_requested", {"by": "SIGINT", "rule": "interrupted"}),
+        Send(0, Stop(rule="interrupted")),
+        Send(1, Stop(rule="interrupted")),
+    ]
+
+
+def test_the_second_interrupt_kills_and_ends_as_interrupted():
+    news = [*everybody_joined(), Interrupted("SIGINT"), Interrupted("SIGINT")]
+    state, actions = after(*news)
+    assert (state.phase, actions[-1]) == ("ending", KillAll())
+    _, actions = after(*news, *everybody_ended(code=-9))
+    assert ends(actions) == [Finish("interrupted", "interrupted", 0, INTERRUPTED)]
+    assert blamed(actions) == []
+
+
+@pytest.mark.parametrize("joined", [[], [Joined(1)]])
+def test_an_interrupt_while_gathering_ends_the_run(joined):
+    _, actions = after(*joined, Interrupted("SIGTERM"), Ended(1, -9, 0), FAREWELL_S)
+    assert KillAll() in actions
+    assert ends(actions) == [Finish("interrupted", "interrupted", 0, INTERRUPTED)]
+
+
+def test_an_interrupt_after_all_are_done_changes_nothing():
+    news = [*everybody_joined(), *everybody_done(), Interrupted("SIGINT"), Interrupted("SIGINT")]
+    _, actions = after(*news, *everybody_ended())
+    assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
+    assert KillAll() not in actions
+
+
+def test_a_failure_after_the_second_interrupt_is_not_blamed():
+    twice = [Interrupted("SIGINT"), Interrupted("SIGINT")]
+    _, actions = after(*everybody_joined(), *twice, Said(0, failed()), *everybody_ended(code=-9))
+    assert ends(actions)[0].outcome == "interrupted"
+
+
+def test_a_failure_after_the_first_interrupt_is_a_failure():
+    news = [*everybody_joined(), Interrupted("SIGINT"), Said(0, failed()), *everybody_ended(code=-9)]
+    assert ends(after(*news)[1]) == [Finish("failed", "error", 4, 5)]
+
+
+@pytest.mark.parametrize("joined", [[], everybody_joined()])
+def test_a_lost_host_ends_the_run_at_once_with_what_it_said_last(joined):
+    _, actions = after(*joined, HostLost(1, "ImportError: no torch"))
+    (fields,) = blamed(actions)
+    assert (fields["worker"], fields["kind"]) == (-1, "host")
+    assert "ended with code 1. ImportError: no torch" in fields["cause"]
+    assert ends(actions) == [Finish("failed", "host", 0, 5)]
+
+
+def test_a_host_that_is_lost_while_it_was_told_to_end_finishes_the_run():
+    _, actions = after(*everybody_joined(), *everybody_done(), HostLost(0))
+    assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
+    _, actions = after(*everybody_joined(), Said(0, failed()), HostLost(-9))
+    assert ends(actions) == [Finish("failed", "error", 4, 5)]
+
+
+def test_processes_that_do_not_end_are_given_up_after_a_farewell():
+    news = [*everybody_joined(), Said(0, failed()), Ended(0, 1, 4)]
+    assert ends(after(*news, FAREWELL_S * 0.99)[1]) == []
+    _, actions = after(*news, FAREWELL_S)
+    assert actions[-2:] == [KillAll(), Finish("failed", "error", 4, 5)]
+
+
+def test_a_tick_with_nothing_to_wait_for_does_nothing():
+    state, actions = after(*everybody_joined())
+    assert decide(state, Tick(), 1e9) == (state, [])
+
+
+def test_after_the_end_no_news_does_anything():
+    state, _ = after(*everybody_joined(), *everybody_done(), *everybody_ended())
+    for news in (Joined(0), Said(0, failed()), HostLost(1), Interrupted("SIGINT"), Tick()):
+        assert decide(state, news, 99.0) == (state, [])
+
+
+def test_deciding_leaves_the_state_it_was_given_as_it_was():
+    state = State(workers=2)
+    before = repr(state)
+    for news in (Joined(0), Said(0, Done(step=1, rule="steps")), Ended(0, 0, 1), HostLost(1)):
+        decide(state, news, 0.0)
+    assert repr(state) == before
+
+
+WORKERS = 3
+NUMBER = st.integers(0, WORKERS - 1)
+RULE = st.sampled_from(["epochs", "steps", "own loop", "stop_after_steps", "interrupted"])
+
+
+class AnyStory(RuleBasedStateMachine):
+    """Whatever happens, in whatever order, the mind neither raises nor ends twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.state, self.now, self.finishes = State(workers=WORKERS), 0.0, 0
+
+    def hears(self, news):
+        self.state, actions = decide(self.state, news, self.now)
+        self.finishes += len(ends(actions))
+
+    @rule(worker=NUMBER)
+    def joins(self, worker):
+        self.hears(Joined(worker))
+
+    @rule(worker=NUMBER, step=st.integers(0, 5), why=RULE)
+    def is_done(self, worker, step, why):
+        self.hears(Said(worker, Done(step=step, rule=why)))
+
+    @rule(worker=NUMBER, echo=st.booleans())
+    def fails(self, worker, echo):
+        self.hears(Said(worker, ECHO if echo else failed()))
+
+    @rule(worker=NUMBER, code=st.sampled_from([0, 1, 9, -2, -9, -11, -99]))
+    def ends_its_process(self, worker, code):
+        self.hears(Ended(worker, code, 1))
+
+    @rule(code=st.sampled_from([0, 1, -9]))
+    def loses_the_host(self, code):
+        self.hears(HostLost(code))
+
+    @rule(by=st.sampled_from(["SIGINT", "SIGTERM"]))
+    def is_interrupted(self, by):
+        self.hears(Interrupted(by))
+
+    @rule(seconds=st.floats(0, 3))
+    def waits(self, seconds):
+        self.now += seconds
+        self.hears(Tick())
+
+    @invariant()
+    def ends_once_at_most(self):
+        assert self.finishes == (self.state.phase == "ended")
+
+    def teardown(self):
+        for worker in range(WORKERS):
+            self.hears(Ended(worker, 0, 1))
+        for _ in range(4):
+            self.waits(FAREWELL_S)
+        assert self.finishes == 1, f"all processes have ended and the run has not: {self.state}"
+
+
+TestAnyStory = AnyStory.TestCase
+TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

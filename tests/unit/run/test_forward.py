@@ -1,0 +1,127 @@
+"""From a batch to a loss, with every loss that cannot be trained on refused by name."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from instep.errors import RecipeError
+from instep.run.forward import Forward, checked, to_device
+from instep.run.recipe import Recipe
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+LEAF = torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (0.5, ["Recipe.loss returned a float", "scalar tensor"]),
+        (None, ["Recipe.loss returned None"]),
+        ({"loss": LEAF.sum()}, ["Recipe.loss returned a dict"]),
+        (LEAF, ["shape [3]", "the mean over the samples"]),
+        (torch.tensor(3), ["torch.int64", "floating-point"]),
+        (torch.tensor(1.0), ["does not depend on the model's parameters", "detached"]),
+        (LEAF.sum().detach(), ["does not depend on the model's parameters"]),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_refused(loss, words):
+    with pytest.raises(RecipeError) as error:
+        checked(loss, "loss")
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_loss_of_one_element_becomes_a_scalar():
+    assert checked(LEAF.sum().reshape(1, 1), "loss").shape == ()
+
+
+def test_without_gradients_a_loss_needs_not_depend_on_anything():
+    with torch.no_grad():
+        assert float(checked(torch.tensor(2.0), "loss")) == 2
+
+
+def forward(**changes):
+    model = nn.Linear(2, 1)
+    settings = dict(model=model, loss=nn.functional.mse_loss, train=[0], optimizer=lambda p: None)
+    recipe = Recipe(**{**settings, **changes})
+    return Forward(recipe, model, CPU, changes.pop("precision", "float32"))
+
+
+BATCH = (torch.ones(4, 2), torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (torch.ones(4, 2), ["a batch is a Tensor", "(inputs, target)"]),
+        ((*BATCH, BATCH), ["a batch is a tuple of 3", "compute_loss="]),
+        ({"inputs": 1, "target": 2}, ["a batch is a dict of 2", "compute_loss="]),
+    ],
+)
+def test_a_batch_that_is_no_inputs_and_target_is_refused_with_the_way_out(batch, words):
+    with pytest.raises(RecipeError) as error:
+        forward().loss(batch)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_compute_loss_gets_the_batch_as_it_is():
+    batch = {"x": torch.ones(4, 2), "text": "as it is"}
+    one = forward(loss=None, compute_loss=lambda model, b: model(b["x"]).mean() * len(b["text"]))
+    assert one.loss(batch).requires_grad
+    assert one.phase == "compute_loss"
+
+
+def test_metrics_come_after_the_loss_in_their_order_and_need_no_gradient():
+    metrics = {"b": lambda o, t: 2, "a": lambda o, t: torch.tensor([3.0])}
+    values = forward(metrics=metrics).measure(BATCH)
+    assert list(values) == ["loss", "b", "a"]
+    assert (values["b"], values["a"]) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(torch.ones(4), "shape [4]"), (None, "None"), ("good", "a str"), ([1], "a list")],
+)
+def test_a_metric_that_is_no_number_is_refused_by_its_name(value, words):
+    with pytest.raises(RecipeError, match=r"Recipe\.metrics\['quality'\]") as error:
+        forward(metrics={"quality": lambda o, t: value}).measure(BATCH)
+    assert words in str(error.value)
+
+
+def test_the_phase_says_what_was_being_done_when_something_broke():
+    def broken(*_):
+        raise ZeroDivisionError
+
+    one = forward(loss=broken)
+    with pytest.raises(ZeroDivisionError):
+        one.loss(BATCH)
+    assert one.phase == "loss"
+    one = forward(metrics={"m": broken})
+    with pytest.raises(ZeroDivisionError):
+        one.measure(BATCH)
+    assert one.phase == "metric m"
+
+
+def test_autocast_computes_in_the_lower_precision_and_float32_does_not():
+    model = nn.Linear(2, 1)
+    seen = []
+
+    def loss(outputs, target):
+        seen.append(outputs.dtype)
+        return outputs.float().mean()
+
+    recipe = Recipe(model=model, loss=loss, train=[0], optimizer=lambda p: None)
+    for precision in ("float32", "bfloat16"):
+        Forward(recipe, model, CPU, precision).loss(BATCH)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_every_tensor_of_a_nested_batch_moves_and_the_rest_stays():
+    Point = namedtuple("Point", "x y")
+    batch = {"a": [torch.ones(2), "text"], "b": Point(torch.ones(1), 3), "c": (None, torch.ones(1))}
+    moved = to_device(batch, META)
+    assert moved["a"][0].device == moved["b"].x.device == moved["c"][1].device == META
+    assert (moved["a"][1], moved["b"].y, moved["c"][0]) == ("text", 3, None)
+    assert type(moved["b"]) is Point
+    assert to_device(batch, CPU) is batch
