@@ -1,5 +1,6 @@
 """What the documents say holds: links lead somewhere, commands parse, code compiles."""
 
+import copy
 import re
 import shlex
 import subprocess
@@ -7,12 +8,16 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from instep import cli, errors, events, spec_file
+from instep.comm.memory import run_ranks
 from instep.data import SOURCES
 from instep.sync import STRATEGIES
+from instep.sync.all_reduce import AllReduce
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}
@@ -132,3 +137,45 @@ def test_every_strategy_and_every_source_has_its_heading():
 def test_every_command_has_its_heading():
     titles = headings(ROOT / "docs/reference/command-line.md")
     assert [name for name in cli.COMMANDS if f"instep {name}" not in titles] == []
+
+
+def test_every_place_in_the_code_that_the_architecture_names_exists():
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    places = re.findall(r"`((?:\w+/)*\w+\.py):([\w.]+)`", text)
+    assert len(places) > 20
+    for file, name in places:
+        found = [path for path in (ROOT / "src/instep").rglob("*.py") if path.match(file)]
+        assert found, f"there is no {file}"
+        for part in name.split("."):
+            pattern = rf"^ *(?:def|class) {part}\b"
+            assert any(re.search(pattern, p.read_text("utf-8"), re.M) for p in found), (file, name)
+
+
+def test_the_strategy_that_the_guide_shows_equals_all_reduce():
+    guide = ROOT / "docs/guides/adding-a-strategy.md"
+    (code,) = (text for language, text in blocks(guide) if language == "python")
+    shown: dict[str, Any] = {}
+    exec(compile(code, each(guide), "exec"), shown)
+    for mine, theirs in zip(agreed(shown["OneByOne"]), agreed(AllReduce), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def agreed(strategy: Any) -> list[torch.Tensor]:
+    """Gradients and notes of one step on three ranks with a pass each, of the last rank."""
+
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+
+    def one(comm: Any) -> list[torch.Tensor]:
+        model = copy.deepcopy(whole)
+        parameters, mine = list(model.parameters()), strategy()
+        mine.start(parameters, comm, notes=1)
+        mine.before_backward((comm.rank + 1) / 6, last=True)
+        model(torch.full((5, 4), float(comm.rank))).square().mean().backward()
+        notes = mine.after_backward(torch.tensor([float(comm.rank)], dtype=torch.float64))
+        gradients = [parameter.grad.clone() for parameter in parameters]
+        mine.after_step(1)
+        mine.stop()
+        return [*gradients, notes]
+
+    return run_ranks(3, one)[-1]

@@ -7,8 +7,9 @@ arrives on the terminal.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -166,7 +167,7 @@ class Part(NamedTuple):
 
     parts: dict[str, str]
     words: list[str]
-    arguments: dict[str, Any] = {}
+    arguments: Mapping[str, Any] = MappingProxyType({})
     code: int = 3
 
 
@@ -280,16 +281,21 @@ def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def answer_to(file: Path, function: str = "recipe", **arguments: Any) -> InstepError:
-    """The error that a worker meets in a recipe, in its order of doing things."""
+    """The error that a worker meets in a recipe."""
     with pytest.raises(InstepError) as caught:
-        recipe = call(load_function(f"{file}:{function}"), arguments, 0)
-        built = build(recipe, 0, torch.device("cpu"))
-        loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
-        forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
-        (batch,) = loader.load([Slice(0, 0, 4)])
-        forward.loss(batch)
-        forward.measure(batch)
+        take_a_step(f"{file}:{function}", arguments)
     return caught.value
+
+
+def take_a_step(reference: str, arguments: Mapping[str, Any]) -> None:
+    """What a worker does with a recipe, in its order, up to a loss and the metrics."""
+    recipe = call(load_function(reference), arguments, 0)
+    built = build(recipe, 0, torch.device("cpu"))
+    loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
+    forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
+    (batch,) = loader.load([Slice(0, 0, 4)])
+    forward.loss(batch)
+    forward.measure(batch)
 
 
 @pytest.mark.usefixtures("own_modules")
@@ -332,4 +338,4 @@ def test_a_label_that_the_model_has_no_output_for_is_explained() -> None:
     with pytest.raises(IndexError) as caught:
         torch.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.tensor([1, 3]))
     assert "Target 3 is out of bounds." in sentence(caught.value)
-    assert "The model has too few outputs for the classes in the data" in sentence(caught.value)
+    assert "The model has too few outputs for the classes" in sentence(caught.value)

@@ -1,5 +1,7 @@
 """Every strategy keeps the promises of `sync/base.py`, whoever has which passes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,6 @@ class Everything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(5)
         self.words = nn.Embedding(7, 4, sparse=True)
         self.first = nn.Linear(4, 4)
         self.tied = nn.Linear(4, 4)
@@ -30,17 +31,21 @@ class Everything(nn.Module):
         self.never = nn.Parameter(torch.randn(3))
         self.rarely = nn.Parameter(torch.randn(4))
         self.low = nn.Parameter(torch.randn(4).to(torch.bfloat16))
-        self.double = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
         self.scalar = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, rows, *, rarely):
         x = self.tied(torch.tanh(self.first(self.words(rows)) + self.frozen))
-        x = x * self.low.to(torch.float32) + self.double.to(torch.float32) * self.scalar
+        x = x * self.low.to(torch.float32) + self.wide.to(torch.float32) * self.scalar
         return (x * self.rarely if rarely else x).square().mean()
 
 
+torch.manual_seed(5)
+MODEL = Everything()  # made once: ranks as threads draw from one generator
+
+
 def model_and_parameters():
-    model = Everything()
+    model = copy.deepcopy(MODEL)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return model, [n for n, _ in named], [p for _, p in named]
 
@@ -82,7 +87,7 @@ def _copy(grad):
 
 
 def _bits(grad):
-    return grad.to_dense().contiguous().view(torch.uint8).numpy().tobytes()
+    return grad.to_dense().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def expected_gradients(size):

@@ -1,10 +1,13 @@
 """Starts programs for real, and ends whatever a failed test leaves of them."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from started import RECIPES, Start, Started
+
+sys.path.append(str(RECIPES))  # so that a test can import a recipe, as its neighbours do
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
+from safetensors.numpy import load_file
 
 from instep.events import LEDGER, read_events, read_records
 
@@ -172,6 +173,14 @@ class Started:
 
 Start: TypeAlias = Callable[..., Started]
 """Starts a program, with these arguments."""
+
+
+def distance(one: Path, other: Path) -> float:
+    """How far the models of two runs are apart, as a share of the first one's norm."""
+    first, second = (load_file(run / "model.safetensors") for run in (one, other))
+    assert first.keys() == second.keys()
+    apart = sum(np.square(second[name] - tensor).sum() for name, tensor in first.items())
+    return float(np.sqrt(apart / sum(np.square(tensor).sum() for tensor in first.values())))
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:

@@ -3,7 +3,6 @@
 import pytest
 from started import RECIPES, Start, Started
 
-
 pytestmark = pytest.mark.process
 
 
@@ -76,6 +75,13 @@ def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> 
     assert f"typing_mistake.py:{line_of('typing_mistake.py', 'tinny.')}" in second
     assert "recipe = tinny.recipe" in second
     assert program.process.returncode == 3
+
+
+def test_a_recipe_file_that_ends_the_program_when_imported_is_named(run: Start) -> None:
+    program = failing(run, "exits_at_import.py:recipe")
+    first, second, *_ = program.error.splitlines()
+    assert "in recipe: SystemExit: 2" in first
+    assert "exits_at_import.py:5 in <module>: argparse.ArgumentParser().parse_args(" in second
 
 
 def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from instep.data.order import Position, micro_batch, position
 from instep.run.buffers import Buffers
 from instep.run.forward import Forward
 from instep.spec import JobSpec
+
+OF_PASS = 1
+"""What a key is drawn for, beside the draws of the data layer: one forward pass."""
 
 
 class Pass(NamedTuple):
@@ -96,14 +100,14 @@ def may_merge(
 
     Args:
         forward: how a loss is computed.
-        model: in training mode; left as it was found.
+        model: is tried in training mode, and left as it was found.
         apart: two batches.
         sizes: their samples.
         together: the same samples as one batch.
     """
     buffers = Buffers(model)
     before, on_cuda = states(), _draws()
-    with torch.no_grad():
+    with torch.no_grad(), _training(model):
         losses = [float(forward.loss(batch)) for batch in apart]
         whole = float(forward.loss(together))
     moved = buffers.after_pass(1.0)
@@ -119,6 +123,18 @@ def may_merge(
             False, f"two micro-batches lose {mean:.8g} apart and {whole:.8g} as one batch"
         )
     return Verdict(True, "a trial showed that no layer can tell the difference")
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """The mode in which it will train: a pretrained model often comes in that of evaluation."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _draws() -> list[Tensor]:

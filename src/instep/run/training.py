@@ -23,7 +23,7 @@ from instep.errors import SpecError
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
-from instep.run.passes import Share, Verdict, may_merge, plan, share_of
+from instep.run.passes import OF_PASS, Share, Verdict, may_merge, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, seed_everything
 from instep.run.replica import Replica, make_comm
@@ -32,8 +32,6 @@ from instep.spec import JobSpec
 from instep.sync.base import make_strategy
 
 DEFAULT_EPOCHS = 10
-
-_OF_PASS = 1  # what a key is drawn for, beside those of the data layer
 
 
 @dataclass(frozen=True)
@@ -146,12 +144,18 @@ class Training:
         slices = [part.samples for part in parts]
         both = slices[0]._replace(stop=slices[1].stop)
         first, second, together = self._loader.load([*slices, both])
-        seed_everything(key(self.job.seed, _OF_PASS, 0))
+        seed_everything(key(self.job.seed, OF_PASS, 0))
         sizes = [part.size for part in parts]
         return may_merge(self._forward, self._built.model, [first, second], sizes, together)
 
     def _announce(self) -> None:
         member, loader = self.member, self._loader
+        gpus = torch.cuda.device_count()
+        if gpus and self.device.type == "cpu" and self.job.train.device == "auto":
+            self._warn(
+                f"{self.job.workers} workers compute on the CPU, since this machine has "
+                f"{gpus} GPUs; --workers {gpus} would use them"
+            )
         parameters = sum(p.numel() for p in self._built.parameters)
         validation = len(self.recipe.validate) if self.recipe.validate is not None else 0
         member.emit(
@@ -237,7 +241,7 @@ class Training:
             since = clock.lap(since, "load")
             weight = part.size / total
             if not self._verdict.merge:
-                seed_everything(key(self.job.seed, _OF_PASS, self.step, part.number))
+                seed_everything(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)
             weighted_loss += weight * float(loss.detach())
@@ -256,7 +260,7 @@ class Training:
         samples = share.stop - share.first
         replica.commit(self.step, where, (share.first, share.stop), samples, mean_loss)
         if not math.isfinite(mean_loss):
-            self._warn(f"the loss at step {self.step} is {mean_loss}")
+            self._warn_of_loss(mean_loss)
         return mean_loss, told
 
     def _update(self) -> None:
@@ -271,10 +275,16 @@ class Training:
         if self._built.scheduler is not None:
             self._built.scheduler.step()
 
+    def _warn_of_loss(self, loss: float) -> None:
+        if "loss" not in self._warned:
+            self._warned.add("loss")
+            self._warn(f"the loss at step {self.step} is {loss}; training goes on")
+
     def _warn(self, text: str) -> None:
-        if self.replica.comm.rank == 0 and text.partition(" is ")[2] not in self._warned:
-            self._warned.add(text.partition(" is ")[2])
-            self.member.emit("warning", text=text + ".")
+        """Say it in the log, once, by one worker."""
+        if self.replica.comm.rank == 0 and text not in self._warned:
+            self._warned.add(text)
+            self.member.emit("warning", text=f"{text}.")
 
     def _is_time(self, ends_epoch: bool, last: bool) -> bool:
         every = self.job.train.validate_every

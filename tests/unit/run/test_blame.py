@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from instep.errors import DataError, WorkerError
-from instep.run.blame import failed, own_line, sentence
+from instep.errors import DataError, WorkerError, own_line
+from instep.run.blame import failed, sentence
 
 HERE = __file__
 

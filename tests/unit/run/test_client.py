@@ -17,7 +17,8 @@ def top_level():
 
 
 def job(**changes):
-    return JobSpec(**{"recipe": f"{__file__}:top_level", "name": "mine", **changes})
+    table = {"recipe": f"{__file__}:top_level", "name": "mine", **changes}
+    return spec_file.build(table, source="test")
 
 
 def test_a_function_at_the_top_level_of_a_file_has_a_reference():
@@ -32,7 +33,7 @@ def inner():
 
 
 @pytest.mark.parametrize(
-    "function", [lambda: None, inner(), len, functools.partial(top_level), JobSpec.model_dump]
+    "function", [lambda: None, inner(), len, functools.partial(top_level), JobSpec.__init__]
 )
 def test_a_function_that_others_cannot_import_is_refused(function):
     with pytest.raises(RecipeError, match=r"at the top level of a \.py file"):

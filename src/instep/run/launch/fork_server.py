@@ -71,7 +71,7 @@ def _preload(recipe: Path) -> bool:
 
     try:
         load_module(recipe)
-    except Exception:
+    except (Exception, SystemExit):
         pass  # each worker meets the same error, and reports it
     return threading.active_count() == 1 and not torch.cuda.is_initialized()
 

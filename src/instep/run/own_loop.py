@@ -1,0 +1,173 @@
+"""The user's own training loop: what stands behind its loader and its optimizer.
+
+The loop stays an ordinary one. Each batch of the loader is announced to the
+replica, `optimizer.step()` ends a pass, and the last pass of a step agrees,
+moves the parameters and commits, as `training.py` does for a recipe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from instep.data.loader import Loader
+from instep.data.order import Position, key, steps_in_epoch
+from instep.errors import SpecError
+from instep.run.member import Member
+from instep.run.passes import OF_PASS, Pass, Share, plan
+from instep.run.placement import address_towards
+from instep.run.recipe import seed_everything
+from instep.run.replica import Replica, make_comm
+from instep.run.saving import Saver
+from instep.sync.base import make_strategy
+
+
+class OwnLoop:
+    """What stands behind the loader and the optimizer of a user's own loop."""
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        loader: Loader,
+        samples: int,
+    ) -> None:
+        self._member, self.optimizer, self._scheduler = member, optimizer, scheduler
+        self._loader, self.samples, self.job = loader, samples, member.job
+        self.step, self.stopped, self.doing = 0, False, "your loop"
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        member.wait_for_group()
+        device = parameters[0].device
+        comm = make_comm(member, device, address_towards(member.master_host))
+        strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        self.replica = Replica(member, model, parameters, strategy, comm)
+        self._saver = _saver(member, model, optimizer, scheduler) if comm.rank == 0 else None
+        self._merge = self.job.train.merge != "never"
+        self._weighted_loss, self._where = 0.0, Position(0, 0, 0)
+        self._pending: list[Pass] = []
+        self._share = Share([], 0, 0)
+        member.emit(
+            "worker_ready",
+            worker=member.number,
+            device=str(device),
+            threads=torch.get_num_threads(),
+            parameters=sum(p.numel() for p in parameters),
+            samples=samples,
+            validation_samples=0,
+            loader=f"{loader.mode}: {loader.why}",
+            phases=member.phases,
+        )
+
+    def epoch(self) -> Iterator[Any]:
+        """The batches of the next epoch, or of what is left of this one."""
+        per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
+        last = (self.step // per_epoch + 1) * per_epoch
+        loads = self._loader.load(
+            part.samples for _, share in self._plan(last) for part in share.passes
+        )
+        for where, share in self._plan(last):
+            if self.stopped:
+                break
+            self._where, self._share, self._pending = where, share, list(share.passes)
+            if not share.passes:
+                self.commit()  # nothing to compute here, but the others wait for us
+            while self._pending:
+                yield self._next(loads)
+        loads.close()
+
+    def _plan(self, last: int) -> Iterator[tuple[Position, Share]]:
+        comm = self.replica.comm
+        return plan(self.job, self.samples, self.step + 1, last, comm, merge=self._merge)
+
+    def _next(self, loads: Iterator[Any]) -> Any:
+        since = time.perf_counter()
+        batch = next(loads)
+        self._since = self.replica.clock.lap(since, "load")
+        part = self._pending[0]
+        seed_everything(key(self.job.seed, OF_PASS, self.step + 1, part.number))
+        self.replica.before_backward(self._weight(part), last=len(self._pending) == 1)
+        return batch
+
+    def _weight(self, part: Pass) -> float:
+        return part.size / (self._where.stop - self._where.first)
+
+    def record(self, loss: float) -> None:
+        """Count the loss of the present pass."""
+        if self._pending:
+            self._weighted_loss += self._weight(self._pending[0]) * loss
+
+    def pass_done(self) -> None:
+        """The user's `optimizer.step()`: the present pass is over, and maybe the step."""
+        if not self._pending:
+            raise SpecError("optimizer.step() was called twice for one batch of the loader.")
+        self.replica.clock.lap(self._since, "forward")
+        self.replica.after_pass(self._weight(self._pending.pop(0)))
+        if not self._pending:
+            self.commit()
+
+    def commit(self) -> None:
+        """Agree, move the parameters, and let the step count."""
+        replica, share = self.replica, self._share
+        stop = self._member.stop_rule is not None
+        loss, told = replica.agree(self._weighted_loss, stop=stop)
+        since = time.perf_counter()
+        self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        replica.clock.lap(since, "update")
+        self.step, self._weighted_loss = self.step + 1, 0.0
+        samples = share.stop - share.first
+        replica.commit(self.step, self._where, (share.first, share.stop), samples, loss)
+        limit = self.job.train.stop_after_steps
+        self.stopped = told or self.step == limit
+        if self._saver is not None:
+            self._saver.after_step(self.step, self._where, replica, last=self.stopped)
+
+    def finish(self) -> None:
+        """Save, and leave together with the others."""
+        if self._saver is not None:
+            self._saver.finish(self.step)
+        self._member.done(self.step, "interrupted" if self._member.stop_rule else "own loop")
+        self._loader.close()
+        self.replica.close()
+
+
+def _saver(member: Member, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> Saver:
+    return Saver(member, model, optimizer, scheduler, torch.amp.GradScaler("cuda", enabled=False))
+
+
+class OwnLoader:
+    """Iterates over this worker's batches of the next epoch; iterate again for the one after."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.epoch()
+
+    def __len__(self) -> int:
+        return steps_in_epoch(self._loop.samples, self._loop.job.train.global_batch)
+
+
+class OwnOptimizer:
+    """The user's optimizer, whose `step` is the whole run's."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+
+    def step(self) -> None:
+        """Agree with the other workers, move the parameters, commit."""
+        self._loop.pass_done()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are taken away as they arrive; there is nothing to clear."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop.optimizer, name)

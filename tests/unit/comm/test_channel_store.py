@@ -1,0 +1,102 @@
+"""A group forms over the channels to a real master, which keeps what the ranks tell each other."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from instep import spec_file
+from instep.comm.channel import Channel
+from instep.comm.channel_store import ChannelStore
+from instep.comm.messages import Done, Release
+from instep.comm.torch_comm import TorchComm
+from instep.errors import PeerError
+from instep.run.launch.base import Switchboard
+from instep.run.master import Master
+from instep.run.member import Member
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Start a master for so many workers, and end it with the test."""
+    boards, threads = [], []
+
+    def start(workers):
+        job = spec_file.build({"recipe": "a.py:f", "workers": workers}, source="test")
+        board = Switchboard()
+        master = Master(
+            job, tmp_path, board, views=[], launcher=None, started=time.time(), about={}
+        )
+        threads.append(threading.Thread(target=master.serve))
+        threads[-1].start()
+        boards.append((board, master))
+        return board.seat
+
+    yield start
+    for _, master in boards:
+        master.interrupt("test")
+        master.interrupt("test")
+    for thread in threads:
+        thread.join()
+    for board, _ in boards:
+        board.close()
+
+
+def members(seat, count):
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(lambda number: Member(seat, number), range(count)))
+        list(pool.map(lambda member: member.wait_for_group(), found))
+    return found
+
+
+def leave(member):
+    member.done(0, "own loop")
+    member.close()
+
+
+def test_a_value_that_one_leaves_is_found_by_the_others_whoever_comes_first(run):
+    first, second = members(run(2), 2)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(second.store().get, "early")
+        first.store().set("early", b"\x00 value")
+        assert waiting.result() == b"\x00 value"
+        second.store().set("late", "text")
+        assert first.store().get("late") == b"text"
+        first.store().wait(["early", "late"])
+        list(pool.map(leave, [first, second]))
+
+
+def test_a_generation_does_not_see_the_keys_of_another(run):
+    (only,) = members(run(1), 1)
+    old, new = ChannelStore(only._channel, "generation-1/"), ChannelStore(only._channel, "generation-2/")
+    old.set("key", b"old")
+    new.set("key", b"new")
+    assert (old.get("key"), new.get("key")) == (b"old", b"new")
+    leave(only)
+
+
+def test_a_gloo_group_forms_over_channels_and_sums(run):
+    def one(member):
+        comm = TorchComm(member.store(), member.form.rank, len(member.form.members))
+        tensor = torch.full((3,), float(comm.rank + 1))
+        comm.all_reduce(tensor).wait()
+        leave(member)
+        comm.close()
+        return tensor.tolist()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(one, members(run(3), 3))) == [[6.0] * 3] * 3
+
+
+def test_a_master_that_hangs_up_ends_the_wait_for_a_key():
+    board = Switchboard()
+    channel = Channel.connect(board.seat.address)
+    channel.send(Done(step=0, rule=""))
+    ((peer, _),) = [*board.hub.receive(5), *board.hub.receive(5)][-1:]
+    board.hub.send(peer, Release())
+    board.close()
+    with pytest.raises(PeerError, match="the master is gone"):
+        ChannelStore(channel, "").get("never")
+    channel.close()

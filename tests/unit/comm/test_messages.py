@@ -1,0 +1,59 @@
+"""Every message comes out of the wire as it went in, and nothing else comes out of it."""
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from instep.comm import messages
+from instep.comm.messages import AnyMessage, Message, decode, encode
+
+EXAMPLES = {str: "text é", int: 7, float: 0.5, bytes: b"\x00\xff", list[int]: [2, 0, 1]}
+
+
+def example(cls):
+    """One message of a class, every field given."""
+    fields = msgspec.structs.fields(cls)
+    return cls(**{f.name: EXAMPLES.get(f.type, {"a": 1.5}) for f in fields})
+
+
+@pytest.mark.parametrize("cls", get_args(AnyMessage), ids=lambda cls: cls.__name__)
+def test_a_message_of_every_class_survives_the_wire(cls):
+    message = example(cls)
+    again = decode(encode(message))
+    assert again == message
+    assert type(again) is cls
+
+
+def test_every_class_of_message_may_arrive():
+    defined = {c for c in vars(messages).values() if isinstance(c, type) and issubclass(c, Message)}
+    assert defined - {Message} == set(get_args(AnyMessage))
+
+
+def test_the_jobs_nested_tables_survive_in_a_welcome():
+    job = {"arguments": {"a": [1, 2.5, "x", True, None], "b": {"c": {}}}, "workers": 2}
+    welcome = messages.Welcome(job=job, run="somewhere", started=1.5)
+    assert decode(encode(welcome)).job == job
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(3),
+        msgspec.msgpack.encode({"type": "Unheard"}),
+        msgspec.msgpack.encode({"type": "Stop"}),
+        msgspec.msgpack.encode({"type": "Stop", "rule": 3}),
+        msgspec.msgpack.encode({"type": "Stop", "rule": "a", "more": 1}),
+        encode(messages.Release()) + b"\x00",
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data):
+    with pytest.raises(msgspec.MsgspecError):
+        decode(data)
+
+
+def test_a_message_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        messages.Stop(rule="a").rule = "b"

@@ -1,0 +1,64 @@
+"""The kernel's count of bytes is exact."""
+
+import socket
+import sys
+import time
+
+import pytest
+
+from instep.comm.metered import tcp_traffic
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
+
+PATIENCE_S = 10
+
+
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    return one, other
+
+
+def counted_until(wanted, before):
+    """The traffic since `before`; an acknowledgement may be some milliseconds late."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        now = tcp_traffic()
+        grown = (now.sent_bytes - before.sent_bytes, now.received_bytes - before.received_bytes)
+        if grown == wanted or time.monotonic() > deadline:
+            return grown
+
+
+@pytest.mark.parametrize("count", [1, 1000, 123_457])
+def test_bytes_over_loopback_are_counted_exactly_on_both_ends(count):
+    one, other = pair()
+    with one, other:
+        before = tcp_traffic()
+        one.setblocking(False)
+        sent = received = 0
+        while received < count:
+            if sent < count:
+                try:
+                    sent += one.send(bytes(count - sent))
+                except BlockingIOError:
+                    pass
+            received += len(other.recv(1 << 16))
+        assert counted_until((count, count), before) == (count, count)
+
+
+def test_sockets_that_are_not_tcp_are_not_counted():
+    before = tcp_traffic()
+    left, right = socket.socketpair()
+    with left, right, socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
+        left.sendall(b"not over a network")
+        assert tcp_traffic() == before
+
+
+def test_counting_leaves_the_sockets_as_they_are():
+    one, other = pair()
+    with one, other:
+        for _ in range(3):
+            tcp_traffic()
+        one.sendall(b"still open")
+        assert other.recv(100) == b"still open"

@@ -1,0 +1,74 @@
+"""A strategy by its name, with its options checked and misuse told apart."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from instep.comm.alone import AloneComm
+from instep.comm.memory import run_ranks
+from instep.errors import SpecError, WorkerError
+from instep.sync.all_reduce import AllReduce
+from instep.sync.base import Price, make_strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("all_redcue", {}, "no sync strategy is called 'all_redcue'. Did you mean 'all_reduce'?"),
+        ("all_reduce", {"bucket_md": 1}, "all_reduce has no option 'bucket_md'"),
+        ("all_reduce", {"bucket_md": 1}, "Did you mean 'bucket_mb'? Known: bucket_mb, overlap."),
+        ("all_reduce", {"bucket_mb": 0}, "sync.options.bucket_mb = 0: needs a number above 0"),
+        ("all_reduce", {"bucket_mb": -1.5}, "bucket_mb = -1.5"),
+        ("all_reduce", {"bucket_mb": "8"}, "bucket_mb = '8'"),
+        ("all_reduce", {"bucket_mb": True}, "bucket_mb = True"),
+        ("all_reduce", {"overlap": 1}, "sync.options.overlap = 1: needs to be true or false"),
+    ],
+)
+def test_a_wrong_name_or_option_is_refused(name, options, words):
+    with pytest.raises(SpecError) as error:
+        make_strategy(name, options)
+    assert words in str(error.value)
+
+
+def test_the_price_of_a_ring_is_that_of_the_textbook():
+    assert AllReduce.price(1000, 1) == Price(0, 0)
+    assert AllReduce.price(1000, 4) == Price(1500, 6)
+
+
+class Twice(nn.Module):
+    """Uses one layer inside and outside of a re-entrant checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(checkpoint(self.layer, x, use_reentrant=True))
+
+
+MODEL = Twice()
+
+
+def trained_twice(comm, overlap):
+    model = copy.deepcopy(MODEL)
+    strategy = make_strategy("all_reduce", {"overlap": overlap, "bucket_mb": 1e-6})
+    strategy.start([nn.Parameter(torch.ones(1)), *model.parameters()], comm, notes=1)
+    strategy.before_backward(1 / comm.size, last=True)
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    strategy.after_backward(torch.zeros(1, dtype=torch.float64))
+    return model.layer.weight.grad.clone()
+
+
+def test_a_second_gradient_after_the_first_was_sent_is_refused_with_the_way_out():
+    with pytest.raises(WorkerError, match=r"sync\.options\.overlap = false"):
+        run_ranks(2, trained_twice, True)
+
+
+def test_without_overlap_a_re_entrant_checkpoint_gives_the_true_gradient():
+    model = copy.deepcopy(MODEL)
+    model.layer(model.layer(torch.ones(1, 2))).sum().backward()
+    for grad in [*run_ranks(2, trained_twice, False), trained_twice(AloneComm(), True)]:
+        torch.testing.assert_close(grad, model.layer.weight.grad)

@@ -1,0 +1,87 @@
+"""Events and records are read back as they were written, whatever a crash cut short."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from instep.events import EVENTS, LEDGER, STEPS, EventLog, read_events, read_records
+
+
+def test_events_are_read_back_in_order_with_their_time(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    written = [log.emit("warning", text=f"line\n{n} é") for n in range(3)]
+    assert list(read_events(tmp_path / "events.jsonl")) == written
+    assert [event["time"] for event in written] == sorted(event["time"] for event in written)
+    log.close()
+    log.close()
+
+
+def test_a_log_that_is_opened_again_is_appended_to(tmp_path):
+    for n in range(2):
+        log = EventLog(tmp_path / "events.jsonl")
+        log.emit("warning", text=str(n))
+        log.close()
+    assert [event["text"] for event in read_events(tmp_path / "events.jsonl")] == ["0", "1"]
+
+
+def test_a_last_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    file = tmp_path / "events.jsonl"
+    log = EventLog(file)
+    for n in range(2):
+        log.emit("warning", text=str(n))
+    log.close()
+    whole = file.read_bytes()
+    second = whole.index(b"\n") + 1
+    for cut in range(second, len(whole)):
+        file.write_bytes(whole[:cut])
+        assert [event["text"] for event in read_events(file)] == ["0"]
+
+
+def test_a_file_that_is_not_there_has_no_events_and_no_records(tmp_path):
+    assert list(read_events(tmp_path / "none")) == []
+    assert len(read_records(tmp_path / "none", LEDGER)) == 0
+
+
+def test_an_event_that_is_not_in_the_table_is_our_bug(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(AssertionError, match="made_up is not in EVENTS"):
+        log.emit("made_up")
+    log.close()
+
+
+def test_events_of_several_threads_do_not_run_into_one_another(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    threads = [
+        threading.Thread(target=lambda: [log.emit("warning", text="x" * 500) for _ in range(50)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    assert len(list(read_events(tmp_path / "events.jsonl"))) == 200
+
+
+@pytest.mark.parametrize("dtype", [LEDGER, STEPS])
+def test_records_are_read_back_without_a_torn_tail(tmp_path, dtype):
+    records = np.zeros(3, dtype)
+    records["step"] = [1, 2, 3]
+    data = records.tobytes()
+    for cut in range(2 * dtype.itemsize, len(data)):
+        (tmp_path / "records").write_bytes(data[:cut])
+        assert read_records(tmp_path / "records", dtype)["step"].tolist() == [1, 2]
+    (tmp_path / "records").write_bytes(data)
+    assert np.array_equal(read_records(tmp_path / "records", dtype), records)
+
+
+def test_records_are_little_endian_and_packed_so_that_numpy_alone_reads_them():
+    assert LEDGER.itemsize == 8 + 4 + 2 + 2 + 8 + 8
+    assert STEPS.itemsize == 8 + 4 + 4 + 8 + 8 + 7 * 4
+    for dtype in (LEDGER, STEPS):
+        assert all(dtype[name].str.startswith("<") for name in dtype.names)
+
+
+def test_every_event_tells_its_fields():
+    assert all(fields.strip() for fields in EVENTS.values())

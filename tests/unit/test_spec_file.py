@@ -1,0 +1,229 @@
+"""A job file says the same after a round trip, and every mistake in one names file and key."""
+
+import datetime
+import tomllib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.errors import SpecError
+from instep.spec import JobSpec
+from instep.spec_file import apply_overrides, build, dump, load
+
+RECIPE = {"recipe": "a.py:f"}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+PLAIN = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    TEXT,
+    st.dates().filter(lambda day: day.year >= 1000),
+)
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+TABLES = st.dictionaries(TEXT, VALUES, max_size=4)
+COUNT, NATURAL = st.integers(1, 10**9), st.integers(0, 10**9)
+
+
+def some(**keys):
+    """Tables in which each key may be left out."""
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+TRAIN = some(
+    global_batch=st.integers(64, 10**6),
+    micro_batches=st.integers(16, 64),
+    merge=st.sampled_from(["auto", "always", "never"]),
+    determinism=st.sampled_from(["order", "bits"]),
+    precision=st.sampled_from(["float32", "bfloat16", "float16"]),
+    clip_norm=st.floats(1e-300, 1e300) | st.integers(1, 9),
+    validate_every=NATURAL,
+    stop_after_steps=NATURAL,
+    threads=NATURAL,
+    device=st.sampled_from(["auto", "cpu", "cuda"]),
+)
+JOBS = st.fixed_dictionaries(
+    {"recipe": st.sampled_from(["a.py:f", "/x/é b.py:recipe", 'C:\\"quoted".py:_1'])},
+    optional={
+        "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
+        "workers": st.integers(1, 8),
+        "seed": NATURAL,
+        "network": st.sampled_from(["loopback", "private"]),
+        "train": st.one_of(
+            TRAIN,
+            st.builds(lambda t, n: {**t, "epochs": n}, TRAIN, COUNT),
+            st.builds(lambda t, n: {**t, "steps": n}, TRAIN, COUNT),
+        ),
+        "sync": some(name=TEXT, servers=COUNT, codec=TEXT, options=TABLES),
+        "mesh": some(shard=COUNT, tensor=COUNT, stages=COUNT),
+        "data": some(loaders=NATURAL | st.just("auto")),
+        "checkpoint": some(every_steps=NATURAL, keep_last=COUNT),
+        "report": some(trace_steps=NATURAL, tensorboard=st.booleans()),
+        "arguments": TABLES,
+    },
+)
+
+
+@given(JOBS)
+def test_a_job_that_was_dumped_is_read_back_unchanged(table):
+    job = build(table, source="test")
+    assert build(tomllib.loads(dump(job)), source="again") == job
+
+
+def test_a_dump_gives_every_key_but_those_without_a_value():
+    table = tomllib.loads(dump(build(RECIPE, source="test")))
+    assert set(table) == set(JobSpec.__struct_fields__)
+    assert {"epochs", "steps", "clip_norm"}.isdisjoint(table["train"])
+    assert table["train"]["global_batch"] == 64
+
+
+def test_dates_in_the_arguments_stay_dates():
+    arguments = {"day": datetime.date(2026, 1, 2), "at": datetime.time(3, 4, 5)}
+    job = build({**RECIPE, "arguments": arguments}, source="test")
+    assert tomllib.loads(dump(job))["arguments"] == arguments
+
+
+def test_a_recipe_is_found_beside_its_job_file_wherever_one_stands(tmp_path):
+    (tmp_path / "job.toml").write_text('recipe = "../x/a.py:f"')
+    assert load(tmp_path / "job.toml").recipe == f"{(tmp_path.parent / 'x' / 'a.py').resolve()}:f"
+
+
+MISTAKES = [
+    ({"workres": 3}, ["a job has no key 'workres'", "Did you mean 'workers'?"]),
+    ({"train": {"epoch": 3}}, ["[train] has no key 'epoch'", "Did you mean 'epochs'?"]),
+    ({"sync": {"option": {}}}, ["[sync] has no key 'option'", "Did you mean 'options'?"]),
+    ({"zebra": 1}, ["a job has no key 'zebra'", "Known:", "arguments"]),
+    ({"workers": "3"}, ['workers = "3"', "a whole number"]),
+    ({"workers": 2.5}, ["workers = 2.5", "a whole number"]),
+    ({"workers": True}, ["workers = true", "a whole number"]),
+    ({"workers": 0}, ["workers = 0", "at least 1"]),
+    ({"seed": -1}, ["seed = -1", "at least 0"]),
+    ({"name": ""}, ['name = ""']),
+    ({"name": "a/b"}, ['name = "a/b"', "character"]),
+    ({"name": 3}, ["name = 3", "text in quotes"]),
+    ({"recipe": "a.py"}, ['recipe = "a.py"', "file.py:function"]),
+    ({"recipe": 3}, ["recipe = 3", "text in quotes"]),
+    ({"network": "public"}, ['network = "public"', "'loopback' or 'private'"]),
+    ({"train": 3}, ["train = 3", "a table"]),
+    ({"train": {"epochs": 0}}, ["train.epochs = 0", "at least 1"]),
+    ({"train": {"epochs": "ten"}}, ['train.epochs = "ten"', "a whole number"]),
+    ({"train": {"epochs": 1, "steps": 1}}, ["[train]", "epochs = 1", "steps = 1", "one length"]),
+    ({"train": {"clip_norm": 0}}, ["train.clip_norm = 0", "above 0"]),
+    ({"train": {"clip_norm": float("inf")}}, ["clip_norm = inf", "finite"]),
+    ({"train": {"clip_norm": float("nan")}}, ["clip_norm", "nan"]),
+    ({"train": {"merge": "maybe"}}, ['train.merge = "maybe"', "'auto'", "'never'"]),
+    ({"train": {"precision": 16}}, ["train.precision = 16", "'bfloat16'"]),
+    ({"train": {"micro_batches": 65}}, ["micro_batches = 65", "global_batch = 64", "at most 64"]),
+    ({"workers": 9}, ["workers = 9", "micro_batches = 8", "to 9 or more"]),
+    ({"data": {"loaders": "many"}}, ['data.loaders = "many"', "a whole number", "'auto'"]),
+    ({"data": {"loaders": -1}}, ["data.loaders = -1", "at least 0"]),
+    ({"report": {"tensorboard": 1}}, ["report.tensorboard = 1", "true or false"]),
+    ({"mesh": {"shard": 0}}, ["mesh.shard = 0", "at least 1"]),
+    ({"sync": {"options": 3}}, ["sync.options = 3", "a table"]),
+    ({"arguments": [1]}, ["arguments = [1]", "a table"]),
+]
+
+
+@pytest.mark.parametrize(("table", "words"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_names_file_key_what_was_given_and_what_is_wanted(tmp_path, table, words):
+    with pytest.raises(SpecError) as error:
+        build({**RECIPE, **table}, source="the/job.toml")
+    text = str(error.value)
+    assert text.startswith("the/job.toml: ")
+    assert all(word in text for word in words), text
+
+
+def test_a_missing_recipe_is_named_with_what_it_is_for():
+    with pytest.raises(SpecError, match=r"job.toml: the key 'recipe' is missing.*file\.py:function"):
+        build({}, source="job.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("workers = ", "is not valid TOML"),
+        ("workers = 1\nworkers = 2", "is not valid TOML"),
+        ("[train]\nepochs = ten", "is not valid TOML"),
+    ],
+)
+def test_a_file_that_is_no_toml_is_refused_with_its_name_and_place(tmp_path, text, words):
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as error:
+        load(file)
+    assert str(file) in str(error.value)
+    assert words in str(error.value)
+    assert "line" in str(error.value)
+
+
+def test_a_file_that_is_not_text_a_folder_and_no_file_are_refused(tmp_path):
+    (tmp_path / "job.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="is not valid TOML"):
+        load(tmp_path / "job.toml")
+    with pytest.raises(SpecError, match="cannot be read"):
+        load(tmp_path)
+    with pytest.raises(SpecError, match=r"no job file .*jobs\.toml.*Did you mean 'job\.toml'\?"):
+        load(tmp_path / "jobs.toml")
+    with pytest.raises(SpecError, match="Known: none"):
+        load(tmp_path / "nowhere" / "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("workers=3", ["workers"], 3),
+        ("train.epochs = 2", ["train", "epochs"], 2),
+        ("train.clip_norm=1e-2", ["train", "clip_norm"], 0.01),
+        ("train.merge=never", ["train", "merge"], "never"),
+        ('name="7"', ["name"], "7"),
+        ("arguments.sizes=[1, 2]", ["arguments", "sizes"], [1, 2]),
+        ("arguments.deep.er=true", ["arguments", "deep", "er"], True),
+        ("arguments.path=a=b", ["arguments", "path"], "a=b"),
+        ("arguments.empty=", ["arguments", "empty"], ""),
+    ],
+)
+def test_an_override_is_read_as_toml_or_else_as_text(override, path, value):
+    table = {"train": {"epochs": 1}}
+    apply_overrides(table, [override])
+    for key in path:
+        table = table[key]
+    assert table == value
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("workers", "not of the form section.key=value"),
+        ("=3", "not of the form"),
+        ("train.=3", "not of the form"),
+        ("workers.more=3", "'workers' is a value, not a section"),
+    ],
+)
+def test_an_override_that_makes_no_sense_is_refused_as_it_was_typed(override, words):
+    with pytest.raises(SpecError) as error:
+        apply_overrides({"workers": 2}, [override])
+    assert repr(override) in str(error.value)
+    assert words in str(error.value)
+
+
+def test_a_value_laid_over_a_file_is_checked_like_one_in_it(tmp_path):
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"')
+    assert load(tmp_path / "job.toml", ["workers=3"]).workers == 3
+    with pytest.raises(SpecError, match=r"workers = 0: needs to be at least 1"):
+        load(tmp_path / "job.toml", ["workers=0"])
+
+
+def test_a_job_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        build(RECIPE, source="test").workers = 3
+
+
+def test_a_job_goes_over_the_wire_as_plain_data():
+    job = build({**RECIPE, "arguments": {"a": [1, 2.5, "x", {"b": True}]}}, source="test")
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(job)))
+    assert build(again, source="wire") == job

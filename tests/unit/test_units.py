@@ -1,0 +1,66 @@
+"""Numbers as people read them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (99_940, "99.9 kB"),
+        (99_950, "100 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.0 MB"),
+        (1_234_567, "1.2 MB"),
+        (5e9, "5.0 GB"),
+        (2e15, "2.0 PB"),
+        (3e18, "3000.0 PB"),
+        (-1_500, "-1.5 kB"),
+    ],
+)
+def test_bytes_carry_the_largest_unit_that_keeps_them_above_one(count, text):
+    assert readable_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 us"),
+        (0.00002, "20 us"),
+        (0.0015, "1.5 ms"),
+        (0.0123, "12 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1m00s"),
+        (75, "1m15s"),
+        (3599.6, "1h00m"),
+        (7384, "2h03m"),
+        (-75, "-1m15s"),
+    ],
+)
+def test_seconds_are_told_in_the_unit_a_person_would_use(seconds, text):
+    assert readable_seconds(seconds) == text
+
+
+@given(st.floats(1e-7, 1e9))
+def test_no_time_is_longer_than_a_table_cell(seconds):
+    assert len(readable_seconds(seconds)) <= 10
+
+
+def test_counts_have_their_thousands_marked():
+    assert readable_count(9380) == "9,380"
+    assert readable_count(7.0) == "7"
+
+
+def test_a_share_of_nothing_is_a_dash():
+    assert readable_share(1, 4) == "25 %"
+    assert readable_share(1, 0) == "-"
