@@ -1,6 +1,7 @@
 """The house is in order: public names, cheap imports, layers, and everything documented."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 import instep
 from instep import errors
-from instep.data.sources import SOURCES
+from instep.data import SOURCES
 from instep.events import EVENTS, LEDGER, STEPS
 from instep.run.launch import LAUNCHERS
 from instep.sync import STRATEGIES
@@ -77,8 +78,11 @@ def text_of(*folders_or_files):
 )
 def test_everything_in_a_table_is_documented(what, names, places):
     text = text_of(*places)
-    missing = [name for name in names if f"`{name}" not in text and f"# {name}" not in text]
-    assert not missing, f"docs/{', '.join(places)} does not mention the {what}: {', '.join(missing)}"
+    named = set(re.findall(r"(?:`|# |\.)([A-Za-z_]\w*)", text))
+    missing = [name for name in names if name not in named]
+    assert not missing, (
+        f"docs/{', '.join(places)} does not mention the {what}: {', '.join(missing)}"
+    )
 
 
 def test_every_exit_code_is_documented():

@@ -56,7 +56,9 @@ def seen(request, tmp_path_factory):
 
 @pytest.mark.process
 def test_ranks_are_numbered_from_zero_and_know_how_many_they_are(seen):
-    assert [(one["rank"], one["size"]) for one in seen] == [(n, len(seen)) for n in range(len(seen))]
+    assert [(one["rank"], one["size"]) for one in seen] == [
+        (n, len(seen)) for n in range(len(seen))
+    ]
 
 
 @pytest.mark.process

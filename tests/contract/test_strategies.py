@@ -58,8 +58,8 @@ def passes_of(rank, size):
         dealt += [(owner, n) for n in range(count)]
     shares = [1 + n for n in range(len(dealt))]
     every = [
-        (share / sum(shares), torch.tensor([n % 7, (n + 2) % 7]), owner == size - 1 and n == 0)
-        for n, (share, (owner, _)) in enumerate(zip(shares, dealt, strict=True))
+        (share / sum(shares), torch.tensor([n % 7, (n + 2) % 7]), who == (size - 1, 0))
+        for n, (share, who) in enumerate(zip(shares, dealt, strict=True))
     ]
     return [one for one, (owner, _) in zip(every, dealt, strict=True) if owner == rank]
 
@@ -93,7 +93,7 @@ def _bits(grad):
 def expected_gradients(size):
     """The weighted mean of all passes, added up by one process without instep."""
     model, names, parameters = model_and_parameters()
-    total = {name: None for name in names}
+    total = dict.fromkeys(names)
     for rank in range(size):
         for weight, rows, rarely in passes_of(rank, size):
             model(rows, rarely=rarely).backward()
@@ -165,7 +165,10 @@ def test_gradients_have_the_type_of_their_parameters(agreed):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_nothing_of_a_step_is_left_in_the_next(name, options):
-    once, thrice = run_ranks(3, one_step, name, options, 1), run_ranks(3, one_step, name, options, 3)
+    once, thrice = (
+        run_ranks(3, one_step, name, options, 1),
+        run_ranks(3, one_step, name, options, 3),
+    )
     for (first, _), (last, _) in zip(once, thrice, strict=True):
         for key, grad in first.items():
             assert (grad is None) == (last[key] is None)

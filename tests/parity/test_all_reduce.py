@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import Table, batches, epochs, far_apart, train
 from recipes import regression
 from safetensors.torch import load_file
 from torch import nn
 
 import instep
+from helpers import Table, batches, epochs, far_apart, train
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 
@@ -77,7 +77,13 @@ def test_training_equals_one_big_batch(ranks, dtype, make_optimizer, merge):
     table, model = Table(37, dtype=dtype), made(Mixed, dtype)
     steps = epochs(table, GLOBAL_BATCH, 2)
     whole, losses = one_big_batch(model, make_optimizer, table, steps=steps, clip=0.4)
-    settings = dict(steps=steps, global_batch=GLOBAL_BATCH, merge=merge, clip=0.4, schedule=schedule)
+    settings = {
+        "steps": steps,
+        "global_batch": GLOBAL_BATCH,
+        "merge": merge,
+        "clip": 0.4,
+        "schedule": schedule,
+    }
     for state, own in run_ranks(
         ranks, lambda comm: train(comm, model, make_optimizer, table, **settings)
     ):
@@ -103,7 +109,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_batch_normalisation_gives_the_same_at_every_number_of_ranks(ranks, dtype):
     table, model = Table(48, dtype=dtype), made(Normed, dtype)
-    settings = dict(steps=epochs(table, 24, 3), global_batch=24, micro_batches=8, clip=1.0)
+    settings = {"steps": epochs(table, 24, 3), "global_batch": 24, "micro_batches": 8, "clip": 1.0}
     whole, losses = train(AloneComm(), model, sgd, table, **settings)
     assert whole["norm.num_batches_tracked"] == settings["steps"]
     assert not torch.equal(whole["norm.running_mean"], model.norm.running_mean)
@@ -123,7 +129,7 @@ def test_bfloat16_autocast_differs_by_the_rounding_of_its_passes_only(ranks):
     for three layers; a wrong weight would cost a tenth of the way and more.
     """
     table, model = Table(37), made(Mixed, torch.float32)
-    settings = dict(steps=8, global_batch=GLOBAL_BATCH, autocast=True)
+    settings = {"steps": 8, "global_batch": GLOBAL_BATCH, "autocast": True}
     whole, _ = train(AloneComm(), model, sgd, table, merge=True, **settings)
     start = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     way = far_apart(start, whole)
@@ -148,7 +154,9 @@ def models_of_workers(tmp_path_factory):
     train_ = {"epochs": 3, "global_batch": 12, "micro_batches": 4, "clip_norm": 0.5}
     return {
         workers: load_file(
-            instep.train(regression, workers=workers, runs=runs, seed=4, quiet=True, train=train_).path
+            instep.train(
+                regression, workers=workers, runs=runs, seed=4, quiet=True, train=train_
+            ).path
             / "model.safetensors"
         )
         for workers in (1, 2, 3)

@@ -136,7 +136,7 @@ class Started:
             with contextlib.suppress(psutil.Error):
                 self.listened |= set(_listening(process))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.1)
+            self.process.wait(0.2)
 
     def check_nothing_is_left(self, *, soon_s: float = 2.0) -> None:
         """No process, no shared memory, no file outside the run folder; and no open door before.

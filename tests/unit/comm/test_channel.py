@@ -6,8 +6,8 @@ import struct
 import threading
 
 import pytest
-from helpers import random_bytes
 
+from helpers import random_bytes
 from instep.comm.channel import LARGEST, Address, Channel, Hub, frame
 from instep.comm.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError

@@ -70,7 +70,10 @@ def test_a_value_that_one_leaves_is_found_by_the_others_whoever_comes_first(run)
 
 def test_a_generation_does_not_see_the_keys_of_another(run):
     (only,) = members(run(1), 1)
-    old, new = ChannelStore(only._channel, "generation-1/"), ChannelStore(only._channel, "generation-2/")
+    old, new = (
+        ChannelStore(only._channel, "generation-1/"),
+        ChannelStore(only._channel, "generation-2/"),
+    )
     old.set("key", b"old")
     new.set("key", b"new")
     assert (old.get("key"), new.get("key")) == (b"old", b"new")

@@ -88,7 +88,15 @@ def test_a_run_tells_where_and_how_it_was_made():
 
 
 def blamed(worker, **changes):
-    words = dict(kind="error", cause="ValueError: no", where="", line="", step=0, phase="", exit_code=5)
+    words = {
+        "kind": "error",
+        "cause": "ValueError: no",
+        "where": "",
+        "line": "",
+        "step": 0,
+        "phase": "",
+        "exit_code": 5,
+    }
     return Blame(worker, Failed(**{**words, **changes}))
 
 

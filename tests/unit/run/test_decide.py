@@ -156,7 +156,9 @@ def test_the_exit_code_of_a_run_is_that_of_the_error_that_ended_it():
 
 
 def test_a_worker_that_fails_before_all_have_joined_ends_the_run():
-    _, actions = after(Joined(0), Said(0, failed("RecipeError", step=0, exit_code=3)), Ended(0, 1, 0))
+    _, actions = after(
+        Joined(0), Said(0, failed("RecipeError", step=0, exit_code=3)), Ended(0, 1, 0)
+    )
     assert ends(actions) == [Finish("failed", "RecipeError", 0, 3)]
 
 
@@ -264,7 +266,12 @@ def test_a_failure_after_the_second_interrupt_is_not_blamed():
 
 
 def test_a_failure_after_the_first_interrupt_is_a_failure():
-    news = [*everybody_joined(), Interrupted("SIGINT"), Said(0, failed()), *everybody_ended(code=-9)]
+    news = [
+        *everybody_joined(),
+        Interrupted("SIGINT"),
+        Said(0, failed()),
+        *everybody_ended(code=-9),
+    ]
     assert ends(after(*news)[1]) == [Finish("failed", "error", 4, 5)]
 
 
@@ -292,7 +299,7 @@ def test_processes_that_do_not_end_are_given_up_after_a_farewell():
 
 
 def test_a_tick_with_nothing_to_wait_for_does_nothing():
-    state, actions = after(*everybody_joined())
+    state, _actions = after(*everybody_joined())
     assert decide(state, Tick(), 1e9) == (state, [])
 
 

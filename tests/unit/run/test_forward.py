@@ -43,7 +43,12 @@ def test_without_gradients_a_loss_needs_not_depend_on_anything():
 
 def forward(**changes):
     model = nn.Linear(2, 1)
-    settings = dict(model=model, loss=nn.functional.mse_loss, train=[0], optimizer=lambda p: None)
+    settings = {
+        "model": model,
+        "loss": nn.functional.mse_loss,
+        "train": [0],
+        "optimizer": lambda p: None,
+    }
     recipe = Recipe(**{**settings, **changes})
     return Forward(recipe, model, CPU, changes.pop("precision", "float32"))
 

@@ -86,7 +86,9 @@ def verdict(*layers, loss=nn.functional.mse_loss, dtype=torch.float32, precision
     apart = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    result = may_merge(Forward(recipe, model, CPU, precision), model, apart, [4, 3], (inputs, targets))
+    result = may_merge(
+        Forward(recipe, model, CPU, precision), model, apart, [4, 3], (inputs, targets)
+    )
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert modes == [module.training for module in model.modules()]
     assert all(parameter.grad is None for parameter in model.parameters())

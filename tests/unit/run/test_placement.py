@@ -8,7 +8,14 @@ import pytest
 from instep.comm.channel import Address
 from instep.errors import SpecError
 from instep.run.launch.base import Seat
-from instep.run.placement import address_towards, find, host_address, invite, meeting_file, placement
+from instep.run.placement import (
+    address_towards,
+    find,
+    host_address,
+    invite,
+    meeting_file,
+    placement,
+)
 
 TORCHRUN = {
     "RANK": "3",

@@ -21,7 +21,7 @@ def sgd(parameters):
 
 
 def recipe(**changes):
-    good = dict(model=nn.Linear(2, 1), loss=nn.MSELoss(), optimizer=sgd, train=DATA)
+    good = {"model": nn.Linear(2, 1), "loss": nn.MSELoss(), "optimizer": sgd, "train": DATA}
     return Recipe(**{**good, **changes})
 
 
@@ -115,7 +115,9 @@ def test_parameter_groups_come_from_the_recipe():
 
 
 def test_a_model_made_by_a_function_is_the_same_for_the_same_seed():
-    made = [build(recipe(model=lambda: nn.Linear(2, 1)), seed, CPU).model.weight for seed in (3, 3, 4)]
+    made = [
+        build(recipe(model=lambda: nn.Linear(2, 1)), seed, CPU).model.weight for seed in (3, 3, 4)
+    ]
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
 
