@@ -126,7 +126,7 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("run jbo.toml", 2, ["there is no job file 'jbo.toml'", "Did you mean 'job.toml'?"]),
     ("run nowhere/job.toml", 2, ["there is no job file 'nowhere/job.toml'"]),
     ("run .", 2, [". cannot be read: Is a directory"]),
-    ("run job.toml --wrokers 3", 2, ["unrecognized arguments: --wrokers"]),
+    ("run job.toml --wrokers 3", 2, ["there is no option --wrokers. Did you mean '--workers'?"]),
     ("run job.toml --workers", 2, ["--workers: expected one argument"]),
     ("run job.toml --workers many", 2, ['workers = "many": needs to be a whole number']),
     ("run job.toml --workers 0", 2, ["workers = 0: needs to be at least 1"]),
@@ -198,7 +198,7 @@ IN_A_RECIPE = {
     "a loss by name": Part({"loss": "'mse'"}, ["Recipe.loss is a str, but a function is wanted"]),
     "an optimizer that is made already": Part(
         {"optimizer": "torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)"},
-        ["Recipe.optimizer is a SGD, but a function is wanted", "Wrap it: optimizer=lambda"],
+        ["Recipe.optimizer is an SGD, but a function is wanted", "Wrap it: optimizer=lambda"],
     ),
     "an optimizer of other parameters": Part(
         {"optimizer": "lambda p: torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)"},
@@ -290,7 +290,7 @@ def answer_to(file: Path, function: str = "recipe", **arguments: Any) -> InstepE
 def take_a_step(reference: str, arguments: Mapping[str, Any]) -> None:
     """What a worker does with a recipe, in its order, up to a loss and the metrics."""
     recipe = call(load_function(reference), arguments, 0)
-    built = build(recipe, 0, torch.device("cpu"))
+    built = build(recipe, 0, torch.device("cpu"), 10)
     loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
     forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
     (batch,) = loader.load([Slice(0, 0, 4)])

@@ -115,7 +115,20 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             given = message.removeprefix(prefix).split("'")[1]
             raise SpecError(f"there is no command {given!r}. {near_miss(given, COMMANDS)}")
+        unknown = "unrecognized arguments: "
+        if message.startswith(unknown + "--"):
+            given = message.removeprefix(unknown).split()[0].partition("=")[0]
+            raise SpecError(f"there is no option {given}. {near_miss(given, self._options())}")
         raise SpecError(f"{message}. See {self.prog} --help.")
+
+    def _options(self) -> list[str]:
+        """Every option of every command."""
+        parsers = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+        found = {o for p in parsers for o in p._option_string_actions if o.startswith("--")}
+        return sorted(found)
 
 
 COMMANDS = {"run": run, "report": report, "export": export}

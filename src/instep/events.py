@@ -57,8 +57,8 @@ EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions",
     "worker_joined": "worker, pid, seconds",
     "generation_started": "generation, members, reason, seconds",
-    "worker_ready": "worker, device, threads, parameters, samples, validation_samples, loader, "
-    "phases (name to seconds, from the start of `instep run` on)",
+    "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
+    "loader, phases (name to seconds, from the start of `instep run` on)",
     "passes_chosen": "worker, merged, reason",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
     "epoch_finished": "epoch, step, loss, samples",
@@ -88,7 +88,7 @@ class EventLog:
         """Write one event now and return it as read back from the file."""
         assert name in EVENTS, f"{name} is not in EVENTS"
         event = {"time": time.time(), "event": name, **fields}
-        self._file.write(json.dumps(event) + "\n")
+        self._file.write(json.dumps(event, default=str) + "\n")
         self._file.flush()
         return event
 

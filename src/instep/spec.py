@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import math
+from datetime import date, datetime, time
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,6 +69,11 @@ class TrainSpec(Section, frozen=True, kw_only=True):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU for each worker where there are enough."""
+
+    @property
+    def passes(self) -> int:
+        """Epochs of a job that does not count steps."""
+        return self.epochs or 10
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
@@ -185,7 +191,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
 
 def as_table(job: JobSpec) -> dict[str, Any]:
     """A job as plain nested tables, every key given."""
-    table: dict[str, Any] = msgspec.to_builtins(job)
+    table: dict[str, Any] = msgspec.to_builtins(job, builtin_types=(datetime, date, time))
     return table
 
 

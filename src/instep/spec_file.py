@@ -6,6 +6,7 @@ checks are those of `spec.py`, said here in one sentence each.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import tomllib
@@ -53,6 +54,9 @@ def read_table(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
 
 
+_EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
+
+
 def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     """Lay `section.key=value` strings over `table`, in order, in place.
 
@@ -76,6 +80,8 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
             if not isinstance(target, dict):
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
         target[keys[-1]] = _value(text.strip())
+        if (length := _EITHER.get(dotted.strip())) is not None:
+            target.pop(length, None)  # a run has one length, and the last word has it
 
 
 def _value(text: str) -> Any:
@@ -92,12 +98,34 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         SpecError: a key or value is wrong; the text says where, what was
             given and what is wanted.
     """
+    for place in ("arguments", "sync"):
+        _check_holds(table.get(place), place, source)
     try:
         return msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as failure:
         raise SpecError(f"{source}: {_sentence(str(failure), table)}") from None
 
 
+def _check_holds(value: Any, where: str, source: str) -> None:
+    """Refuse what no TOML file can hold: from Python, anything may be given."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise SpecError(f"{source}: {where} has the key {key!r}: a key needs to be text.")
+            _check_holds(inner, f"{where}.{key}", source)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            _check_holds(inner, f"{where}[{number}]", source)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise SpecError(f"{source}: {where} = {value}: a whole number needs to fit 64 bits.")
+    elif not isinstance(value, _HOLDS) and where not in ("arguments", "sync"):
+        raise SpecError(
+            f"{source}: {where} is {value!r}, a {type(value).__name__}, which no job file "
+            "can hold. Give text, numbers, true, false, dates, lists and tables of those."
+        )
+
+
+_HOLDS = (str, bool, int, float, datetime.date, datetime.time)
 _WRONG = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _TYPES = {
     "int": "a whole number",
@@ -129,7 +157,7 @@ def _sentence(failure: str, table: Mapping[str, Any]) -> str:
 
 def _wanted(what: str, path: list[str]) -> str:
     """The rule that was broken, as a clause."""
-    if what.startswith("Invalid enum value"):
+    if what.startswith("Invalid enum value") or ("`str`" in what and _choices(path)):
         return f"needs to be {' or '.join(_choices(path))}"
     if "matching regex" in what:
         function = path == ["recipe"]
@@ -164,12 +192,13 @@ def _keys(path: list[str]) -> list[str]:
 def _choices(path: list[str]) -> list[str]:
     """The words that a key may be, quoted; before them what else it may be."""
     section = _section_at(path[:-1])
-    assert section is not None, path
+    if section is None:
+        return []
     hint = get_type_hints(section, include_extras=True)[path[-1]]
     either = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
     words = [repr(word) for part in either for word in get_args(part) if isinstance(word, str)]
     number = any(get_origin(part) is Annotated for part in either)
-    return ["a whole number", *words] if number else words
+    return ["a whole number", *words] if number and words else words
 
 
 def _describe(path: list[str]) -> str:
@@ -194,7 +223,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() else json.dumps(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:

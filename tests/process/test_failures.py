@@ -71,7 +71,8 @@ def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -
 def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> None:
     program = failing(run, "typing_mistake.py:recipe")
     first, second, *_ = program.error.splitlines()
-    assert "in recipe: NameError: name 'tinny' is not defined" in first
+    assert "failed, in recipe: " in first
+    assert "NameError: name 'tinny' is not defined" in first
     assert f"typing_mistake.py:{line_of('typing_mistake.py', 'tinny.')}" in second
     assert "recipe = tinny.recipe" in second
     assert program.process.returncode == 3

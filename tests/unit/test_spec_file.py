@@ -2,6 +2,7 @@
 
 import datetime
 import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -117,7 +118,7 @@ MISTAKES = [
     ({"train": {"clip_norm": float("inf")}}, ["clip_norm = inf", "finite"]),
     ({"train": {"clip_norm": float("nan")}}, ["train.clip_norm = NaN"]),
     ({"train": {"merge": "maybe"}}, ['train.merge = "maybe"', "'auto'", "'never'"]),
-    ({"train": {"precision": 16}}, ["train.precision = 16", "text in quotes"]),
+    ({"train": {"precision": 16}}, ["train.precision = 16", "'float32' or 'bfloat16'"]),
     ({"train": {"micro_batches": 65}}, ["micro_batches = 65", "global_batch = 64", "at most 64"]),
     ({"workers": 9}, ["workers = 9", "micro_batches = 8", "to 9 or more"]),
     ({"data": {"loaders": "many"}}, ['data.loaders = "many"', "a whole number", "'auto'"]),
@@ -213,11 +214,30 @@ def test_an_override_that_makes_no_sense_is_refused_as_it_was_typed(override, wo
     assert words in str(error.value)
 
 
+def test_a_length_laid_over_a_file_takes_the_place_of_the_other_length(tmp_path):
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n[train]\nepochs = 3')
+    train = load(tmp_path / "job.toml", ["train.steps=5"]).train
+    assert (train.epochs, train.steps) == (None, 5)
+    train = load(tmp_path / "job.toml", ["train.steps=5", "train.epochs=2"]).train
+    assert (train.epochs, train.steps) == (2, None)
+
+
 def test_a_value_laid_over_a_file_is_checked_like_one_in_it(tmp_path):
     (tmp_path / "job.toml").write_text('recipe = "a.py:f"')
     assert load(tmp_path / "job.toml", ["workers=3"]).workers == 3
     with pytest.raises(SpecError, match=r"workers = 0: needs to be at least 1"):
         load(tmp_path / "job.toml", ["workers=0"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"data": Path("x")}, {"call": print}, {"large": 2**70}, {"deep": [{"a": None}]}, {1: 2}],
+    ids=str,
+)
+def test_arguments_that_no_job_file_could_hold_are_refused_by_name(arguments):
+    """From Python anything may be given; it has to reach the workers, and the run's job.toml."""
+    with pytest.raises(SpecError, match="arguments"):
+        build({**RECIPE, "arguments": arguments}, source="instep.train")
 
 
 def test_a_job_cannot_be_changed():

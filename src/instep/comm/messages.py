@@ -38,7 +38,8 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The master takes a process in: the job, and where the run lives."""
 
-    job: dict[str, Any]
+    job: str
+    """The job file as run, TOML."""
     run: str
     started: float
     """Unix seconds at which the user's command began."""

@@ -23,7 +23,6 @@ SLOW = 1.5
 """A worker this many times slower than the middle one is called slow."""
 QUIET_S, QUIET_STEPS = 5.0, 5.0
 """A worker without records for this long, in seconds and in steps, is called quiet."""
-DEFAULT_EPOCHS = 10
 
 _PARTS = ("load_s", "forward_s", "backward_s", "wait_s", "wire_s", "update_s", "save_s")
 _STEPS, _SAMPLES, _WORK, _WAIT, _WALL, _SUMS = range(6)
@@ -162,16 +161,14 @@ class Figures:
     @property
     def epochs(self) -> int | None:
         """Passes over the data that the job asks for; None where it counts steps."""
-        train = self.job.train
-        return None if train.steps else train.epochs or DEFAULT_EPOCHS
+        train, own_loop = self.job.train, self.ready and self.total is None
+        return None if train.steps or (own_loop and not train.epochs) else train.passes
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole job; None until a worker has said how many samples there are."""
-        if self.epochs is None or not self.ready:
-            return self.job.train.steps
-        samples = int(self.ready["samples"])
-        return math.ceil(samples / self.job.train.global_batch) * self.epochs
+        """Steps of the whole job; None until a worker has said so, or where nobody knows."""
+        last: int | None = self.ready.get("last_step", self.job.train.steps)
+        return last
 
     @property
     def eta_s(self) -> float | None:

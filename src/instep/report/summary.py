@@ -196,7 +196,7 @@ def _effort(summary: dict[str, Any]) -> str:
     ]
     if count > 1:
         agreeing = readable_share(time["wait"] + time["wire"], sum(time.values()))
-        words.append(f"{agreeing} of the time waiting or on the wire")
+        words.append(f"{agreeing} of the time to agree")
     if summary["wire_bytes"]:
         words.append(f"wire {readable_bytes(summary['wire_bytes'])}")
     return "   ".join(words)

@@ -38,6 +38,7 @@ _HINTS = (
         "out of memory",
         "Use more train.micro_batches with train.merge = 'never', or a smaller global_batch.",
     ),
+    ("No module named", "Install it in the environment that instep runs in."),
     (
         "Expected more than 1 value per channel",
         "A micro-batch of one sample reached a batch normalisation: use fewer "

@@ -204,6 +204,10 @@ def check_job(job: JobSpec) -> None:
             "`if __name__ == '__main__':`."
         )
     STRATEGIES.check(job.sync.name)
+    if job.sync.servers != 1:
+        raise SpecError(
+            f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."
+        )
     if job.sync.codec != "none":
         raise SpecError(
             f"sync.codec = {job.sync.codec!r}: this version sends tensors as they are. "
@@ -303,7 +307,8 @@ def failure(blame: Blame, folder: Path) -> InstepError:
     lines = [f"{who} failed{at}{doing}: {word.cause}"]
     if word.where:
         lines.append(f"  {word.where}: {word.line}")
-    lines.append(f"  everything else: {folder / 'logs' / log}")
+    if (folder / "logs" / log).exists():  # under torchrun, others keep the output
+        lines.append(f"  everything else: {folder / 'logs' / log}")
     error = WorkerError("\n".join(lines))
     error.exit_code = word.exit_code
     return error

@@ -52,7 +52,7 @@ class Ended:
     worker: int
     code: int
     step: int
-    """The last step it reported."""
+    """The step that it was computing, as far as is known; 0 before the first."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Finish:
     outcome: Literal["completed", "stopped", "failed", "interrupted"]
     rule: str
     step: int
+    """The last that is known to have been committed."""
     exit_code: int
 
 
@@ -311,7 +312,8 @@ def _finish(state: State) -> tuple[State, list[Action]]:
     rule = next((word.rule for word in state.done.values()), "")
     if state.blame is not None:
         word = state.blame.failed
-        finish = Finish("failed", word.kind, word.step, word.exit_code)
+        committed = max(word.step - 1, 0)  # it failed in the step after
+        finish = Finish("failed", word.kind, committed, word.exit_code)
     elif len(state.done) < state.workers:
         finish = Finish("interrupted", "interrupted", step, INTERRUPTED)
     elif rule == "interrupted":

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.events import LEDGER, STEPS, EventLog
@@ -61,7 +62,7 @@ class Master:
         started: float,
         about: Mapping[str, Any],
     ) -> None:
-        self._job, self._run, self._views, self._launcher = job, run, views, launcher
+        self._job, self._run, self._views, self._launcher = job, run, list(views), launcher
         self._started = started
         self._hub, self._token = switchboard.hub, switchboard.seat.token
         self._state = mind.State(workers=job.workers, since=time.monotonic())
@@ -107,8 +108,7 @@ class Master:
             self._think(mind.Interrupted(self._interrupts.pop(0)))
         self._watch_host()
         self._think(mind.Tick())
-        for view in self._views:
-            view.tick(time.monotonic())
+        self._show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
         self._log.close()
@@ -124,7 +124,8 @@ class Master:
             return
         self._names[peer] = (hello.role, hello.number)
         self._hub.send(
-            peer, m.Welcome(job=as_table(self._job), run=str(self._run), started=self._started)
+            peer,
+            m.Welcome(job=spec_file.dump(self._job), run=str(self._run), started=self._started),
         )
         if hello.role == "host":
             for number in range(self._job.workers):
@@ -156,9 +157,10 @@ class Master:
                 self._think(mind.Said(number, message))
             case m.Exited(number=worker, pid=pid, code=code):
                 self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-                self._think(mind.Ended(worker, code, self._last_step.get(worker, 0)))
+                self._think(mind.Ended(worker, code, self._in_flight(worker)))
             case _:
                 self._hub.drop(peer)
+                self._hung_up(peer)
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))
@@ -166,7 +168,10 @@ class Master:
             self._peers.pop(number, None)
             if self._launcher is None:  # nobody else tells us that it has ended
                 code = 0 if number in self._state.done else 1
-                self._think(mind.Ended(number, code, self._last_step.get(number, 0)))
+                self._think(mind.Ended(number, code, self._in_flight(number)))
+
+    def _in_flight(self, worker: int) -> int:
+        return self._last_step[worker] + 1 if worker in self._last_step else 0
 
     def _watch_host(self) -> None:
         code = self._launcher.ended() if self._launcher is not None else None
@@ -193,6 +198,7 @@ class Master:
                         self._hub.send(peer, m.KillAll())
                     elif self._launcher is None:
                         self._hub.drop(peer)  # it takes a lost master for the end
+                        self._hung_up(peer)
             case mind.Finish():
                 raise Outcome(action, self._state.blame)
 
@@ -202,13 +208,22 @@ class Master:
         done = np.frombuffer(ledger, LEDGER)
         if len(done):
             self._last_step[worker] = int(done["step"][-1])
-        for view in self._views:
-            view.records(done, np.frombuffer(steps, STEPS))
+        timed = np.frombuffer(steps, STEPS)
+        self._show(lambda view: view.records(done, timed))
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:
         event = self._log.emit(name, **fields)
-        for view in self._views:
-            view.event(event)
+        self._show(lambda view: view.event(event))
+
+    def _show(self, what: Callable[[View], None]) -> None:
+        """Tell every view; one that fails is let go, for a picture is not worth a run."""
+        for view in list(self._views):
+            try:
+                what(view)
+            except Exception as error:
+                self._views.remove(view)
+                text = f"a view of the run failed and was closed: {error!r}."
+                self._emit("warning", {"text": text})
 
 
 def _last_line(log: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Member:
         self._channel = Channel.connect(seat.address)
         self._channel.send(Hello(token=seat.token, role="worker", number=number, pid=os.getpid()))
         welcome = self._channel.wait_for(Welcome)
-        self.job = spec_file.build(welcome.job, source="the master")
+        self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
         self.started = welcome.started
         self.phases = dict(phases or {})

@@ -41,8 +41,16 @@ class OwnLoop:
     ) -> None:
         self._member, self.optimizer, self._scheduler = member, optimizer, scheduler
         self._loader, self.samples, self.job = loader, samples, member.job
-        self.step, self.stopped, self.doing = 0, False, "your loop"
+        self.step, self.doing = 0, "your loop"
+        self._rule: str | None = None  # why training stopped before the loop's own end
+        self._in_pass = False
+        if self.job.train.precision != "float32":
+            raise SpecError(
+                f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
+                "Leave the key out, and use torch.autocast around your forward pass."
+            )
         parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = parameters
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
@@ -61,9 +69,15 @@ class OwnLoop:
             parameters=sum(p.numel() for p in parameters),
             samples=samples,
             validation_samples=0,
+            last_step=None,
             loader=f"{loader.mode}: {loader.why}",
             phases=member.phases,
         )
+
+    @property
+    def in_flight(self) -> int:
+        """The step that is being computed."""
+        return self.step + 1
 
     def epoch(self) -> Iterator[Any]:
         """The batches of the next epoch, or of what is left of this one."""
@@ -73,7 +87,7 @@ class OwnLoop:
             part.samples for _, share in self._plan(last) for part in share.passes
         )
         for where, share in self._plan(last):
-            if self.stopped:
+            if self._rule is not None:
                 break
             self._where, self._share, self._pending = where, share, list(share.passes)
             if not share.passes:
@@ -93,6 +107,7 @@ class OwnLoop:
         part = self._pending[0]
         seed_everything(key(self.job.seed, OF_PASS, self.step + 1, part.number))
         self.replica.before_backward(self._weight(part), last=len(self._pending) == 1)
+        self._in_pass = True
         return batch
 
     def _weight(self, part: Pass) -> float:
@@ -100,13 +115,27 @@ class OwnLoop:
 
     def record(self, loss: float) -> None:
         """Count the loss of the present pass."""
-        if self._pending:
-            self._weighted_loss += self._weight(self._pending[0]) * loss
+        if not self._in_pass:
+            raise SpecError("record() was called after optimizer.step(): call it before.")
+        self._weighted_loss += self._weight(self._pending[0]) * loss
+
+    def validated(self, samples: int, metrics: dict[str, float]) -> None:
+        """Write down what a validation by the user gave, once."""
+        if self.replica.comm.rank == 0:
+            self._member.emit(
+                "validated",
+                step=self.step,
+                epoch=self._where.epoch,
+                metrics=metrics,
+                samples=samples,
+                seconds=0.0,
+            )
 
     def pass_done(self) -> None:
         """The user's `optimizer.step()`: the present pass is over, and maybe the step."""
-        if not self._pending:
+        if not self._in_pass:
             raise SpecError("optimizer.step() was called twice for one batch of the loader.")
+        self._in_pass = False
         self.replica.clock.lap(self._since, "forward")
         self.replica.after_pass(self._weight(self._pending.pop(0)))
         if not self._pending:
@@ -118,6 +147,8 @@ class OwnLoop:
         stop = self._member.stop_rule is not None
         loss, told = replica.agree(self._weighted_loss, stop=stop)
         since = time.perf_counter()
+        if self.job.train.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.job.train.clip_norm)
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -125,16 +156,19 @@ class OwnLoop:
         self.step, self._weighted_loss = self.step + 1, 0.0
         samples = share.stop - share.first
         replica.commit(self.step, self._where, (share.first, share.stop), samples, loss)
-        limit = self.job.train.stop_after_steps
-        self.stopped = told or self.step == limit
+        if told:
+            self._rule = "interrupted"
+        elif self.step == self.job.train.stop_after_steps:
+            self._rule = "stop_after_steps"
         if self._saver is not None:
-            self._saver.after_step(self.step, self._where, replica, last=self.stopped)
+            self._saver.after_step(self.step, self._where, replica, last=False)
 
     def finish(self) -> None:
         """Save, and leave together with the others."""
         if self._saver is not None:
+            self._saver.after_step(self.step, self._where, self.replica, last=True)
             self._saver.finish(self.step)
-        self._member.done(self.step, "interrupted" if self._member.stop_rule else "own loop")
+        self._member.done(self.step, self._rule or "own loop")
         self._loader.close()
         self.replica.close()
 

@@ -24,7 +24,7 @@ from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch, position
 from instep.run.buffers import Buffers
 from instep.run.forward import Forward
-from instep.spec import JobSpec
+from instep.spec import JobSpec, TrainSpec
 
 OF_PASS = 1
 """What a key is drawn for, beside the draws of the data layer: one forward pass."""
@@ -52,10 +52,19 @@ class Share(NamedTuple):
     """Positions [first, stop) of the epoch's order."""
 
 
+def parts_of(position: Position, train: TrainSpec) -> int:
+    """Micro-batches of the step at `position`.
+
+    A smaller last batch is cut into fewer, of about the same size: one of a
+    single sample would be too little for a layer that looks at its batch.
+    """
+    return -(-(position.stop - position.first) * train.micro_batches // train.global_batch)
+
+
 def share_of(
     position: Position, micro_batches: int, workers: int, rank: int, *, merge: bool
 ) -> Share:
-    """The passes of one worker in the step at `position`.
+    """The passes of one worker in the step at `position`, cut into `micro_batches`.
 
     Micro-batches without samples are left out; a worker may have no pass at all.
     """
@@ -80,7 +89,8 @@ def plan(
     """The global batch of each step from `first` to `last`, and this rank's share of it."""
     for step in range(first, last + 1):
         where = position(step, samples, job.train.global_batch)
-        yield where, share_of(where, job.train.micro_batches, comm.size, comm.rank, merge=merge)
+        parts = parts_of(where, job.train)
+        yield where, share_of(where, parts, comm.size, comm.rank, merge=merge)
 
 
 class Verdict(NamedTuple):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.errors import InstepError, RecipeError, near_miss
+from instep.run.blame import sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,27 @@ class Recipe:
     augment: Callable[[Any, torch.Generator], Any] | None = None
     """`augment(sample, generator)`: a training sample's random change, keyed by the sample."""
 
-    scheduler: Callable[[Optimizer], Any] | None = None
-    """From the optimizer to a learning-rate scheduler, advanced after every step."""
+    scheduler: Callable[..., Any] | None = None
+    """From `(optimizer)`, or `(optimizer, steps)` of the whole run, to a learning-rate
+    scheduler, advanced after every step."""
 
     parameters: Callable[[nn.Module], Any] | None = None
     """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
+
+    def __new__(cls, **given: Any) -> Recipe:
+        """Check the names of what is given.
+
+        Raises:
+            RecipeError: a Recipe has no part of that name, or a needed one is not there.
+        """
+        parts = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in parts:
+                raise RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
+        for name in ("model", "train", "optimizer"):
+            if name not in given:
+                raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _check_loss(self)
@@ -89,13 +106,14 @@ def a_or_an(value: Any) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    vowel = name[0].lower() in "aeiou" or (name[:2].isupper() and name[0] in "FHLMNRSX")
+    return f"{'an' if vowel else 'a'} {name}"
 
 
 def _check_loss(recipe: Recipe) -> None:
     if (recipe.loss is None) == (recipe.compute_loss is None):
-        given = "neither" if recipe.loss is None else "both"
-        raise RecipeError(f"a Recipe needs either loss or compute_loss; {given} was given.")
+        given = "neither was" if recipe.loss is None else "both were"
+        raise RecipeError(f"a Recipe needs either loss or compute_loss; {given} given.")
     for name in ("loss", "compute_loss"):
         given = getattr(recipe, name)
         if given is not None and not callable(given):
@@ -192,9 +210,11 @@ def load_module(path: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))  # so that a recipe can import what lies beside it
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules["instep_recipe"]
-        raise
+        if isinstance(error, InstepError) or not isinstance(error, Exception):
+            raise
+        raise RecipeError(f"{path} cannot be imported: {sentence(error)}") from error
     return module
 
 
@@ -238,8 +258,14 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
             )
 
 
-def build(recipe: Recipe, seed: int, device: torch.device) -> Built:
+def build(recipe: Recipe, seed: int, device: torch.device, steps: int) -> Built:
     """Make and check the model on `device`, its optimizer and its scheduler.
+
+    Args:
+        recipe: says how.
+        seed: of the job.
+        device: where the model will be.
+        steps: of the whole run, for a scheduler that wants to know.
 
     Raises:
         RecipeError: the model has nothing to train, or a part is of the wrong type.
@@ -264,8 +290,8 @@ def build(recipe: Recipe, seed: int, device: torch.device) -> Built:
             "but a torch.optim.Optimizer is wanted."
         )
     _check_optimizer(optimizer, parameters)
-    scheduler = _made("scheduler", recipe.scheduler, optimizer) if recipe.scheduler else None
-    if scheduler is not None and not hasattr(scheduler, "step"):
+    scheduler = _scheduler(recipe, optimizer, steps) if recipe.scheduler else None
+    if recipe.scheduler and not hasattr(scheduler, "step"):
         raise RecipeError(f"Recipe.scheduler() returned {a_or_an(scheduler)}, which has no step().")
     return Built(recipe, model, optimizer, scheduler, parameters)
 
@@ -293,9 +319,15 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def _made(name: str, factory: Callable[[Any], Any], given: Any) -> Any:
+def _scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> Any:
+    assert recipe.scheduler is not None
+    tells = "steps" in inspect.signature(recipe.scheduler).parameters
+    return _made("scheduler", recipe.scheduler, *((optimizer, steps) if tells else (optimizer,)))
+
+
+def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
     try:
-        return factory(given)
+        return factory(*given)
     except InstepError:
         raise
     except (TypeError, ValueError) as error:
@@ -314,8 +346,3 @@ def _check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
         raise RecipeError(
             "LBFGS evaluates the loss several times a step, which instep does not do."
         )
-
-
-def names() -> list[str]:
-    """The fields of a Recipe."""
-    return [f.name for f in fields(Recipe)]

@@ -16,7 +16,7 @@ from instep.data.order import Position
 from instep.errors import CheckpointError
 from instep.run.member import Member
 from instep.run.replica import Replica
-from instep.spec import as_table
+from instep.spec_file import dump
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
 
@@ -64,7 +64,7 @@ class Saver:
             "next_position": where.stop,
             "optimizer": skeleton,
             "scaler": self._scaler.state_dict(),
-            "job": as_table(self._member.job),
+            "job": dump(self._member.job),
         }
         tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
         if self._scheduler is not None:

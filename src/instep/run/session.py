@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from instep import spec_file
 from instep.data.loader import Loader
-from instep.errors import InstepError, PeerError, SpecError
+from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.run import blame, placement
 from instep.run.client import about, check_job, failure, finish, make_run_folder
 from instep.run.launch.base import Switchboard
@@ -34,6 +34,9 @@ from instep.run.quick_start import spare_dynamo
 from instep.run.recipe import Recipe, call, seed_everything
 from instep.run.training import Step, Training, check_device, choose_device
 from instep.spec import JobSpec
+
+Model = TypeVar("Model", bound=nn.Module)
+Moves = TypeVar("Moves", bound=Optimizer)
 
 
 def join(
@@ -188,7 +191,8 @@ class Session:
         """Of the finished run, on process 0."""
         self.device = choose_device(self.job, place.local_rank)
         threads = max(1, (os.cpu_count() or 1) // place.local_size)
-        torch.set_num_threads(self.job.train.threads or threads)
+        if self.job.train.threads or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(self.job.train.threads or threads)
         self._training: Training | None = None
         self._loop: OwnLoop | None = None
         self._closed = False
@@ -208,7 +212,8 @@ class Session:
             yield from self._training.steps()
             self._training.finish()
         except GeneratorExit:
-            raise  # the caller has had enough; the master is told by the hang-up
+            self._fail(WorkerError("the loop over session.steps() was left before its end."))
+            raise
         except BaseException as error:
             self._fail(error)
             raise
@@ -216,14 +221,14 @@ class Session:
 
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Model,
+        optimizer: Moves,
         dataset: Any,
         *,
         scheduler: Any = None,
         collate: Callable[[list[Any]], Any] | None = None,
         augment: Callable[[Any, torch.Generator], Any] | None = None,
-    ) -> tuple[nn.Module, Optimizer, OwnLoader]:
+    ) -> tuple[Model, Moves, OwnLoader]:
         """Make model, optimizer and dataset those of a run, for an ordinary loop.
 
         Each iteration of the loader is one step: this worker's share of the
@@ -267,9 +272,21 @@ class Session:
         return model, proxy, OwnLoader(self._loop)
 
     def record(self, loss: Tensor | float) -> None:
-        """Tell the mean loss of the present batch, for the table and the report."""
+        """Tell the mean loss of the present batch, for the table and the report.
+
+        Raises:
+            SpecError: `optimizer.step()` has been called for this batch already.
+        """
         assert self._loop is not None, "prepare() comes first"
-        self._loop.record(float(loss))
+        self._loop.record(float(loss.detach() if isinstance(loss, Tensor) else loss))
+
+    def validated(self, samples: int, **metrics: float) -> None:
+        """Tell what a validation of the whole gave, for the table, the report and the summary.
+
+        Every process calls it with the same values; `sum` helps to get them.
+        """
+        assert self._loop is not None, "prepare() comes first"
+        self._loop.validated(samples, metrics)
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the processes; every process calls it, and gets the same."""
@@ -308,7 +325,7 @@ class Session:
         self._closed = True
         at = self._training or self._loop
         try:
-            step, phase = (at.step, at.doing) if at else (0, "preparing")
+            step, phase = (at.in_flight, at.doing) if at else (0, "preparing")
             self._member.failed(blame.failed(error, step, phase))
         except PeerError:
             pass

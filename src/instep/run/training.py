@@ -23,15 +23,13 @@ from instep.errors import SpecError
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
-from instep.run.passes import OF_PASS, Share, Verdict, may_merge, plan, share_of
+from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, seed_everything
 from instep.run.replica import Replica, make_comm
 from instep.run.saving import Saver
 from instep.spec import JobSpec
 from instep.sync.base import make_strategy
-
-DEFAULT_EPOCHS = 10
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,10 @@ class Training:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
         check_device(self.job, device)
-        built = build(recipe, self.job.seed, device)
-        self._built = built
         self.samples = len(recipe.train)
+        self.last_step = length(self.job, self.samples)
+        built = build(recipe, self.job.seed, device, self.last_step)
+        self._built = built
         self._loader = self._make_loader(recipe.train, train=True)  # forks before threads exist
         self._validation = (
             self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
@@ -74,7 +73,6 @@ class Training:
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._clip = self.job.train.clip_norm
         self._scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
-        self.last_step = length(self.job, self.samples)
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._verdict = Verdict(False, "")
         self._replica: Replica | None = None
@@ -120,6 +118,11 @@ class Training:
         return self._replica
 
     @property
+    def in_flight(self) -> int:
+        """The step that is being computed; 0 before the first."""
+        return self.step
+
+    @property
     def doing(self) -> str:
         """What this worker is at, as precisely as it is known."""
         if self.phase == "forward":
@@ -138,7 +141,7 @@ class Training:
             return Verdict(True, "there is one micro-batch")
         self.phase = "trying a batch"
         whole = position(1, self.samples, train.global_batch)
-        parts = share_of(whole, train.micro_batches, 1, 0, merge=False).passes[:2]
+        parts = share_of(whole, parts_of(whole, train), 1, 0, merge=False).passes[:2]
         if len(parts) < 2:
             return Verdict(True, "no step has two micro-batches")
         slices = [part.samples for part in parts]
@@ -172,6 +175,7 @@ class Training:
             parameters=parameters,
             samples=self.samples,
             validation_samples=validation,
+            last_step=self.last_step,
             loader=f"{loader.mode}: {loader.why}",
             phases=member.phases,
         )
@@ -334,7 +338,7 @@ def length(job: JobSpec, samples: int) -> int:
     """Steps of a whole run."""
     if job.train.steps is not None:
         return job.train.steps
-    return (job.train.epochs or DEFAULT_EPOCHS) * steps_in_epoch(samples, job.train.global_batch)
+    return job.train.passes * steps_in_epoch(samples, job.train.global_batch)
 
 
 def choose_device(job: JobSpec, local_rank: int) -> torch.device:

@@ -30,10 +30,9 @@ def test_every_class_of_message_may_arrive():
     assert defined - {Message} == set(get_args(AnyMessage))
 
 
-def test_the_jobs_nested_tables_survive_in_a_welcome():
-    job = {"arguments": {"a": [1, 2.5, "x", True, None], "b": {"c": {}}}, "workers": 2}
-    welcome = messages.Welcome(job=job, run="somewhere", started=1.5)
-    assert decode(encode(welcome)).job == job
+def test_the_nested_fields_of_an_event_survive():
+    fields = {"phases": {"a": [1, 2.5, "x", True, None], "b": {"c": {}}}, "worker": 2}
+    assert decode(encode(messages.Emit(name="worker_ready", fields=fields))).fields == fields
 
 
 @pytest.mark.parametrize(

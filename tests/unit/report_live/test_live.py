@@ -59,7 +59,7 @@ def event(name, **fields):
     return {"time": 1e9, "event": name, **fields}
 
 
-def ready(worker, samples=640):
+def ready(worker, samples=640, last_step=30):
     return event(
         "worker_ready",
         worker=worker,
@@ -68,6 +68,7 @@ def ready(worker, samples=640):
         parameters=61_706,
         samples=samples,
         validation_samples=100,
+        last_step=last_step,
         loader="inline",
         phases={"import": 2.1, "recipe": 0.3},
     )
@@ -95,14 +96,18 @@ def text(figures, width=80, height=24):
 # What is known
 
 
-@pytest.mark.parametrize(
-    ("train", "total"),
-    [({"epochs": 3}, 3 * 16), ({}, 10 * 16), ({"steps": 2000}, 2000)],
-)
-def test_the_length_of_a_run_follows_from_the_job_and_the_number_of_samples(train, total):
-    figures = figures_of(**train)
-    figures.event(ready(0, samples=1000))
-    assert figures.total == total
+def test_the_length_of_a_run_is_what_its_workers_say():
+    figures = figures_of(epochs=3)
+    figures.event(ready(0, last_step=48))
+    assert (figures.total, figures.epochs) == (48, 3)
+
+
+def test_a_loop_of_the_users_own_has_no_known_length():
+    figures = figures_of()
+    figures.event(ready(0, last_step=None))
+    figures.records(*records(1, 2, [32, 32]))
+    assert (figures.total, figures.epochs, figures.eta_s) == (None, None, None)
+    assert text(figures)[1] == "epoch 1  step 1"
 
 
 def test_a_run_of_epochs_has_no_known_length_before_a_worker_is_ready():
@@ -165,7 +170,7 @@ def test_a_loss_that_is_not_a_number_is_shown_as_such_and_forgotten_when_it_pass
 
 def test_eta_counts_the_steps_left_their_time_and_the_validations():
     figures = figures_of(epochs=10)
-    figures.event(ready(0))
+    figures.event(ready(0, last_step=100))
     figures.records(*records(1, 11, [32, 32], step_s=0.1))
     assert figures.eta_s == pytest.approx(90 * 0.1)
     figures.event(validated(loss=0.1))  # half a second for these ten steps
@@ -186,7 +191,7 @@ def full_figures(workers=4):
     figures = figures_of(workers, clock, epochs=10)
     for worker in range(workers):
         figures.event(event("worker_joined", worker=worker, pid=1, seconds=1.0))
-        figures.event(ready(worker, samples=64_000))
+        figures.event(ready(worker, samples=64_000, last_step=10_000))
         traffic = {"sent_bytes": 30_900_000, "received_bytes": 123_456_789}
         figures.event(event("traffic", worker=worker, **traffic))
     work_s = [0.004] * (workers - 1) + [0.010]

@@ -1,4 +1,4 @@
-"""What a client does before any process starts: names the recipe, checks the job, makes a folder."""
+"""What a client does before a process starts: names the recipe, checks the job, makes a folder."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_a_run_folder_has_the_job_as_run_and_a_place_for_logs(tmp_path):
 def test_a_second_run_is_numbered_unless_its_name_was_asked_for(tmp_path):
     names = [make_run_folder(tmp_path, job(), named=False).name for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
-    with pytest.raises(RunError, match="already a run at .*mine.*--name"):
+    with pytest.raises(RunError, match=r"already a run at .*mine.*--name"):
         make_run_folder(tmp_path, job(), named=True)
 
 
@@ -64,6 +64,7 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
     ("changes", "error", "words"),
     [
         ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
+        ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
         ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
         ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
         ({"train": {"determinism": "bits"}}, SpecError, "not built yet"),
@@ -100,17 +101,29 @@ def blamed(worker, **changes):
     return Blame(worker, Failed(**{**words, **changes}))
 
 
-def test_a_failed_run_names_worker_step_phase_cause_line_and_log(tmp_path):
+@pytest.fixture
+def run_folder(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("worker-1.log", "host.log"):
+        (tmp_path / "logs" / name).touch()
+    return tmp_path
+
+
+def test_a_failed_run_names_worker_step_phase_cause_line_and_log(run_folder):
     blame = blamed(1, step=7, phase="loss", where="a.py:3 in f", line="return 1", exit_code=3)
-    error = failure(blame, tmp_path)
+    error = failure(blame, run_folder)
     assert str(error).splitlines() == [
         "worker 1 failed at step 7, in loss: ValueError: no",
         "  a.py:3 in f: return 1",
-        f"  everything else: {tmp_path / 'logs' / 'worker-1.log'}",
+        f"  everything else: {run_folder / 'logs' / 'worker-1.log'}",
     ]
     assert error.exit_code == 3
 
 
-def test_a_failed_launcher_is_named_as_such(tmp_path):
-    assert str(failure(blamed(-1), tmp_path)).startswith("the launcher failed: ValueError: no")
-    assert "host.log" in str(failure(blamed(-1), tmp_path))
+def test_a_failed_launcher_is_named_as_such(run_folder):
+    assert str(failure(blamed(-1), run_folder)).startswith("the launcher failed: ValueError: no")
+    assert "host.log" in str(failure(blamed(-1), run_folder))
+
+
+def test_a_log_that_somebody_else_keeps_is_not_promised(tmp_path):
+    assert str(failure(blamed(1), tmp_path)) == "worker 1 failed: ValueError: no"

@@ -9,7 +9,7 @@ from torch import nn
 from instep.comm.alone import AloneComm
 from instep.data.order import Position
 from instep.run.forward import Forward
-from instep.run.passes import may_merge, plan, share_of
+from instep.run.passes import may_merge, parts_of, plan, share_of
 from instep.run.recipe import Recipe
 from instep.spec import JobSpec, TrainSpec
 
@@ -157,3 +157,12 @@ def test_a_model_that_came_in_evaluation_mode_is_tried_as_it_will_be_trained(lay
     forward = Forward(recipe, model, CPU, "float32")
     assert not may_merge(forward, model, apart, [4, 3], (inputs, targets)).merge
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("samples", range(1, 65))
+def test_a_smaller_last_batch_is_cut_into_fewer_parts_of_about_the_same_size(samples):
+    train = TrainSpec(global_batch=64, micro_batches=8)
+    where = Position(0, 0, samples)
+    passes = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
+    assert sum(part.size for part in passes) == samples
+    assert all(min(samples, 4) <= part.size <= 8 for part in passes)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from instep.errors import RecipeError
-from instep.run.recipe import Recipe, build, call, load_function, names
+from instep.run.recipe import Recipe, build, call, load_function
 
 DATA = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
 CPU = torch.device("cpu")
+STEPS = 30
 
 
 def sgd(parameters):
@@ -34,7 +36,7 @@ class Stream(IterableDataset):
     ("changes", "words"),
     [
         ({"loss": None}, "either loss or compute_loss; neither was given"),
-        ({"compute_loss": lambda m, b: None}, "either loss or compute_loss; both was given"),
+        ({"compute_loss": lambda m, b: None}, "either loss or compute_loss; both were given"),
         ({"loss": "mse"}, "Recipe.loss is a str, but a function is wanted"),
         ({"loss": None, "compute_loss": 3}, "Recipe.compute_loss is an int"),
         (
@@ -89,12 +91,13 @@ def frozen():
         ({"optimizer": lambda p: sgd([nn.Parameter(torch.ones(1))])}, "none of the model's"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
         ({"scheduler": lambda o: 3}, "Recipe.scheduler() returned an int, which has no step()"),
-        ({"scheduler": torch.optim.lr_scheduler.StepLR}, "Recipe.scheduler() refused"),
+        ({"scheduler": lambda o: StepLR(o)}, "Recipe.scheduler() refused"),
+        ({"scheduler": lambda o: None}, "Recipe.scheduler() returned None"),
     ],
 )
 def test_a_part_that_gives_the_wrong_thing_is_refused(changes, words):
     with pytest.raises(RecipeError) as error:
-        build(recipe(**changes), 0, CPU)
+        build(recipe(**changes), 0, CPU, STEPS)
     assert words in str(error.value)
 
 
@@ -102,7 +105,7 @@ def test_what_is_built_holds_each_trained_parameter_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[1].weight = model[0].weight
     model[2].bias.requires_grad_(False)
-    built = build(recipe(model=model), 0, CPU)
+    built = build(recipe(model=model), 0, CPU, STEPS)
     expected = [model[0].weight, model[0].bias, model[1].bias, model[2].weight]
     assert list(map(id, built.parameters)) == list(map(id, expected))
     assert built.scheduler is None
@@ -110,13 +113,21 @@ def test_what_is_built_holds_each_trained_parameter_once():
 
 def test_parameter_groups_come_from_the_recipe():
     groups = lambda m: [{"params": [m.weight], "lr": 1.0}, {"params": [m.bias]}]  # noqa: E731
-    built = build(recipe(parameters=groups), 0, CPU)
+    built = build(recipe(parameters=groups), 0, CPU, STEPS)
     assert [group["lr"] for group in built.optimizer.param_groups] == [1.0, 0.1]
+
+
+def test_a_scheduler_may_ask_for_the_steps_of_the_whole_run():
+    built = build(recipe(scheduler=lambda o, steps: CosineAnnealingLR(o, steps)), 0, CPU, STEPS)
+    assert built.scheduler.T_max == STEPS
+    built = build(recipe(scheduler=lambda o, size=7: StepLR(o, size)), 0, CPU, STEPS)
+    assert built.scheduler.step_size == 7
 
 
 def test_a_model_made_by_a_function_is_the_same_for_the_same_seed():
     made = [
-        build(recipe(model=lambda: nn.Linear(2, 1)), seed, CPU).model.weight for seed in (3, 3, 4)
+        build(recipe(model=lambda: nn.Linear(2, 1)), seed, CPU, STEPS).model.weight
+        for seed in (3, 3, 4)
     ]
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
@@ -202,12 +213,16 @@ def test_a_missing_recipe_file_is_refused_with_the_near_miss(file):
         load_function(f"{file.parent / 'mien.py'}:train_it")
 
 
-def test_a_recipe_file_that_cannot_be_imported_raises_its_own_error_each_time(file):
+def test_a_recipe_file_that_cannot_be_imported_is_named_with_the_cause_each_time(file):
     file.write_text("1 / 0")
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(RecipeError) as error:
             load_function(f"{file}:train_it")
+        assert f"{file} cannot be imported: ZeroDivisionError" in str(error.value)
+        assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
-def test_the_fields_of_a_recipe_are_known_by_name():
-    assert {"model", "train", "loss", "optimizer"} <= set(names())
+def test_a_recipe_file_that_leaves_python_leaves_it(file):
+    file.write_text("raise SystemExit(3)")
+    with pytest.raises(SystemExit):
+        load_function(f"{file}:train_it")

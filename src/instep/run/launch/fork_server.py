@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,7 +47,7 @@ def main() -> None:
     _import_torch()
     phases["import torch"] = time.time() - began
     preloading = time.time()
-    recipe = Path(welcome.job["recipe"].rpartition(":")[0])
+    recipe = Path(tomllib.loads(welcome.job)["recipe"].rpartition(":")[0])
     if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
