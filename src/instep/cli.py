@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -23,9 +22,9 @@ from instep.errors import InstepError, SpecError, near_miss
 
 def run(args: argparse.Namespace) -> int:
     """Train a job on worker processes of this machine, from its file to a report."""
-    started = _process_start()
     from instep import spec_file
     from instep.run.client import run_job
+    from instep.run.processes import started_at
 
     overrides = list(args.set)
     if args.workers is not None:
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         job,
         Path(args.runs),
         named=args.name is not None,
-        started=started,
+        started=started_at(),
         json_output=args.json,
     )
     from instep.report.run_folder import RunFolder
@@ -197,13 +196,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_main() -> NoReturn:
     """The `instep` program."""
     sys.exit(main())
-
-
-def _process_start() -> float:
-    """Unix seconds at which this process began, as near as the system tells."""
-    import psutil
-
-    try:
-        return float(psutil.Process().create_time())
-    except psutil.Error:
-        return time.time()

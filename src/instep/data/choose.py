@@ -24,6 +24,9 @@ from instep.errors import DataError
 _CHEAP_S = 0.2e-3
 """A sample that takes less is not worth a trip between processes."""
 
+_QUICK_S = 0.3e-3
+"""A slice that takes less is not worth a thread: both want the interpreter, and one core."""
+
 _PROBE_S, _PROBE_SAMPLES = 0.025, 63
 _RACE_PARTS = 4
 _PROCESSES = 2
@@ -37,6 +40,8 @@ class Probe(NamedTuple):
 
     samples: int
     sample_s: float
+    slice_s: float
+    """All of the last slice, half of the samples."""
     busy: float
     """CPU time over wall time: 1 computes, 0 waits."""
     carried: bool
@@ -61,7 +66,7 @@ def choose(fetch: Fetch, processes: int | Literal["auto"]) -> Choice:
     if processes == "auto":
         return _choose_by_measuring(fetch, probe)
     if processes == 0:
-        return _here(fetch, "data.loaders = 0")
+        return _here(fetch, probe, "data.loaders = 0")
     return Choice("processes", f"data.loaders = {processes}", Pool(fetch, processes))
 
 
@@ -79,7 +84,7 @@ def look(fetch: Fetch) -> Probe:
     with keyed.kept() as before:
         batch = fetch(Slice(0, 0, 1))
         stop, now = 1, time.perf_counter()
-        sample_s = now - begin
+        sample_s = slice_s = now - begin
         while now - begin < _PROBE_S and stop < min(_PROBE_SAMPLES, fetch.samples):
             part = Slice(0, stop, min(2 * stop + 1, fetch.samples))
             started = now
@@ -88,10 +93,11 @@ def look(fetch: Fetch) -> Probe:
             except DataError:
                 break
             stop, now = part.stop, time.perf_counter()
-            sample_s = (now - started) / (part.stop - part.first)
+            slice_s = now - started
+            sample_s = slice_s / (part.stop - part.first)
         fetch.draws = not keyed.states().same(before)
     share = (time.process_time() - busy) / max(now - begin, 1e-9)
-    return Probe(stop, sample_s, min(share, 1.0), _carried(batch))
+    return Probe(stop, sample_s, slice_s, min(share, 1.0), _carried(batch))
 
 
 def _carried(batch: Any) -> bool:
@@ -105,22 +111,26 @@ def _carried(batch: Any) -> bool:
 def _choose_by_measuring(fetch: Fetch, probe: Probe) -> Choice:
     cost = f"a sample takes {probe.sample_s * 1e3:.2g} ms"
     if probe.sample_s < _CHEAP_S:
-        return _here(fetch, f"{cost}, less than {_CHEAP_S * 1e3:g} ms")
+        return _here(fetch, probe, f"{cost}, less than {_CHEAP_S * 1e3:g} ms")
     if not probe.carried:
-        return _here(fetch, f"{cost}; its type cannot come from another process")
+        return _here(fetch, probe, f"{cost}; its type cannot come from another process")
     if not hasattr(os, "fork"):
-        return _here(fetch, f"{cost}; this system cannot fork")
+        return _here(fetch, probe, f"{cost}; this system cannot fork")
     if probe.samples < _RACE_PARTS:
         return _choose_unraced(fetch, probe, cost)
     try:
         return _race(fetch, probe, cost)
     except DataError as error:
-        return _here(fetch, f"{cost}; processes were tried, but: {error}")
+        return _here(fetch, probe, f"{cost}; processes were tried, but: {error}")
 
 
-def _here(fetch: Fetch, why: str) -> Choice:
+def _here(fetch: Fetch, probe: Probe, why: str) -> Choice:
     if fetch.draws:
         text = "the dataset draws from global generators, which training shares"
+        return Choice("inline", f"{why}; {text}", None)
+    if probe.slice_s < _QUICK_S:
+        count = probe.samples // 2 + 1
+        text = f"{count} samples take {probe.slice_s * 1e3:.2g} ms, a thread would cost more"
         return Choice("inline", f"{why}; {text}", None)
     return Choice("ahead", why, None)
 
@@ -130,7 +140,7 @@ def _choose_unraced(fetch: Fetch, probe: Probe, cost: str) -> Choice:
     spare = _cores() - torch.get_num_threads()
     facts = f"{cost}, {probe.busy:.0%} of it computing, with {max(spare, 0)} cores to spare"
     if probe.busy > 0.5 and spare < 1:
-        return _here(fetch, facts)
+        return _here(fetch, probe, facts)
     return Choice("processes", facts, Pool(fetch, _PROCESSES))
 
 
@@ -165,7 +175,7 @@ def _race(fetch: Fetch, probe: Probe, cost: str) -> Choice:
     if there_s < _CLEARLY * here_s:
         return Choice("processes", facts, pool)
     pool.close()
-    return _here(fetch, facts)
+    return _here(fetch, probe, facts)
 
 
 class _Chores:

@@ -113,7 +113,11 @@ class Loader:
     def _reader(self) -> Reader:
         if self._pool:
             return self._pool
-        return Ahead(self._fetch) if self.mode == "ahead" else Inline(self._fetch.keeping)
+        return (
+            Ahead(self._fetch)
+            if self.mode == "ahead"
+            else Inline(self._fetch.keeping if self._fetch.draws else self._fetch)
+        )
 
 
 def _taken(reader: Reader, waiting: deque[Any]) -> Any:

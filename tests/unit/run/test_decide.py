@@ -146,7 +146,7 @@ def test_a_failure_kills_the_others_at_once_and_ends_the_run_when_they_are_gone(
     assert (state.phase, actions[-1]) == ("ending", KillAll())
     assert [fields["worker"] for fields in blamed(actions)] == [1]
     _, actions = after(*news, *everybody_ended(code=-9))
-    assert ends(actions) == [Finish("failed", "error", 4, 5)]
+    assert ends(actions) == [Finish("failed", "error", 3, 5)]
     assert len(blamed(actions)) == 1
 
 
@@ -190,7 +190,7 @@ def test_an_exit_that_is_seen_before_the_last_word_waits_for_it():
     news = [*everybody_joined(), Ended(1, 1, 3), 0.1, Said(1, failed()), Ended(0, -9, 3)]
     _, actions = after(*news)
     assert [f["cause"] for f in blamed(actions)] == ["ValueError: no"]
-    assert ends(actions) == [Finish("failed", "error", 4, 5)]
+    assert ends(actions) == [Finish("failed", "error", 3, 5)]
 
 
 def test_a_good_exit_that_is_seen_before_the_last_done_is_no_failure():
@@ -272,7 +272,7 @@ def test_a_failure_after_the_first_interrupt_is_a_failure():
         Said(0, failed()),
         *everybody_ended(code=-9),
     ]
-    assert ends(after(*news)[1]) == [Finish("failed", "error", 4, 5)]
+    assert ends(after(*news)[1]) == [Finish("failed", "error", 3, 5)]
 
 
 @pytest.mark.parametrize("joined", [[], everybody_joined()])
@@ -288,14 +288,14 @@ def test_a_host_that_is_lost_while_it_was_told_to_end_finishes_the_run():
     _, actions = after(*everybody_joined(), *everybody_done(), HostLost(0))
     assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
     _, actions = after(*everybody_joined(), Said(0, failed()), HostLost(-9))
-    assert ends(actions) == [Finish("failed", "error", 4, 5)]
+    assert ends(actions) == [Finish("failed", "error", 3, 5)]
 
 
 def test_processes_that_do_not_end_are_given_up_after_a_farewell():
     news = [*everybody_joined(), Said(0, failed()), Ended(0, 1, 4)]
     assert ends(after(*news, FAREWELL_S * 0.99)[1]) == []
     _, actions = after(*news, FAREWELL_S)
-    assert actions[-2:] == [KillAll(), Finish("failed", "error", 4, 5)]
+    assert actions[-2:] == [KillAll(), Finish("failed", "error", 3, 5)]
 
 
 def test_a_tick_with_nothing_to_wait_for_does_nothing():
