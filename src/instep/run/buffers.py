@@ -86,10 +86,6 @@ class Buffers:
         module._buffers[name] = live
         self._versions[index] = live._version
 
-    def forget(self) -> None:
-        """Drop what passes proposed since the last commit."""
-        self._proposed.clear()
-
     def marks(self) -> list[float]:
         """[buffers]: 1 for each that this rank's passes moved, to be summed over the ranks."""
         return [1.0 if index in self._proposed else 0.0 for index in range(len(self._live))]

@@ -77,6 +77,7 @@ class Training:
         self._verdict = Verdict(False, "")
         self._replica: Replica | None = None
         self._warned: set[str] = set()
+        self._epoch_loss, self._epoch_samples = 0.0, 0
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -184,32 +185,17 @@ class Training:
 
     def steps(self) -> Iterator[Step]:
         """Train; yields after each commit. Stops at the end, or where all were told to."""
-        train, comm = self.job.train, self.replica.comm
         first = self.step + 1
         loads = self._loader.load(
             part.samples for _, share in self._plan(first) for part in share.passes
         )
         self._built.model.train()
-        epoch_loss, epoch_samples = 0.0, 0
         for where, share in self._plan(first):
             self.step += 1
             loss, told = self._one_step(where, share, loads)
-            count = where.stop - where.first
-            epoch_loss, epoch_samples = epoch_loss + loss * count, epoch_samples + count
-            ends_epoch = where.stop == self.samples
-            last = told or self.step in (self.last_step, train.stop_after_steps)
-            if ends_epoch and comm.rank == 0:
-                mean = epoch_loss / epoch_samples
-                self.member.emit(
-                    "epoch_finished",
-                    epoch=where.epoch,
-                    step=self.step,
-                    loss=mean,
-                    samples=epoch_samples,
-                )
-            if ends_epoch:
-                epoch_loss, epoch_samples = 0.0, 0
-            metrics = self._validate(where) if self._is_time(ends_epoch, last) else None
+            self._tally(where, loss)
+            last = told or self.step in (self.last_step, self.job.train.stop_after_steps)
+            metrics = self._validate(where) if self._is_time(where, last) else None
             if self._saver is not None:
                 self._saver.after_step(self.step, where, self.replica, last=last)
             yield Step(self.step, where.epoch, loss, metrics)
@@ -217,6 +203,23 @@ class Training:
                 self._why(told)
                 break
         loads.close()
+
+    def _tally(self, where: Position, loss: float) -> None:
+        """Count a step towards its epoch's mean loss, and tell that at the epoch's end."""
+        count = where.stop - where.first
+        self._epoch_loss += loss * count
+        self._epoch_samples += count
+        if where.stop < self.samples:
+            return
+        if self.replica.comm.rank == 0:
+            self.member.emit(
+                "epoch_finished",
+                epoch=where.epoch,
+                step=self.step,
+                loss=self._epoch_loss / self._epoch_samples,
+                samples=self._epoch_samples,
+            )
+        self._epoch_loss, self._epoch_samples = 0.0, 0
 
     def _why(self, told: bool) -> None:
         if self.step == self.last_step:
@@ -290,9 +293,9 @@ class Training:
             self._warned.add(text)
             self.member.emit("warning", text=f"{text}.")
 
-    def _is_time(self, ends_epoch: bool, last: bool) -> bool:
+    def _is_time(self, where: Position, last: bool) -> bool:
         every = self.job.train.validate_every
-        return last or (self.step % every == 0 if every else ends_epoch)
+        return last or (self.step % every == 0 if every else where.stop == self.samples)
 
     def _validate(self, where: Position) -> dict[str, float] | None:
         if self._validation is None:

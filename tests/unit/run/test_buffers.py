@@ -146,17 +146,6 @@ def test_a_buffer_that_was_infinite_takes_its_first_finite_value():
     assert float(model.largest) == 2
 
 
-def test_forgetting_drops_what_was_proposed():
-    model = Counter()
-    buffers = Buffers(model)
-    model(torch.zeros(4, 2))
-    buffers.after_pass(1.0)
-    buffers.forget()
-    assert buffers.marks() == [0.0] * len(buffers)
-    committed(model, buffers)
-    assert model.mean.tolist() == [10, 10]
-
-
 def test_a_buffer_of_two_modules_is_counted_once():
     first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     second.running_mean = first.running_mean
