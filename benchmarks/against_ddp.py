@@ -1,11 +1,12 @@
 """Is instep as fast as plain PyTorch DDP, with the same model, data and threads?
 
-    python benchmarks/against_ddp.py [--model mlp|gpt|all] [--rounds 5] [--json FILE]
+    python benchmarks/against_ddp.py [--model mlp|gpt|all] [--windows 16] [--json FILE]
 
-Two workers on this machine, one thread each. The two programs take turns, so
-that a machine whose speed drifts is unfair to neither; the figure is the
-median over the rounds of the ratio of their samples per second, start-up and
-the first steps left out.
+Two workers on this machine, one thread each. A machine's speed drifts by more
+than the difference that is looked for, so both programs are alive at once and
+take turns: one is stopped (SIGSTOP) while the other trains for a few seconds.
+Each turn is compared with the other program's turns before and after it, by
+the steps that lie wholly inside; the figure is the median of these ratios.
 """
 
 import argparse
@@ -16,74 +17,141 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 
 from instep.events import STEPS, read_records
 
 HERE = Path(__file__).parent
+
+
+class Case(NamedTuple):
+    """What is trained, and how long a turn is."""
+
+    recipe: str
+    global_batch: int
+    turn_s: float
+
+
 CASES = {
-    # recipe, steps, warm-up, global batch
-    "mlp": ("recipes/mlp.py:recipe", 1500, 200, 128),
-    "gpt": ("recipes/gpt.py:recipe", 24, 4, 16),
+    "mlp": Case("recipes/mlp.py:recipe", 128, 2.0),
+    "gpt": Case("recipes/gpt.py:recipe", 16, 8.0),
 }
+ENDLESS = "1000000"
 
 
-def ddp(recipe: str, steps: int, warm_up: int, batch: int) -> float:
-    """Samples per second of the rival."""
-    out = subprocess.run(
-        [sys.executable, HERE / "ddp_rival.py", HERE / recipe, "--steps", str(steps),
-         "--warm-up", str(warm_up), "--global-batch", str(batch)],
-        check=True, capture_output=True, text=True,
+class Program:
+    """One of the two, started, and stopped until it is its turn."""
+
+    def __init__(self, command: list[str]) -> None:
+        silent = subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdout=silent, stderr=silent)
+        self.turns: list[tuple[float, float]] = []
+
+    def _everyone(self) -> list[psutil.Process]:
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def hold(self) -> None:
+        for process in self._everyone():
+            process.suspend()
+
+    def turn(self, seconds: float) -> None:
+        begin = time.time()
+        for process in self._everyone():
+            process.resume()
+        time.sleep(seconds)
+        self.hold()
+        self.turns.append((begin, time.time()))
+
+    def end(self) -> None:
+        everyone = self._everyone()
+        for process in everyone:
+            process.kill()
+        psutil.wait_procs(everyone)
+        self._process.wait()
+
+
+def ddp(case: Case, folder: Path) -> Program:
+    return Program(
+        [sys.executable, str(HERE / "ddp_rival.py"), str(HERE / case.recipe), "--steps", ENDLESS,
+         "--global-batch", str(case.global_batch), "--times", str(folder / "ddp.times")]
     )  # fmt: skip
-    return float(json.loads(out.stdout.splitlines()[-1])["samples_per_second"])
 
 
-def ours(recipe: str, steps: int, warm_up: int, batch: int) -> float:
-    """Samples per second of instep, with its records, events and files."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.toml"
-        job.write_text(f'recipe = "{HERE / recipe}"\nname = "bench"\nseed = 7\n')
-        subprocess.run(
-            [sys.executable, "-m", "instep", "run", job, "--runs", folder, "--workers", "2",
-             "--set", f"train.steps={steps}", "--set", f"train.global_batch={batch}",
-             "--set", "train.threads=1", "--set", "data.loaders=0"],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        records = read_records(Path(folder) / "bench" / "steps.bin", STEPS)
-    begins = np.sort(records["begin"][records["worker"] == 0])
-    return float((steps - warm_up - 1) * batch / (begins[-1] - begins[warm_up]))
+def ours(case: Case, folder: Path) -> Program:
+    job = folder / "job.toml"
+    job.write_text(f'recipe = "{HERE / case.recipe}"\nname = "bench"\nseed = 7\n')
+    settings = [f"train.steps={ENDLESS}", f"train.global_batch={case.global_batch}",
+                "train.threads=1"]  # fmt: skip
+    return Program(
+        [sys.executable, "-m", "instep", "run", str(job), "--runs", str(folder), "--workers", "2",
+         *(word for setting in settings for word in ("--set", setting))]
+    )  # fmt: skip
 
 
-def compare(name: str, rounds: int) -> dict[str, object]:
-    """One case, in turns."""
+def times_of(program: str, folder: Path) -> np.ndarray:
+    """Unix seconds at which each step of one worker began."""
+    if program == "ddp":
+        return np.fromfile(folder / "ddp.times", "<f8")
+    records = read_records(folder / "bench" / "steps.bin", STEPS)
+    return np.sort(records["begin"][records["worker"] == 0])
+
+
+def step_s(times: np.ndarray, turn: tuple[float, float]) -> float:
+    """Seconds of a step inside a turn; its first step may have begun in the turn before."""
+    inside = times[(times > turn[0]) & (times < turn[1])]
+    return float((inside[-1] - inside[0]) / (len(inside) - 1))
+
+
+def compare(name: str, windows: int) -> dict[str, object]:
     case = CASES[name]
-    pairs = []
-    for number in range(rounds):
-        order = (ours, ddp) if number % 2 else (ddp, ours)
-        rates = {program.__name__: program(*case) for program in order}
-        pairs.append((rates["ours"], rates["ddp"]))
-        print(
-            f"{name}  instep {rates['ours']:.1f}  ddp {rates['ddp']:.1f} samples/s  "
-            f"ratio {rates['ours'] / rates['ddp']:.3f}",
-            flush=True,
-        )
-    ratios = [a / b for a, b in pairs]
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        programs = {"ddp": ddp(case, folder), "instep": ours(case, folder)}
+        try:
+            time.sleep(25)  # both have started, and are past their first steps
+            for program in programs.values():
+                program.hold()
+            for _ in range(windows):
+                for program in programs.values():
+                    program.turn(case.turn_s)
+            programs["instep"].turn(1.0)  # records are sent a few times a second
+        finally:
+            for program in programs.values():
+                program.end()
+        speeds = {
+            p: [case.global_batch / step_s(times_of(p, folder), t) for t in program.turns[:windows]]
+            for p, program in programs.items()
+        }
+    ratios = [
+        speeds["instep"][i] / ((speeds["ddp"][i] + speeds["ddp"][i + 1]) / 2)
+        for i in range(windows - 1)
+    ]
     median = statistics.median(ratios)
-    print(f"{name}  median ratio {median:.3f}  (min {min(ratios):.3f}, max {max(ratios):.3f})")
-    return {"case": name, "median": median, "ratios": ratios, "samples_per_second": pairs}
+    low, high = np.quantile(ratios, [0.25, 0.75])
+    print(
+        f"{name}  instep {statistics.median(speeds['instep']):.1f}  "
+        f"ddp {statistics.median(speeds['ddp']):.1f} samples/s  "
+        f"ratio {median:.3f} (quartiles {low:.3f} to {high:.3f}, {len(ratios)} turns)",
+        flush=True,
+    )
+    return {"case": name, "ratio": median, "ratios": ratios, "samples_per_second": speeds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=[*CASES, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     names = list(CASES) if args.model == "all" else [args.model]
-    results = [compare(name, args.rounds) for name in names]
+    results = [compare(name, args.windows) for name in names]
     if args.json:
         where = {"date": str(datetime.date.today()), "torch": torch.__version__}
         where |= {"machine": platform.machine(), "python": platform.python_version()}
