@@ -191,6 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has stopped reading
         return 1
+    except OSError as error:
+        print(f"instep: the answer cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
 
 
 def run_main() -> NoReturn:

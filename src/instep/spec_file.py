@@ -42,13 +42,15 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
 def read_table(path: Path) -> dict[str, Any]:
     """The raw tables of a TOML file; SpecError if there is none or it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise SpecError(
             f"there is no job file {str(path)!r}. {near_miss(path.name, beside)}"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8 text: save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{path} is not valid TOML: {error}.") from None
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None

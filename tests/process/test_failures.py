@@ -101,6 +101,14 @@ def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Star
     assert program.process.returncode == 3
 
 
+def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> None:
+    program = failing(run, "uneven_data.py:recipe")
+    first = program.error.splitlines()[0]
+    assert "worker 1 failed, in joining: Recipe.train has" in first
+    assert program.process.returncode == 3
+
+
+
 def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:
     program = run("compiles.py:recipe", "train.epochs=1")
     assert program.end() == 0, program.stderr

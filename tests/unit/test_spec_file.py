@@ -166,7 +166,7 @@ def test_a_file_that_is_no_toml_is_refused_with_its_name_and_place(tmp_path, tex
 
 def test_a_file_that_is_not_text_a_folder_and_no_file_are_refused(tmp_path):
     (tmp_path / "job.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SpecError, match="is not valid TOML"):
+    with pytest.raises(SpecError, match="is not UTF-8 text"):
         load(tmp_path / "job.toml")
     with pytest.raises(SpecError, match="cannot be read"):
         load(tmp_path)

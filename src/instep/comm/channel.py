@@ -23,6 +23,9 @@ from instep.errors import PeerError
 LARGEST = 64 * 1024 * 1024
 """Bytes of the longest frame that is taken in."""
 
+LARGEST_OF_A_STRANGER = 4096
+"""The same, from a peer that has not shown the run's token yet."""
+
 Wanted = TypeVar("Wanted", bound=AnyMessage)
 
 _LENGTH = struct.Struct("!I")
@@ -38,8 +41,9 @@ class Address(NamedTuple):
 class _Frames:
     """Bytes in, messages out."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = LARGEST) -> None:
         self._bytes = bytearray()
+        self.largest = largest
 
     def feed(self, data: bytes) -> list[AnyMessage]:
         """Every message that `data` completes.
@@ -52,14 +56,14 @@ class _Frames:
         at = 0
         while len(self._bytes) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes, at)
-            if length > LARGEST:
-                raise PeerError(f"a frame of {length} bytes arrived; {LARGEST} is the most.")
+            if length > self.largest:
+                raise PeerError(f"a frame of {length} bytes arrived; {self.largest} is the most.")
             if len(self._bytes) - at - _LENGTH.size < length:
                 break
             frame = bytes(self._bytes[at + _LENGTH.size : at + _LENGTH.size + length])
             try:
                 found.append(decode(frame))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise PeerError(f"something that is no message arrived: {error}") from None
             at += _LENGTH.size + length
         del self._bytes[:at]
@@ -143,9 +147,9 @@ class Channel:
 class Peer:
     """The master's end of one connection: sends without ever waiting."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, largest: int) -> None:
         self.socket = connection
-        self.frames = _Frames()
+        self.frames = _Frames(largest)
         self.unsent = bytearray()
 
     def __repr__(self) -> str:
@@ -157,9 +161,11 @@ class Hub:
 
     Args:
         host: the address to listen on; loopback unless the job says otherwise.
+        largest: bytes of the longest frame of a peer, until its `frames.largest` is raised.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", *, largest: int = LARGEST_OF_A_STRANGER) -> None:
+        self._largest = largest
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -186,7 +192,7 @@ class Hub:
             return  # the caller hung up again before we answered
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
+        self._selector.register(connection, selectors.EVENT_READ, Peer(connection, self._largest))
 
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
         try:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
+from instep.errors import RecipeError
 
 _ROUNDING = 1e-9
 """Weights that miss 1 by less are whole; times an infinite old value, it would not be nothing."""
@@ -33,6 +34,15 @@ class Buffers:
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
+        ]
+        self._empty = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is None
+        ]
+        self._frozen = [
+            (name, p, p._version) for name, p in model.named_parameters() if not p.requires_grad
         ]
         unique = {id(buffer): (module, name, buffer) for module, name, buffer in owners}
         self._owners = [(module, name) for module, name, _ in unique.values()]
@@ -49,16 +59,38 @@ class Buffers:
     @torch.no_grad()
     def after_pass(self, weight: float) -> bool:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything."""
+        self._refuse()
         moved = self._moved()
         for index in moved:
             module, name = self._owners[index]
             now = module._buffers[name]
             assert now is not None
+            if now.shape != self._live[index].shape or now.is_complex():
+                raise RecipeError(
+                    f"the forward pass changed the buffer {name!r} of a {type(module).__name__} "
+                    f"from shape {list(self._live[index].shape)} to {list(now.shape)}: a buffer "
+                    "that a pass writes must keep its shape, and be real."
+                )
             sum_of_weights, total = self._proposed.get(index, (0.0, torch.zeros(())))
             total = total.to(now.device) + weight * now.to(torch.float64)
             self._proposed[index] = (sum_of_weights + weight, total)
             self._restore(index)
         return bool(moved)
+
+    def _refuse(self) -> None:
+        """Refuse what a pass may not do, as workers run different numbers of passes."""
+        for module, name in self._empty:
+            if module._buffers.get(name) is not None:
+                raise RecipeError(
+                    f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
+                    "which was None: run one batch through the model in the recipe."
+                )
+        for name, parameter, version in self._frozen:
+            if parameter._version != version:
+                raise RecipeError(
+                    f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
+                    "(register_buffer), so that workers can agree on it."
+                )
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""

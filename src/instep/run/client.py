@@ -291,9 +291,16 @@ def finish(folder: Path) -> dict[str, Any]:
 
     run = RunFolder(folder)
     summary = summarise(run)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    write_trace(run, folder / "trace.json")
-    write_report(run, folder / "report.html")
+    try:
+        text = json.dumps(summary, indent=2) + "\n"
+        (folder / "summary.json").write_text(text, encoding="utf-8")
+        write_report(run, folder / "report.html")
+        write_trace(run, folder / "trace.json")
+    except OSError as error:
+        raise RunError(
+            f"the run has ended, but its report cannot be written to {folder}: {error.strerror}. "
+            f"Make room, then: instep report {folder}"
+        ) from None
     return summary
 
 
@@ -324,7 +331,8 @@ def _signals(master: Master) -> Iterator[None]:
     previous = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            previous[number] = signal.signal(number, ask)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
+                previous[number] = signal.signal(number, ask)
     except ValueError:
         pass  # not the main thread: whoever owns it decides
     try:

@@ -66,11 +66,11 @@ class Forward:
             assert self.recipe.loss is not None
             return checked(self.recipe.loss(outputs, target), "loss"), outputs, target
 
-    @torch.no_grad()
     def measure(self, batch: Any) -> dict[str, float]:
         """Loss and metrics of one batch, in the order of the recipe."""
-        loss, outputs, target = self._outputs(batch)
-        values = {"loss": float(loss)}
+        with torch.set_grad_enabled(self.recipe.compute_loss is not None):  # it may need some
+            loss, outputs, target = self._outputs(batch)
+        values = {"loss": float(loss.detach())}
         for name, metric in self.recipe.metrics.items():
             self.phase = f"metric {name}"
             values[name] = _number(metric(outputs, target), name)

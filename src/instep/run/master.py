@@ -19,7 +19,7 @@ import numpy as np
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.comm.channel import Peer
+from instep.comm.channel import LARGEST, Peer
 from instep.events import LEDGER, STEPS, EventLog
 from instep.report.live import View
 from instep.run import decide as mind
@@ -101,11 +101,16 @@ class Master:
             elif isinstance(message, m.Hello):
                 self._welcome(peer, message)
             elif peer in self._names:
-                self._hear(peer, message)
+                try:
+                    self._hear(peer, message)
+                except (AssertionError, TypeError, ValueError):  # it does not know the rules
+                    self._hub.drop(peer)
+                    self._hung_up(peer)
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
-            self._think(mind.Interrupted(self._interrupts.pop(0)))
+            step = max(self._last_step.values(), default=0)
+            self._think(mind.Interrupted(self._interrupts.pop(0), step))
         self._watch_host()
         self._think(mind.Tick())
         self._show(lambda view: view.tick(time.monotonic()))
@@ -118,10 +123,11 @@ class Master:
     # ---- what arrives
 
     def _welcome(self, peer: Peer, hello: m.Hello) -> None:
-        known = hmac.compare_digest(hello.token, self._token)
-        if not known or hello.version != m.VERSION or peer in self._names:
+        known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+        if not known or hello.version != m.VERSION or not self._may_come(peer, hello):
             self._hub.drop(peer)
             return
+        peer.frames.largest = LARGEST
         self._names[peer] = (hello.role, hello.number)
         self._hub.send(
             peer,
@@ -136,6 +142,12 @@ class Master:
         seconds = time.time() - self._started
         self._emit("worker_joined", {"worker": hello.number, "pid": hello.pid, "seconds": seconds})
         self._think(mind.Joined(hello.number))
+
+    def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
+        """Whether nobody sits there yet: one host, and one process for each worker's number."""
+        taken = peer in self._names or (hello.role, hello.number) in self._names.values()
+        known = hello.role == "host" or 0 <= hello.number < self._job.workers
+        return known and hello.role in ("host", "worker") and not taken
 
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
         _, number = self._names[peer]
@@ -203,12 +215,11 @@ class Master:
                 raise Outcome(action, self._state.blame)
 
     def _record(self, worker: int, ledger: bytes, steps: bytes) -> None:
+        done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
         self._ledger.write(ledger)
         self._steps.write(steps)
-        done = np.frombuffer(ledger, LEDGER)
         if len(done):
             self._last_step[worker] = int(done["step"][-1])
-        timed = np.frombuffer(steps, STEPS)
         self._show(lambda view: view.records(done, timed))
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:

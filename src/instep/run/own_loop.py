@@ -21,8 +21,8 @@ from instep.errors import SpecError
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
-from instep.run.recipe import seed_everything
-from instep.run.replica import Replica, make_comm
+from instep.run.recipe import check_optimizer, seed_everything
+from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver
 from instep.sync.base import make_strategy
 
@@ -49,11 +49,13 @@ class OwnLoop:
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
                 "Leave the key out, and use torch.autocast around your forward pass."
             )
+        check_optimizer(optimizer, model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._parameters = parameters
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
+        check_lengths(comm, device, train=samples)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
         self.replica = Replica(member, model, parameters, strategy, comm)
         self._saver = _saver(member, model, optimizer, scheduler) if comm.rank == 0 else None
@@ -95,6 +97,14 @@ class OwnLoop:
             while self._pending:
                 yield self._next(loads)
         loads.close()
+
+    def length(self) -> int:
+        """Batches that this worker has in a whole epoch."""
+        comm = self.replica.comm
+        steps = steps_in_epoch(self.samples, self.job.train.global_batch)
+        (_, whole), *_ = plan(self.job, self.samples, 1, 1, comm, merge=self._merge)
+        (_, last), *_ = plan(self.job, self.samples, steps, steps, comm, merge=self._merge)
+        return (steps - 1) * len(whole.passes) + len(last.passes)
 
     def _plan(self, last: int) -> Iterator[tuple[Position, Share]]:
         comm = self.replica.comm
@@ -165,6 +175,7 @@ class OwnLoop:
 
     def finish(self) -> None:
         """Save, and leave together with the others."""
+        self.replica.agree(0.0, stop=False, leaving=True)
         if self._saver is not None:
             self._saver.after_step(self.step, self._where, self.replica, last=True)
             self._saver.finish(self.step)
@@ -187,7 +198,7 @@ class OwnLoader:
         return self._loop.epoch()
 
     def __len__(self) -> int:
-        return steps_in_epoch(self._loop.samples, self._loop.job.train.global_batch)
+        return self._loop.length()
 
 
 class OwnOptimizer:

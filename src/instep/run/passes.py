@@ -117,9 +117,9 @@ def may_merge(
     """
     buffers = Buffers(model)
     before, on_cuda = states(), _draws()
-    with torch.no_grad(), _training(model):
-        losses = [float(forward.loss(batch)) for batch in apart]
-        whole = float(forward.loss(together))
+    with _training(model):  # with gradients, as a loss may be made of some
+        losses = [float(forward.loss(batch).detach()) for batch in apart]
+        whole = float(forward.loss(together).detach())
     moved = buffers.after_pass(1.0)
     drew = not (states().same(before) and all(map(torch.equal, _draws(), on_cuda)))
     if moved:

@@ -117,7 +117,13 @@ def host_address(place: Placement, network: str) -> str:
             f"the {place.size} processes are on several hosts, and traffic between them is not "
             "encrypted. If only trusted machines reach that network, say network='private'."
         )
-    return socket.gethostbyname(socket.gethostname())
+    address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
+        raise SpecError(
+            f"this host's name, {socket.gethostname()}, leads to {address}, which other hosts "
+            "cannot reach. Give the name its network address (in /etc/hosts, as a rule)."
+        )
+    return address
 
 
 def address_towards(host: str) -> str:

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -289,7 +289,7 @@ def build(recipe: Recipe, seed: int, device: torch.device, steps: int) -> Built:
             f"Recipe.optimizer() returned {a_or_an(optimizer)}, "
             "but a torch.optim.Optimizer is wanted."
         )
-    _check_optimizer(optimizer, parameters)
+    check_optimizer(optimizer, model)
     scheduler = _scheduler(recipe, optimizer, steps) if recipe.scheduler else None
     if recipe.scheduler and not hasattr(scheduler, "step"):
         raise RecipeError(f"Recipe.scheduler() returned {a_or_an(scheduler)}, which has no step().")
@@ -334,15 +334,28 @@ def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
         raise RecipeError(f"Recipe.{name}() refused what it was given: {error}.") from error
 
 
-def _check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    own = {id(p) for p in parameters}
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that moves what the workers would not agree on.
+
+    Raises:
+        RecipeError: it holds tensors that are not the model's parameters, or
+            needs the loss to be evaluated several times a step.
+    """
+    own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in own for p in held):
         raise RecipeError(
             "the optimizer holds none of the model's parameters. Build it from what it is given: "
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
-    if getattr(optimizer, "_needs_closure", False) or isinstance(optimizer, torch.optim.LBFGS):
+    strangers = [list(p.shape) for p in held if id(p) not in own]
+    if strangers:
+        raise RecipeError(
+            f"the optimizer holds {len(strangers)} tensors that are not the model's parameters "
+            f"(the first has shape {strangers[0]}): workers agree only on the model. Make them "
+            "part of it."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise RecipeError(
             "LBFGS evaluates the loss several times a step, which instep does not do."
         )

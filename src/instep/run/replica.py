@@ -19,10 +19,12 @@ from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
-from instep.errors import RecipeError
+from instep.errors import RecipeError, SpecError
 from instep.run.buffers import Buffers
 from instep.run.member import Member
 from instep.sync.base import Strategy
+
+_OWN = 3  # notes before those of each rank: loss, stop, leaving
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Replica:
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
         _check_equal(model, comm)
         self.buffers = Buffers(model)
-        self._notes = torch.zeros(2 + comm.size + len(self.buffers), dtype=torch.float64)
+        self._notes = torch.zeros(_OWN + comm.size + len(self.buffers), dtype=torch.float64)
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
         strategy.start(parameters, comm, notes=len(self._notes))
@@ -83,28 +85,41 @@ class Replica:
         """A pass is over; True if it moved buffers."""
         return self.buffers.after_pass(weight)
 
-    def agree(self, weighted_loss: float, *, stop: bool) -> tuple[float, bool]:
+    def agree(
+        self, weighted_loss: float, *, stop: bool, leaving: bool = False
+    ) -> tuple[float, bool]:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
         Args:
             weighted_loss: sum over this worker's passes of weight times mean loss.
             stop: whether this worker has been told to stop.
+            leaving: whether this worker has no further step; then all must have none.
 
         Returns:
             The mean loss over the global batch, and whether any worker has
             been told to stop: the same on every worker.
+
+        Raises:
+            SpecError: some workers leave and some have another step.
+            PeerError: another worker went away.
         """
         since, arrived = time.perf_counter(), time.time()
         notes, ranks = self._notes, self.comm.size
         notes.zero_()
-        notes[0], notes[1] = weighted_loss, float(stop)
-        notes[2 + self.comm.rank] = arrived - self._base
+        notes[0], notes[1], notes[2] = weighted_loss, float(stop), float(leaving)
+        notes[_OWN + self.comm.rank] = arrived - self._base
         if len(self.buffers):
-            notes[2 + ranks :] = torch.tensor(self.buffers.marks(), dtype=torch.float64)
+            notes[_OWN + ranks :] = torch.tensor(self.buffers.marks(), dtype=torch.float64)
         agreed = self.strategy.after_backward(notes).tolist()
-        self.buffers.commit(agreed[2 + ranks :], self.comm)
+        if 0 < agreed[2] < ranks:
+            raise SpecError(
+                "the processes' loops are not of the same length: "
+                f"{agreed[2]:.0f} of {ranks} left while the others had another step. "
+                "Leave the loop at the same step everywhere, or use train.stop_after_steps."
+            )
+        self.buffers.commit(agreed[_OWN + ranks :], self.comm)
         blocked = time.perf_counter() - since
-        latest = self._base + max(agreed[2 : 2 + ranks])
+        latest = self._base + max(agreed[_OWN : _OWN + ranks])
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
@@ -145,6 +160,23 @@ def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") 
     if len(form.members) == 1:
         return AloneComm()
     return TorchComm(member.store(), form.rank, len(form.members), device=device, address=address)
+
+
+def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
+    """Refuse datasets that are not the same in every worker, before the first step.
+
+    Raises:
+        RecipeError: a length differs from worker 0's.
+    """
+    own = torch.tensor(list(lengths.values()), dtype=torch.float64, device=device)
+    first = own.clone()
+    comm.broadcast(first)
+    for name, mine, theirs in zip(lengths, own.tolist(), first.tolist(), strict=True):
+        if mine != theirs:
+            raise RecipeError(
+                f"Recipe.{name} has {mine:.0f} samples on worker {comm.rank}, but {theirs:.0f} on "
+                "worker 0: the recipe must give the same datasets in every process."
+            )
 
 
 def _check_equal(model: nn.Module, comm: Comm) -> None:

@@ -42,6 +42,7 @@ class Saver:
     ) -> None:
         self._member, self._model, self._optimizer = member, model, optimizer
         self._scheduler, self._scaler = scheduler, scaler
+        model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
         self._writer = CheckpointWriter(
             member.run / "checkpoints", keep_last=member.job.checkpoint.keep_last

@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 
 from instep import spec_file
 from instep.data.loader import Loader
-from instep.errors import InstepError, PeerError, SpecError, WorkerError
+from instep.errors import InstepError, PeerError, RunError, SpecError, WorkerError
 from instep.run import blame, placement
 from instep.run.client import about, check_job, failure, finish, make_run_folder
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master, Outcome
 from instep.run.member import Member
 from instep.run.own_loop import OwnLoader, OwnLoop, OwnOptimizer
+from instep.run.processes import cores
 from instep.run.quick_start import spare_dynamo
 from instep.run.recipe import Recipe, call, seed_everything
 from instep.run.training import Step, Training, check_device, choose_device
@@ -77,9 +78,13 @@ def join(
     host = _Host(place, job, Path(runs), quiet) if place.rank == 0 else None
     meeting = placement.meeting_file(Path(runs), place)
     member = host.member() if host else _meet(meeting, place.rank)
-    seed_everything(job.seed)
-    made = call(recipe, job.arguments, job.seed) if callable(recipe) else recipe
-    return Session(member, place, made, host)
+    session = Session(member, place, host)
+    try:
+        session.begin(recipe)
+    except BaseException as error:
+        session.fail(error)
+        raise
+    return session
 
 
 def _job(
@@ -135,13 +140,19 @@ class _Host:
             about=about(job),
         )
         self._outcome: Outcome | None = None
+        self._broke: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="instep master", daemon=True)
         self._thread.start()
         if place.size > 1:
             placement.invite(self._meeting, self._switchboard.seat)
 
     def _serve(self) -> None:
-        self._outcome = self._master.serve()
+        try:
+            self._outcome = self._master.serve()
+        except BaseException as error:
+            self._broke = error
+        finally:
+            self._switchboard.close()  # whoever still waits for the master learns that it is gone
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
@@ -158,8 +169,9 @@ class _Host:
             InstepError: a worker failed.
         """
         self._thread.join()
-        self._switchboard.close()
         self.uninvite()
+        if self._broke is not None:
+            raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
         summary = finish(self.folder)
         assert self._outcome is not None
         if self._outcome.blame is not None:
@@ -180,22 +192,30 @@ class Session:
         self,
         member: Member,
         place: placement.Placement,
-        recipe: Recipe | None,
         host: _Host | None,
     ) -> None:
-        self._member, self._recipe, self._host = member, recipe, host
+        self._member, self._host, self._place = member, host, place
+        self._recipe: Recipe | None = None
         self.job = member.job
         self.rank, self.size = place.rank, place.size
         self.run = member.run
+        self.device = torch.device("cpu")
         self.summary: dict[str, Any] | None = None
         """Of the finished run, on process 0."""
-        self.device = choose_device(self.job, place.local_rank)
-        threads = max(1, (os.cpu_count() or 1) // place.local_size)
-        if self.job.train.threads or "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(self.job.train.threads or threads)
         self._training: Training | None = None
         self._loop: OwnLoop | None = None
         self._closed = False
+
+    def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
+        """Seed everything, take a device, and make the recipe; `join` calls it."""
+        seed_everything(self.job.seed)
+        self.device = choose_device(self.job, self._place.local_rank)
+        threads = max(1, cores() // self._place.local_size)
+        if self.job.train.threads or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(self.job.train.threads or threads)
+        self._recipe = (
+            call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
+        )
 
     def steps(self) -> Iterator[Step]:
         """Train the recipe; yields every committed step, and closes the session after the last.
@@ -212,10 +232,10 @@ class Session:
             yield from self._training.steps()
             self._training.finish()
         except GeneratorExit:
-            self._fail(WorkerError("the loop over session.steps() was left before its end."))
+            self.fail(WorkerError("the loop over session.steps() was left before its end."))
             raise
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         self._end()
 
@@ -236,7 +256,8 @@ class Session:
         the parameters and commits. With `train={"merge": "never"}` an
         iteration is one micro-batch, and the optimizer moves at the last one
         of a step; layers that see their batch (BatchNorm, dropout) then give
-        the same at any number of workers.
+        the same at any number of workers. Clip with `train={"clip_norm": 1.0}`:
+        gradients are agreed on inside `optimizer.step()`, not before it.
 
         Args:
             model: the same in every process; moved to `self.device`.
@@ -265,7 +286,7 @@ class Session:
                 self._member, model.to(self.device), optimizer, scheduler, loader, len(dataset)
             )
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         self._formed()
         proxy: Any = OwnOptimizer(self._loop)
@@ -305,8 +326,14 @@ class Session:
         if self._closed:
             return
         if self._loop is not None:
-            self._loop.finish()
+            try:
+                self._loop.finish()
+            except BaseException as error:
+                self.fail(error)
+                raise
             self._end()
+        elif self._training is None:
+            self.fail(WorkerError("the session was closed before it trained anything."))
         self._closed = True
         self._member.close()
 
@@ -316,7 +343,7 @@ class Session:
         if self._host is not None:
             self.summary = self._host.end()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Say why, so that the run ends for everyone, with this as its cause.
 
         Raises:
@@ -347,6 +374,6 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not self._closed:
-            self._fail(error)
+            self.fail(error)
         else:
             self.close()

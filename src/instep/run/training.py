@@ -26,7 +26,7 @@ from instep.run.member import Member
 from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, seed_everything
-from instep.run.replica import Replica, make_comm
+from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver
 from instep.spec import JobSpec
 from instep.sync.base import make_strategy
@@ -103,6 +103,7 @@ class Training:
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
         built = self._built
         self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
+        check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
         self._verdict = self._try_merging()
         self._saver = (
             Saver(self.member, built.model, built.optimizer, built.scheduler, self._scaler)
@@ -111,6 +112,10 @@ class Training:
         )
         self.member.phases["group"] = time.time() - began
         self._announce()
+
+    @property
+    def _validation_samples(self) -> int:
+        return len(self.recipe.validate) if self.recipe.validate is not None else 0
 
     @property
     def replica(self) -> Replica:
@@ -161,7 +166,6 @@ class Training:
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
         parameters = sum(p.numel() for p in self._built.parameters)
-        validation = len(self.recipe.validate) if self.recipe.validate is not None else 0
         member.emit(
             "passes_chosen",
             worker=member.number,
@@ -175,7 +179,7 @@ class Training:
             threads=torch.get_num_threads(),
             parameters=parameters,
             samples=self.samples,
-            validation_samples=validation,
+            validation_samples=self._validation_samples,
             last_step=self.last_step,
             loader=f"{loader.mode}: {loader.why}",
             phases=member.phases,
@@ -354,7 +358,8 @@ def choose_device(job: JobSpec, local_rank: int) -> torch.device:
     if wanted == "cuda" and local_rank >= count:
         raise SpecError(
             f"train.device = 'cuda' with {job.workers} workers, but this machine has {count} GPUs. "
-            "Use fewer workers, or train.device = 'cpu'."
+            + ("Use fewer workers, or train" if count else "Use train")
+            + ".device = 'cpu'."
         )
     if wanted == "cuda" or (wanted == "auto" and count >= job.workers):
         return torch.device("cuda", local_rank)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -14,6 +14,7 @@ from instep.errors import PeerError
 from instep.run import blame
 from instep.run.launch.base import Seat
 from instep.run.member import Member
+from instep.run.processes import cores
 from instep.run.recipe import call, load_function
 from instep.run.training import Training, choose_device
 
@@ -42,7 +43,8 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
             pass
         training.finish()
     except BaseException as error:
-        traceback.print_exc()  # to the log; the cause alone goes to the terminal
+        with suppress(OSError):  # a full disk must not hide the cause
+            traceback.print_exc()  # to the log, and first: once it has reported, it is killed
         _report(member, error, training)
         return 1
     finally:
@@ -54,7 +56,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     """From a membership to a training that has all it needs but the other workers."""
     job, lap = member.job, _Laps(member)
     lap("fork")
-    torch.set_num_threads(job.train.threads or max(1, (os.cpu_count() or 1) // job.workers))
+    torch.set_num_threads(job.train.threads or max(1, cores() // job.workers))
     device = choose_device(job, local_rank)
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")

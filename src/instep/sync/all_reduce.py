@@ -59,7 +59,6 @@ class AllReduce:
             for number, bucket in enumerate(self._buckets)
             for member, view in zip(bucket.members, bucket.views, strict=True)
         }
-        self._marks = torch.zeros(len(self._parameters), dtype=torch.float64)
         self._seen = [0.0] * len(self._parameters)
         self._begin_step()
         self._hooks = [

@@ -17,7 +17,7 @@ NONSENSE = 1000
 
 @pytest.fixture
 def hub():
-    hub = Hub()
+    hub = Hub(largest=LARGEST)
     yield hub
     hub.close()
     hub.close()
@@ -209,3 +209,13 @@ def test_dropping_a_peer_twice_and_sending_to_it_does_nothing(hub, channel):
     hub.send(peer, Release())
     with pytest.raises(PeerError):
         channel.receive()
+
+
+def test_a_stranger_may_send_little_and_nothing_deep_breaks_the_hub():
+    hub = Hub()
+    deep = b"\x91" * 3000 + b"\x90"
+    for data in (struct.pack("!I", 5000), struct.pack("!I", len(deep)) + deep):
+        with raw(hub) as stranger:
+            stranger.sendall(data)
+            assert [message for _, message in heard(hub, 1)] == [None]
+    hub.close()

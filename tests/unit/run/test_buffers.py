@@ -1,10 +1,12 @@
 """Buffers that passes move are agreed on, counted once a step, and restored in between."""
 
+import pytest
 import torch
 from torch import nn
 
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
+from instep.errors import RecipeError
 from instep.run.buffers import Buffers
 
 
@@ -171,3 +173,36 @@ def test_ranks_with_different_passes_and_with_none_hold_the_same_buffers():
     together = run_ranks(3, body)
     assert all(torch.equal(one, together[0]) for one in together)
     torch.testing.assert_close(together[0], alone)
+
+
+class Writer(nn.Module):
+    """Writes, in its forward pass, to whatever `write` says."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.target = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("late", None)
+        self.register_buffer("table", torch.ones(2))
+        self.write = write
+
+    def forward(self, x):
+        self.write(self)
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda m: m.target.mul_(2), "frozen.*'target'"),
+        (lambda m: setattr(m, "late", torch.ones(2)), "'late'.*was None"),
+        (lambda m: setattr(m, "table", torch.ones(4)), r"'table'.*\[2\] to \[4\]"),
+    ],
+)
+def test_what_workers_could_not_agree_on_is_refused(write, words):
+    model = Writer(write)
+    buffers = Buffers(model)
+    with torch.no_grad():
+        model(torch.ones(2))
+    with pytest.raises(RecipeError, match=words):
+        buffers.after_pass(1.0)

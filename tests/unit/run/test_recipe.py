@@ -226,3 +226,10 @@ def test_a_recipe_file_that_leaves_python_leaves_it(file):
     file.write_text("raise SystemExit(3)")
     with pytest.raises(SystemExit):
         load_function(f"{file}:train_it")
+
+
+def test_an_optimizer_of_tensors_outside_the_model_is_refused():
+    scale = nn.Parameter(torch.ones(3))
+    groups = lambda model: [*model.parameters(), scale]  # noqa: E731
+    with pytest.raises(RecipeError, match=r"1 tensors that are not the model's.*\[3\]"):
+        build(recipe(parameters=groups), 0, CPU, 10)

@@ -137,9 +137,11 @@ class Server:
 
             code = work(self._seat, order.number, {**self._phases, "forked": forked})
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)  # nothing of the server's is run down in its child
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)  # nothing of the server's is run down in its child
 
     def _reap(self) -> None:
         while self._wake_read in select.select([self._wake_read], [], [], 0)[0]:
