@@ -108,7 +108,6 @@ def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> N
     assert program.process.returncode == 3
 
 
-
 def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:
     program = run("compiles.py:recipe", "train.epochs=1")
     assert program.end() == 0, program.stderr
