@@ -68,8 +68,8 @@ class Interrupted:
     """Somebody wants the run to stop: once for the next commit, twice for now."""
 
     by: str
-    step: int = 1
-    """The last step that is known to have been committed; 0 before the first."""
+    ready: bool = True
+    """Whether every worker has said that its first step is about to begin."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _ended(state, worker, code, step, now)
         case HostLost(code, detail):
             return _host_lost(state, code, detail, now)
-        case Interrupted(by, step):
-            return _interrupted(state, by, step, now)
+        case Interrupted(by, ready):
+            return _interrupted(state, by, ready, now)
         case Tick():
             return _tick(state, now)
 
@@ -286,12 +286,12 @@ def _host_lost(state: State, code: int, detail: str, now: float) -> tuple[State,
     return _fail(state, Blame(-1, _failed("host", cause, 0)), now)
 
 
-def _interrupted(state: State, by: str, step: int, now: float) -> tuple[State, list[Action]]:
+def _interrupted(state: State, by: str, ready: bool, now: float) -> tuple[State, list[Action]]:
     state = replace(state, asked=state.asked + 1)
     log = Log("stop_requested", {"by": by, "rule": "interrupted"})
     if state.phase in ("ending", "releasing"):
         return state, []
-    if state.asked > 1 or state.phase == "gathering" or step == 0:  # nothing to save yet
+    if state.asked > 1 or state.phase == "gathering" or not ready:  # or nothing to save yet
         return _end(state, now, log)
     stops: list[Action] = [
         Send(worker, Stop(rule="interrupted")) for worker in sorted(state.joined)

@@ -71,6 +71,7 @@ class Master:
         self._store: dict[str, bytes] = {}
         self._waiting: dict[str, list[Peer]] = {}
         self._last_step: dict[int, int] = {}
+        self._ready: set[int] = set()
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
         self._ledger = (run / "ledger.bin").open("ab", buffering=0)
@@ -109,8 +110,8 @@ class Master:
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
-            step = max(self._last_step.values(), default=0)
-            self._think(mind.Interrupted(self._interrupts.pop(0), step))
+            ready = len(self._ready) == self._job.workers
+            self._think(mind.Interrupted(self._interrupts.pop(0), ready))
         self._watch_host()
         self._think(mind.Tick())
         self._show(lambda view: view.tick(time.monotonic()))
@@ -164,6 +165,7 @@ class Master:
             case m.Records(ledger=ledger, steps=steps):
                 self._record(number, ledger, steps)
             case m.Emit(name=name, fields=fields):
+                self._ready |= {number} if name == "worker_ready" else set()
                 self._emit(name, fields)
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))

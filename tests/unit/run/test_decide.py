@@ -376,3 +376,8 @@ class AnyStory(RuleBasedStateMachine):
 
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+
+
+def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
+    _, actions = after(*everybody_joined(), Interrupted("SIGINT", ready=False))
+    assert KillAll() in actions
