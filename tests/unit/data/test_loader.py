@@ -243,5 +243,6 @@ def test_only_a_few_slices_are_asked_for_ahead():
 
 def test_cheap_samples_stay_in_the_process():
     with closing(Loader(TENSORS, seed=1, shuffle=True)) as loader:
-        assert loader.mode == "ahead"
+        assert loader.mode in ("inline", "ahead")  # by the time that 32 samples took
+        assert loader.pids == []
         assert "less than 0.2 ms" in loader.why
