@@ -137,14 +137,15 @@ def _here(fetch: Fetch, probe: Probe, why: str) -> Choice:
 
 def _choose_unraced(fetch: Fetch, probe: Probe, cost: str) -> Choice:
     """Samples too slow to race in the time there is: waiting overlaps, computing needs a core."""
-    spare = _cores() - torch.get_num_threads()
+    spare = cores() - torch.get_num_threads()
     facts = f"{cost}, {probe.busy:.0%} of it computing, with {max(spare, 0)} cores to spare"
     if probe.busy > 0.5 and spare < 1:
         return _here(fetch, probe, facts)
     return Choice("processes", facts, Pool(fetch, _PROCESSES))
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

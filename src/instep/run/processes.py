@@ -42,13 +42,6 @@ def started_at() -> float:
     return time.time() - age_s
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def exit_code_of(status: int) -> int:
     """From `os.waitpid`: the exit code, negative for a signal."""
     return os.waitstatus_to_exitcode(status)

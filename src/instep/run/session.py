@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep import spec_file
+from instep.data.choose import cores
 from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, RunError, SpecError, WorkerError
 from instep.run import blame, placement
@@ -30,7 +31,6 @@ from instep.run.launch.base import Switchboard
 from instep.run.master import Master, Outcome
 from instep.run.member import Member
 from instep.run.own_loop import OwnLoader, OwnLoop, OwnOptimizer
-from instep.run.processes import cores
 from instep.run.quick_start import spare_dynamo
 from instep.run.recipe import Recipe, call, seed_everything
 from instep.run.training import Step, Training, check_device, choose_device

@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import torch
 
+from instep.data.choose import cores
 from instep.errors import PeerError
 from instep.run import blame
 from instep.run.launch.base import Seat
 from instep.run.member import Member
-from instep.run.processes import cores
 from instep.run.recipe import call, load_function
 from instep.run.training import Training, choose_device
 
