@@ -60,6 +60,8 @@ class Started:
             "HOME": str(self._home),
             _MARK: self._mark,
         }
+        # a shell that starts the tests in the background has them ignore Ctrl-C, which is inherited
+        ours = signal.signal(signal.SIGINT, signal.default_int_handler)
         with self._outputs[0].open("ab") as out, self._outputs[1].open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *map(str, command)],
@@ -70,6 +72,7 @@ class Started:
                 stderr=err,
                 start_new_session=True,
             )
+        signal.signal(signal.SIGINT, ours)
 
     # ---- what it said and wrote
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from contextlib import closing
 from itertools import chain
 
@@ -218,8 +219,16 @@ def loader_threads():
     return [t for t in threading.enumerate() if t.name.startswith("instep-loader")]
 
 
+class Waiting(Plain):
+    """Too slow to be read inside the step."""
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+
 def test_no_thread_outlives_the_generator_or_the_loader():
-    loader = Loader(Plain(), seed=1, shuffle=True, processes=0)
+    loader = Loader(Waiting(), seed=1, shuffle=True, processes=0)
     first, second = (loader.load(Slice(0, i, i + 1) for i in range(100)) for _ in range(2))
     next(first), next(second)
     assert len(loader_threads()) == 2
