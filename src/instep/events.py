@@ -49,9 +49,10 @@ STEPS = np.dtype(
         ("wire_s", "<f4"),  # from then until the agreed gradient was here
         ("update_s", "<f4"),  # clipping, optimizer, scheduler
         ("save_s", "<f4"),  # training held up by a checkpoint
+        ("gradient_norm", "<f4"),  # of the agreed gradient, before clipping; NaN if nobody asked
     ]
 )
-"""Where one worker's time went in one step, in the order it was spent."""
+"""Where one worker's time went in one step, in the order it was spent, and what came of it."""
 
 EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions",
@@ -62,10 +63,10 @@ EVENTS = {
     "passes_chosen": "worker, merged, reason",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
     "epoch_finished": "epoch, step, loss, samples",
-    "validated": "step, epoch, metrics (name to value), samples, seconds",
+    "validated": "step, epoch, metrics (name to value), samples, seconds, scheduled",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
     "model_saved": "step, path, parameters_sha256, size_bytes",
-    "stop_requested": "by, rule",
+    "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
     "process_ended": "worker, pid, code",
     "warning": "text",

@@ -22,6 +22,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
+from instep.units import seconds_in
+
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 
@@ -88,6 +90,80 @@ class TrainSpec(Section, frozen=True, kw_only=True):
                 f"micro_batches = {self.micro_batches} but global_batch = {self.global_batch}: "
                 "a micro-batch needs at least one sample. "
                 f"Set micro_batches to at most {self.global_batch}."
+            )
+
+
+class StopSpec(Section, frozen=True, kw_only=True):
+    """When to stop before the run's length is reached. A rule that is not set never fires."""
+
+    metric: str = "loss"
+    """What `target` and `patience` watch, of each validation: `loss`, or a metric of the recipe."""
+
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Which way the metric gets better; `auto` is `min` for `loss` and `max` for all others."""
+
+    target: float | None = None
+    """Stop at the validation in which the metric reaches this."""
+
+    patience: Natural = 0
+    """Stop after so many validations in a row without an improvement; 0 waits for ever."""
+
+    least_change: Annotated[float, Meta(ge=0)] = 0.0
+    """By how much the metric has to get better for `patience` to begin anew."""
+
+    non_finite: bool = False
+    """Stop at a loss, or a norm of the gradient, that is not finite; otherwise a warning is all."""
+
+    rise: Annotated[float, Meta(gt=1)] | None = None
+    """Stop when the mean loss of the last `window` steps is above so many times the lowest yet."""
+
+    window: Positive = 100
+    """Steps over which `rise` takes the mean."""
+
+    gradient_norm: Annotated[float, Meta(gt=0)] | None = None
+    """Stop when the global norm of the agreed gradient, before clipping, is below this."""
+
+    time_limit: str | Annotated[float, Meta(gt=0)] | None = None
+    """Stop when the whole run has taken so long: `"90s"`, `"30m"`, `"1h30m"`, or seconds."""
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """The time limit in seconds."""
+        return seconds_in(self.time_limit) if isinstance(self.time_limit, str) else self.time_limit
+
+    @property
+    def upwards(self) -> bool:
+        """Whether a larger value of the metric is a better one."""
+        return self.mode == "max" or (self.mode == "auto" and self.metric != "loss")
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether a rule looks at validations."""
+        return self.target is not None or self.patience > 0
+
+    @property
+    def by_step(self) -> bool:
+        """Whether a rule looks at every step."""
+        return self.by_norm or self.rise is not None
+
+    @property
+    def by_norm(self) -> bool:
+        """Whether a rule looks at the norm of the gradient."""
+        return self.non_finite or self.gradient_norm is not None
+
+    def __post_init__(self) -> None:
+        for name in ("target", "least_change", "rise", "gradient_norm", "time_limit"):
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} = {value}: needs to be a finite number.")
+        try:
+            positive = self.time_limit_s is None or self.time_limit_s > 0
+        except ValueError:
+            positive = False
+        if not positive:
+            raise ValueError(
+                f"time_limit = {self.time_limit!r}: needs a length of time above 0, "
+                "such as '90s', '30m' or '1h30m'."
             )
 
 
@@ -171,6 +247,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     """`private` says that only trusted machines can reach the network between the hosts."""
 
     train: TrainSpec = field(default_factory=TrainSpec)
+    stop: StopSpec = field(default_factory=StopSpec)
     sync: SyncSpec = field(default_factory=SyncSpec)
     mesh: MeshSpec = field(default_factory=MeshSpec)
     data: DataSpec = field(default_factory=DataSpec)

@@ -6,6 +6,8 @@ Everything inside instep carries plain SI numbers, and the unit in the name
 
 from __future__ import annotations
 
+import re
+
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -35,6 +37,23 @@ def readable_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+_SECONDS_IN = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_NUMBER = r"\d+(?:\.\d+)?"
+_TIME = re.compile(rf"(?:{_NUMBER}\s*[dhms]\s*)+|{_NUMBER}")
+
+
+def seconds_in(text: str) -> float:
+    """`'90s'` -> 90.0, `'1h30m'` -> 5400.0, `'90'` -> 90.0; days, hours, minutes, seconds.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    if not _TIME.fullmatch(text.strip()):
+        raise ValueError(f"{text!r} is no length of time")
+    parts = re.findall(rf"({_NUMBER})\s*([dhms]?)", text)
+    return sum(float(number) * _SECONDS_IN[unit or "s"] for number, unit in parts)
 
 
 def readable_count(count: float) -> str:

@@ -78,7 +78,7 @@ def test_records_are_read_back_without_a_torn_tail(tmp_path, dtype):
 
 def test_records_are_little_endian_and_packed_so_that_numpy_alone_reads_them():
     assert LEDGER.itemsize == 8 + 4 + 2 + 2 + 8 + 8
-    assert STEPS.itemsize == 8 + 4 + 4 + 8 + 8 + 7 * 4
+    assert STEPS.itemsize == 8 + 4 + 4 + 8 + 8 + 8 * 4
     for dtype in (LEDGER, STEPS):
         assert all(dtype[name].str.startswith("<") for name in dtype.names)
 

@@ -48,6 +48,18 @@ TRAIN = some(
     threads=NATURAL,
     device=st.sampled_from(["auto", "cpu", "cuda"]),
 )
+STOP = some(
+    metric=TEXT,
+    mode=st.sampled_from(["auto", "min", "max"]),
+    target=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9),
+    patience=NATURAL,
+    least_change=st.floats(0, 1e300),
+    non_finite=st.booleans(),
+    rise=st.floats(1.001, 1e300),
+    window=COUNT,
+    gradient_norm=st.floats(1e-300, 1e300),
+    time_limit=st.floats(1e-300, 1e300) | st.sampled_from(["90s", "1h 30m", "1.5d", "7"]),
+)
 JOBS = st.fixed_dictionaries(
     {"recipe": st.sampled_from(["a.py:f", "/x/é b.py:recipe", 'C:\\"quoted".py:_1'])},
     optional={
@@ -60,6 +72,7 @@ JOBS = st.fixed_dictionaries(
             st.builds(lambda t, n: {**t, "epochs": n}, TRAIN, COUNT),
             st.builds(lambda t, n: {**t, "steps": n}, TRAIN, COUNT),
         ),
+        "stop": STOP,
         "sync": some(name=TEXT, servers=COUNT, codec=TEXT, options=TABLES),
         "mesh": some(shard=COUNT, tensor=COUNT, stages=COUNT),
         "data": some(loaders=NATURAL | st.just("auto")),

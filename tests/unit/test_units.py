@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
+from instep.units import (
+    readable_bytes,
+    readable_count,
+    readable_seconds,
+    readable_share,
+    seconds_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +70,32 @@ def test_counts_have_their_thousands_marked():
 def test_a_share_of_nothing_is_a_dash():
     assert readable_share(1, 4) == "25 %"
     assert readable_share(1, 0) == "-"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("0.5", 0.5),
+        ("90s", 90),
+        (" 30m ", 1800),
+        ("1h30m", 5400),
+        ("1h 30m 5s", 5405),
+        ("1.5h", 5400),
+        ("2d", 172_800),
+    ],
+)
+def test_a_length_of_time_is_read_as_people_write_it(text, seconds):
+    assert seconds_in(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "h", "30 min", "-5s", "1:30", "1e3", "5ss", "s5"])
+def test_what_is_no_length_of_time_is_refused(text):
+    with pytest.raises(ValueError, match="is no length of time"):
+        seconds_in(text)
+
+
+@given(st.integers(10, 359_999))
+def test_a_time_that_was_made_readable_can_be_read_again(seconds):
+    shown = seconds_in(readable_seconds(seconds))
+    assert shown == seconds if seconds < 3600 else 0 <= seconds - shown < 60

@@ -129,6 +129,25 @@ class Failed(Message, frozen=True):
     exit_code: int
 
 
+class Figures(Message, frozen=True):
+    """From the worker of rank 0: what the rules of `[stop]` look at; `Verdict` answers."""
+
+    step: int
+    loss: float | None = None
+    """Of the step; None where only a validation is told of."""
+    gradient_norm: float | None = None
+    """None where it was not computed."""
+    metrics: dict[str, float] = {}
+    """Of a validation."""
+
+
+class Verdict(Message, frozen=True):
+    """The answer to `Figures`: the rule that fired, or an empty text to go on."""
+
+    step: int
+    rule: str
+
+
 class Stop(Message, frozen=True):
     """To a worker: stop at the next commit; every worker will at the same one."""
 
@@ -159,6 +178,8 @@ AnyMessage: TypeAlias = (
     | Emit
     | Records
     | Failed
+    | Figures
+    | Verdict
     | Stop
     | Done
     | Release

@@ -103,6 +103,17 @@ class RunFolder:
         return ending if ending.get("event") == "run_finished" else {}
 
     @property
+    def stop_requests(self) -> list[Event]:
+        """`stop_requested` events of the latest session."""
+        asked: list[Event] = []
+        for event in self.events:
+            if event["event"] == "run_started":
+                asked = []
+            elif event["event"] == "stop_requested":
+                asked.append(event)
+        return asked
+
+    @property
     def outcome(self) -> str:
         """`completed`, `stopped`, `failed`, `interrupted`; `unfinished` without a recorded end."""
         return str(self.ending.get("outcome") or "unfinished")

@@ -13,6 +13,7 @@ from instep.report.words import (
     printable,
     short_number,
     some_workers,
+    stop_words,
     whole_seconds,
 )
 from instep.units import readable_bytes, readable_count, readable_share
@@ -47,6 +48,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"warning: {event['text']}"
     if what == "worker_failed":
         return f"worker {event['worker']} failed at step {event['step']} ({event['phase']})"
+    if what == "stop_requested" and event["by"] == "master":
+        return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
     if what == "generation_started" and generations > 1:

@@ -32,7 +32,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     """How the run ended, in one sentence, with the cause if it failed; `name` goes before it."""
     opening = _WORDS.get(summary["outcome"], "Still running, or cut short")
     rule = f" by {summary['rule']}" if summary["rule"] and summary["outcome"] == "stopped" else ""
-    sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}."
+    why = f": {summary['rule_text']}" if summary["rule_text"] else ""
+    sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}{why}."
     if summary["steps"]:
         steps, samples = readable_count(summary["steps"]), readable_count(summary["samples"])
         sentence += f" {steps} steps, {samples} samples, {exactness_words(summary)}."

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.run_folder import PARTS, Records, RunFolder
+from instep.report.words import stop_words
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 
 _LAST_STEPS = 100  # a job that counts steps reports its loss over so many
@@ -32,6 +33,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "run": str(folder.path),
         "outcome": folder.outcome,
         "rule": folder.ending.get("rule"),
+        "rule_text": _rule_text(folder),
         "steps": folder.last_step,
         "epochs": _finished_epochs(folder),
         "samples": proof.used,
@@ -49,6 +51,16 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     }
     cleaned: dict[str, Any] = _finite(summary)
     return cleaned
+
+
+def _rule_text(folder: RunFolder) -> str | None:
+    """Why the run stopped where it did, as whoever asked for it said; None if it ran its length."""
+    rule = folder.ending.get("rule")
+    asked = [e for e in folder.stop_requests if e["rule"] == rule and e.get("why")]
+    if not asked:
+        return None
+    by_clock = rule in ("time_limit", "interrupted")  # then the step became known only later
+    return stop_words({**asked[0], "step": folder.last_step} if by_clock else asked[0])
 
 
 def time_split(folder: RunFolder, worker: int) -> dict[str, float]:
@@ -119,7 +131,8 @@ def _finite(value: Any) -> Any:
 def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     """The lines that a run ends with on a terminal; the last ones are the next commands."""
     figures = [_quality(summary), _effort(summary)]
-    lines = [_ending(summary), *_causes(folder), *(line for line in figures if line)]
+    why = [f"rule    {summary['rule_text']}"] if summary["rule_text"] else []
+    lines = [_ending(summary), *why, *_causes(folder), *(line for line in figures if line)]
     model = folder.path / "model.safetensors"
     if model.exists():
         sha256 = summary["parameters_sha256"]

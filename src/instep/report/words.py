@@ -34,6 +34,11 @@ def metrics_in_words(validated: dict[str, Any]) -> str:
     )
 
 
+def stop_words(asked: dict[str, Any]) -> str:
+    """`accuracy 0.973 reached the target 0.97, at step 120`, from a `stop_requested` event."""
+    return f"{asked['why']}, at step {readable_count(asked['step'])}"
+
+
 def printable(text: str) -> str:
     """One line without control characters, whatever a user's error text holds."""
     if text.isprintable():

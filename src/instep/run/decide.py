@@ -20,12 +20,17 @@ from typing import Any, Literal, TypeAlias
 
 from instep.comm.messages import AnyMessage, Done, Failed, Form, Release, Stop
 from instep.errors import INTERRUPTED, WorkerError
+from instep.run.stop_rules import Fired
+from instep.units import readable_seconds
 
 SECOND_THOUGHT_S = 1.0
 """How long a suspected consequence waits for its cause."""
 
 FAREWELL_S = 5.0
 """How long processes may take to end after they were told to."""
+
+TOLD = "told"
+"""What a worker gives as its rule that stopped because the master wanted it to."""
 
 # ---- news: what can happen
 
@@ -70,14 +75,19 @@ class Interrupted:
     by: str
     ready: bool = True
     """Whether every worker has said that its first step is about to begin."""
+    step: int = 0
+    """The last that is known to have been committed."""
 
 
 @dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
+    step: int = 0
+    """The last that is known to have been committed."""
 
-News: TypeAlias = Joined | Said | Ended | HostLost | Interrupted | Tick
+
+News: TypeAlias = Joined | Said | Ended | HostLost | Interrupted | Fired | Tick
 
 # ---- actions: what can be done
 
@@ -128,6 +138,17 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class TimeLimit:
+    """How long the whole run may take."""
+
+    limit_s: float
+    began: float
+    """When this session of the run began, on the clock of `decide`'s `now`."""
+    spent_s: float = 0.0
+    """What earlier sessions took."""
+
+
+@dataclass(frozen=True)
 class State:
     """All that the master knows of a run's members."""
 
@@ -140,7 +161,10 @@ class State:
     since: float = 0.0
     """When members began to be gathered for the next generation."""
     asked: int = 0
-    """How often a stop was asked for."""
+    """How often a stop was asked for from outside."""
+    stop: str = ""
+    """The rule that asked for a stop first; it stands, whatever asks after it."""
+    time_limit: TimeLimit | None = None
     suspect: Blame | None = None
     blame: Blame | None = None
     deadline: float | None = None
@@ -160,10 +184,12 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _ended(state, worker, code, step, now)
         case HostLost(code, detail):
             return _host_lost(state, code, detail, now)
-        case Interrupted(by, ready):
-            return _interrupted(state, by, ready, now)
-        case Tick():
-            return _tick(state, now)
+        case Interrupted():
+            return _interrupted(state, news, now)
+        case Fired():
+            return _fired(state, news)
+        case Tick(step):
+            return _tick(state, step, now)
 
 
 def _joined(state: State, now: float) -> tuple[State, list[Action]]:
@@ -286,20 +312,45 @@ def _host_lost(state: State, code: int, detail: str, now: float) -> tuple[State,
     return _fail(state, Blame(-1, _failed("host", cause, 0)), now)
 
 
-def _interrupted(state: State, by: str, ready: bool, now: float) -> tuple[State, list[Action]]:
+def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, list[Action]]:
     state = replace(state, asked=state.asked + 1)
-    log = Log("stop_requested", {"by": by, "rule": "interrupted"})
     if state.phase in ("ending", "releasing"):
         return state, []
-    if state.asked > 1 or state.phase == "gathering" or not ready:  # or nothing to save yet
+    fields = {"rule": "interrupted", "step": news.step, "why": f"{news.by} arrived"}
+    log = Log("stop_requested", {"by": news.by, **fields})
+    if state.asked > 1 or state.phase == "gathering" or not news.ready:  # or nothing to save yet
         return _end(state, now, log)
-    stops: list[Action] = [
-        Send(worker, Stop(rule="interrupted")) for worker in sorted(state.joined)
-    ]
-    return state, [log, *stops]
+    return replace(state, stop=state.stop or "interrupted"), [log, *_stops(state, "interrupted")]
 
 
-def _tick(state: State, now: float) -> tuple[State, list[Action]]:
+def _stops(state: State, rule: str) -> list[Action]:
+    return [Send(worker, Stop(rule=rule)) for worker in sorted(state.joined)]
+
+
+def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
+    """A rule wants a stop. Whoever told its figures hears of it from the shell."""
+    if state.phase != "training" or state.stop:
+        return state, []
+    fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
+    return replace(state, stop=fired.rule), [Log("stop_requested", fields)]
+
+
+def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action]]:
+    limit = state.time_limit
+    taken_s = limit.spent_s + now - limit.began if limit else 0.0
+    if limit is None or taken_s < limit.limit_s:
+        return state, []
+    taken, most = readable_seconds(taken_s), readable_seconds(limit.limit_s)
+    after, log = _fired(
+        state, Fired("time_limit", step, f"the run had taken {taken}, and its limit is {most}")
+    )
+    return after, [*log, *(_stops(state, "time_limit") if log else [])]
+
+
+def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
+    state, stops = _watch_time(state, step, now)
+    if stops:
+        return state, stops
     if state.deadline is None or now < state.deadline:
         return state, []
     if state.phase in ("releasing", "ending"):
@@ -312,14 +363,13 @@ def _tick(state: State, now: float) -> tuple[State, list[Action]]:
 def _finish(state: State) -> tuple[State, list[Action]]:
     step = max((word.step for word in state.done.values()), default=0)
     rule = next((word.rule for word in state.done.values()), "")
+    rule = state.stop if rule == TOLD and state.stop else rule
     if state.blame is not None:
         word = state.blame.failed
         committed = max(word.step - 1, 0)  # it failed in the step after
         finish = Finish("failed", word.kind, committed, word.exit_code)
-    elif len(state.done) < state.workers:
+    elif len(state.done) < state.workers or rule in ("interrupted", TOLD):
         finish = Finish("interrupted", "interrupted", step, INTERRUPTED)
-    elif rule == "interrupted":
-        finish = Finish("interrupted", rule, step, INTERRUPTED)
     elif rule in ("epochs", "steps", "own loop"):
         finish = Finish("completed", rule, step, 0)
     else:

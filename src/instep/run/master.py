@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from instep.events import LEDGER, STEPS, EventLog
 from instep.report.live import View
 from instep.run import decide as mind
 from instep.run.launch.base import Launcher, Switchboard
+from instep.run.stop_rules import Rules
 from instep.spec import JobSpec, as_table
 
 TICK_S = 0.1
@@ -49,6 +50,8 @@ class Master:
         launcher: brings the workers up; None if somebody else does.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
+        heard: figures of earlier sessions of this run, for the rules of `[stop]`.
+        spent_s: seconds that those sessions took.
     """
 
     def __init__(
@@ -61,11 +64,17 @@ class Master:
         launcher: Launcher | None,
         started: float,
         about: Mapping[str, Any],
+        heard: Iterable[m.Figures] = (),
+        spent_s: float = 0.0,
     ) -> None:
         self._job, self._run, self._views, self._launcher = job, run, list(views), launcher
         self._started = started
         self._hub, self._token = switchboard.hub, switchboard.seat.token
-        self._state = mind.State(workers=job.workers, since=time.monotonic())
+        now, limit_s = time.monotonic(), job.stop.time_limit_s
+        limit = mind.TimeLimit(limit_s, now, spent_s) if limit_s else None
+        self._state = mind.State(workers=job.workers, since=now, time_limit=limit)
+        self._rules = Rules(job.stop)
+        self._rules.replay(heard)
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._store: dict[str, bytes] = {}
@@ -111,9 +120,9 @@ class Master:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
             ready = len(self._ready) == self._job.workers
-            self._think(mind.Interrupted(self._interrupts.pop(0), ready))
+            self._think(mind.Interrupted(self._interrupts.pop(0), ready, self._committed))
         self._watch_host()
-        self._think(mind.Tick())
+        self._think(mind.Tick(self._committed))
         self._show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
@@ -167,6 +176,8 @@ class Master:
             case m.Emit(name=name, fields=fields):
                 self._ready |= {number} if name == "worker_ready" else set()
                 self._emit(name, fields)
+            case m.Figures():
+                self._judge(peer, message)
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
             case m.Exited(number=worker, pid=pid, code=code):
@@ -175,6 +186,17 @@ class Master:
             case _:
                 self._hub.drop(peer)
                 self._hung_up(peer)
+
+    def _judge(self, peer: Peer, figures: m.Figures) -> None:
+        """Let the rules decide on committed figures, and tell whoever sent them."""
+        fired = self._rules.hear(figures)
+        if fired is not None:
+            self._think(fired)
+        self._hub.send(peer, m.Verdict(step=figures.step, rule=fired.rule if fired else ""))
+
+    @property
+    def _committed(self) -> int:
+        return max(self._last_step.values(), default=0)
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))

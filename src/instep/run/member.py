@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import tomllib
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,19 @@ import numpy as np
 from instep import spec_file
 from instep.comm.channel import Channel
 from instep.comm.channel_store import ChannelStore
-from instep.comm.messages import Done, Emit, Failed, Form, Hello, Records, Release, Stop, Welcome
+from instep.comm.messages import (
+    Done,
+    Emit,
+    Failed,
+    Figures,
+    Form,
+    Hello,
+    Records,
+    Release,
+    Stop,
+    Verdict,
+    Welcome,
+)
 from instep.comm.metered import tcp_traffic
 from instep.events import LEDGER, STEPS
 from instep.run.launch.base import Seat
@@ -52,6 +65,7 @@ class Member:
         self.phases = dict(phases or {})
         self.form: Form | None = None
         self._stop: Stop | None = None
+        self._verdicts: deque[Verdict] = deque()
         self._ledger: list[tuple[Any, ...]] = []
         self._steps: list[tuple[Any, ...]] = []
         self._flushed = self._metered = time.monotonic()
@@ -72,7 +86,17 @@ class Member:
         while (message := self._channel.poll()) is not None:
             if isinstance(message, Stop):
                 self._stop = message
+            elif isinstance(message, Verdict):
+                self._verdicts.append(message)
         return self._stop.rule if self._stop else None
+
+    def tell(self, figures: Figures) -> None:
+        """Figures for the master to judge; `verdict` gives the answer."""
+        self._channel.send(figures)
+
+    def verdict(self) -> Verdict:
+        """The answer to the oldest figures that have had none; waits for it."""
+        return self._verdicts.popleft() if self._verdicts else self._channel.wait_for(Verdict)
 
     def emit(self, name: str, **fields: Any) -> None:
         """An event for the run's log, after whatever was recorded before it."""

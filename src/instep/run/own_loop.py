@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from instep.data.loader import Loader
 from instep.data.order import Position, key, steps_in_epoch
 from instep.errors import SpecError
+from instep.run.decide import TOLD
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
 from instep.run.recipe import check_optimizer, seed_everything
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver
+from instep.run.stopping import Stopping
 from instep.sync.base import make_strategy
 
 
@@ -59,6 +61,7 @@ class OwnLoop:
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
         self.replica = Replica(member, model, parameters, strategy, comm)
         self._saver = _saver(member, model, optimizer, scheduler) if comm.rank == 0 else None
+        self._stopping = Stopping(member, comm, device)
         self._merge = self.job.train.merge != "never"
         self._weighted_loss, self._where = 0.0, Position(0, 0, 0)
         self._pending: list[Pass] = []
@@ -129,8 +132,13 @@ class OwnLoop:
             raise SpecError("record() was called after optimizer.step(): call it before.")
         self._weighted_loss += self._weight(self._pending[0]) * loss
 
+    @property
+    def stopped(self) -> bool:
+        """Whether no further step will come, although the loop may not be at its end."""
+        return self._rule is not None
+
     def validated(self, samples: int, metrics: dict[str, float]) -> None:
-        """Write down what a validation by the user gave, once."""
+        """Write down what a validation by the user gave, once, and judge it."""
         if self.replica.comm.rank == 0:
             self._member.emit(
                 "validated",
@@ -139,7 +147,10 @@ class OwnLoop:
                 metrics=metrics,
                 samples=samples,
                 seconds=0.0,
+                scheduled=not self.stopped,
             )
+        if not self.stopped and self._stopping.after_validation(self.step, metrics):
+            self._rule = TOLD
 
     def pass_done(self) -> None:
         """The user's `optimizer.step()`: the present pass is over, and maybe the step."""
@@ -154,30 +165,35 @@ class OwnLoop:
     def commit(self) -> None:
         """Agree, move the parameters, and let the step count."""
         replica, share = self.replica, self._share
-        stop = self._member.stop_rule is not None
-        loss, told = replica.agree(self._weighted_loss, stop=stop)
+        loss, told = replica.agree(self._weighted_loss, stop=self._stopping.told())
         since = time.perf_counter()
-        if self.job.train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self.job.train.clip_norm)
+        norm = self._stopping.clip(self._parameters, self.job.train.clip_norm)
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
         replica.clock.lap(since, "update")
         self.step, self._weighted_loss = self.step + 1, 0.0
         samples = share.stop - share.first
-        replica.commit(self.step, self._where, (share.first, share.stop), samples, loss)
+        replica.commit(self.step, self._where, (share.first, share.stop), samples, loss, norm)
         if told:
-            self._rule = "interrupted"
+            self._rule = TOLD
         elif self.step == self.job.train.stop_after_steps:
             self._rule = "stop_after_steps"
-        if self._saver is not None:
-            self._saver.after_step(self.step, self._where, replica, last=False)
+        self._stopping.after_commit(self.step, loss, norm, last=self.stopped)
+        self._save(last=False)
+
+    def _save(self, *, last: bool) -> None:
+        if self._saver is not None and not self._stopping.spoilt:
+            self._saver.after_step(self.step, self._where, self.replica, last=last)
 
     def finish(self) -> None:
         """Save, and leave together with the others."""
-        self.replica.agree(0.0, stop=False, leaving=True)
+        # a rule may have fired at the very last step
+        _, told = self.replica.agree(0.0, stop=self._stopping.verdict(), leaving=True)
+        if told and not self.stopped:
+            self._rule = TOLD
+        self._save(last=True)
         if self._saver is not None:
-            self._saver.after_step(self.step, self._where, self.replica, last=True)
             self._saver.finish(self.step)
         self._member.done(self.step, self._rule or "own loop")
         self._loader.close()

@@ -8,6 +8,7 @@ Where the samples come from, and what the loss is, it does not know.
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from dataclasses import astuple, dataclass
@@ -126,7 +127,13 @@ class Replica:
         return agreed[0], agreed[1] > 0
 
     def commit(
-        self, step: int, position: Position, share: tuple[int, int], samples: int, loss: float
+        self,
+        step: int,
+        position: Position,
+        share: tuple[int, int],
+        samples: int,
+        loss: float,
+        gradient_norm: float | None = None,
     ) -> None:
         """The step counts. Parameters have moved; write down who did what, and how long it took.
 
@@ -136,6 +143,7 @@ class Replica:
             share: positions [first, stop) that this worker computed.
             samples: how many those are.
             loss: mean over the global batch.
+            gradient_norm: of the agreed gradient, if it was computed.
         """
         self.strategy.after_step(step)
         form = self.member.form
@@ -143,7 +151,7 @@ class Replica:
         number, c = self.member.number, self.clock
         self.member.record(
             (step, position.epoch, number, form.generation, *share),
-            (step, number, samples, loss, *astuple(c)),
+            (step, number, samples, loss, *astuple(c), _as_recorded(gradient_norm)),
         )
         self.clock = Clock(begin=time.time())
 
@@ -151,6 +159,12 @@ class Replica:
         """Let go of model and group."""
         self.strategy.stop()
         self.comm.close()
+
+
+def _as_recorded(norm: float | None) -> float:
+    if norm is None:
+        return math.nan
+    return norm if math.isfinite(norm) else math.inf
 
 
 def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") -> Comm:

@@ -309,6 +309,11 @@ class Session:
         assert self._loop is not None, "prepare() comes first"
         self._loop.validated(samples, metrics)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has been told to stop: the loader gives nothing more, leave the loop."""
+        return self._loop is not None and self._loop.stopped
+
     def sum(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the processes; every process calls it, and gets the same."""
         replica = self._training.replica if self._training else self._loop and self._loop.replica

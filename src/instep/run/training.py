@@ -3,7 +3,8 @@
 `Training.steps` is the loop: load, passes, agree, update, commit, once for
 each step of the job. Every worker runs it in lockstep; what must happen on
 all of them at the same step (stop, validate) follows from the step's number
-or from what was agreed in it, so that nobody waits for word from anybody.
+or from what was agreed in it. Only where a rule of `[stop]` looks at figures
+does worker 0 wait for word from the master (`stopping.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from instep.data.loader import Loader
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import SpecError
+from instep.run.decide import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
@@ -28,6 +29,7 @@ from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, seed_everything
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver
+from instep.run.stopping import Stopping, check_rules
 from instep.spec import JobSpec
 from instep.sync.base import make_strategy
 
@@ -62,6 +64,7 @@ class Training:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
         check_device(self.job, device)
+        check_rules(self.job.stop, recipe)
         self.samples = len(recipe.train)
         self.last_step = length(self.job, self.samples)
         built = build(recipe, self.job.seed, device, self.last_step)
@@ -78,6 +81,7 @@ class Training:
         self._replica: Replica | None = None
         self._warned: set[str] = set()
         self._epoch_loss, self._epoch_samples = 0.0, 0
+        self._norm: float | None = None  # of the last agreed gradient
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -104,6 +108,7 @@ class Training:
         built = self._built
         self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
         check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
+        self._stopping = Stopping(self.member, comm, self.device)
         self._verdict = self._try_merging()
         self._saver = (
             Saver(self.member, built.model, built.optimizer, built.scheduler, self._scaler)
@@ -199,8 +204,11 @@ class Training:
             loss, told = self._one_step(where, share, loads)
             self._tally(where, loss)
             last = told or self.step in (self.last_step, self.job.train.stop_after_steps)
-            metrics = self._validate(where) if self._is_time(where, last) else None
-            if self._saver is not None:
+            self._stopping.after_commit(self.step, loss, self._norm, last=last)
+            metrics = self._validate(where) if last or self._is_time(where) else None
+            if metrics is not None and not last:
+                last = told = self._stopping.after_validation(self.step, metrics)
+            if self._saver is not None and not self._stopping.spoilt:
                 self._saver.after_step(self.step, where, self.replica, last=last)
             yield Step(self.step, where.epoch, loss, metrics)
             if last:
@@ -228,7 +236,7 @@ class Training:
     def _why(self, told: bool) -> None:
         if self.step == self.last_step:
             return
-        self.rule = "interrupted" if told else "stop_after_steps"
+        self.rule = TOLD if told else "stop_after_steps"
 
     def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
         return plan(
@@ -263,14 +271,15 @@ class Training:
             replica.after_pass(weight)
             clock.lap(since, "backward")
         self.phase = "exchange"
-        stop = self.member.stop_rule is not None
+        stop = self._stopping.told()
         mean_loss, told = replica.agree(weighted_loss, stop=stop)
         since = time.perf_counter()
         self._update()
         clock.lap(since, "update")
         samples = share.stop - share.first
-        replica.commit(self.step, where, (share.first, share.stop), samples, mean_loss)
-        if not math.isfinite(mean_loss):
+        replica.commit(self.step, where, (share.first, share.stop), samples, mean_loss, self._norm)
+        stops = self.job.stop.non_finite and self.step != self.last_step
+        if not (math.isfinite(mean_loss) or stops):
             self._warn_of_loss(mean_loss)
         return mean_loss, told
 
@@ -278,9 +287,11 @@ class Training:
         """Move the parameters by the agreed gradient."""
         self.phase = "update"
         optimizer = self._built.optimizer
-        if self._clip is not None:
+        if self._clip is not None or self.job.stop.by_norm:
             self._scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self._built.parameters, self._clip)
+        self._norm = self._stopping.clip(self._built.parameters, self._clip)
+        if self._scaler.is_enabled() and not math.isfinite(self._norm or 0.0):
+            self._norm = None  # the scaler leaves such a step out, and lowers its scale
         self._scaler.step(optimizer)
         self._scaler.update()
         if self._built.scheduler is not None:
@@ -297,9 +308,9 @@ class Training:
             self._warned.add(text)
             self.member.emit("warning", text=f"{text}.")
 
-    def _is_time(self, where: Position, last: bool) -> bool:
+    def _is_time(self, where: Position) -> bool:
         every = self.job.train.validate_every
-        return last or (self.step % every == 0 if every else where.stop == self.samples)
+        return self.step % every == 0 if every else where.stop == self.samples
 
     def _validate(self, where: Position) -> dict[str, float] | None:
         if self._validation is None:
@@ -319,6 +330,7 @@ class Training:
                 metrics=metrics,
                 samples=count,
                 seconds=time.perf_counter() - begin,
+                scheduled=self._is_time(where),
             )
         return metrics
 

@@ -8,7 +8,14 @@ import pytest
 from instep.comm import messages
 from instep.comm.messages import AnyMessage, Message, decode, encode
 
-EXAMPLES = {str: "text é", int: 7, float: 0.5, bytes: b"\x00\xff", list[int]: [2, 0, 1]}
+EXAMPLES = {
+    str: "text é",
+    int: 7,
+    float: 0.5,
+    float | None: 0.25,
+    bytes: b"\x00\xff",
+    list[int]: [2, 0, 1],
+}
 
 
 def example(cls):

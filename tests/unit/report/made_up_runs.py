@@ -113,6 +113,7 @@ def make_steps(
     steps["wait_s"] = slack + 0.01 * step_s
     steps["wire_s"] = 0.08 * step_s
     steps["update_s"] = 0.05 * step_s
+    steps["gradient_norm"] = math.nan
     steps["save_s"] = np.where(ledger["step"] == 20, 0.04 * step_s, 0.0)
     return steps
 
@@ -121,6 +122,16 @@ def write_events(path: Path, events: list[dict[str, Any]]) -> None:
     """Write `events.jsonl` anew."""
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (path / "events.jsonl").write_text(lines, encoding="utf-8")
+
+
+def stopped_by(path: Path, rule: str, *, asked: str | None = None, **fields: Any) -> Path:
+    """A folder of a run that ended at step 21 by `rule`, after a stop was requested for `asked`."""
+    make_run(path, steps=21, outcome="stopped")
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    events[-1]["rule"] = rule
+    wish = _event(START_UP_S + 20 * 0.02, "stop_requested", rule=asked or rule, **fields)
+    write_events(path, [*events[:-1], wish, events[-1]])
+    return path
 
 
 def failure(at_s: float, step: int, cause: str = "target 10 is out of bounds") -> dict[str, Any]:

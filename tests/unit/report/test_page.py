@@ -3,7 +3,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from made_up_runs import BEGIN_S, failure, make_run, write_events
+from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events
 
 from instep.events import read_events
 from instep.report.markup import Html, embedded_json, tag
@@ -159,6 +159,13 @@ def test_a_failed_run_shows_its_cause_first(tmp_path):
     page = Page(page_of(make_run(tmp_path / "digits", steps=21, outcome="failed")))
     text = "\n".join(page.words)
     assert text.index("Failed after") < text.index("IndexError: target 10") < text.index("workers")
+
+
+def test_the_page_says_which_rule_stopped_a_run_with_the_figures_and_the_step(tmp_path):
+    why = "accuracy 0.98 reached the target 0.97"
+    page = page_of(stopped_by(tmp_path / "digits", "target", by="master", step=20, why=why))
+    text = " ".join(Page(page).words)
+    assert re.search(rf"Stopped early by target after [^:]*: {why}, at step 20\.", text)
 
 
 def test_a_page_stays_small_whatever_the_run(tmp_path):

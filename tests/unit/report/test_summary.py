@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from made_up_runs import make_run
+from made_up_runs import make_run, stopped_by
 
 from instep.events import LEDGER
 from instep.report.run_folder import PARTS, RunFolder
@@ -119,3 +119,31 @@ def test_the_verdict_of_a_run_without_steps_claims_nothing(tmp_path):
     first, last = verdict(summarise(folder), folder)
     assert first.endswith("no step was committed")
     assert last == f"next    instep report {folder.path}"
+
+
+REACHED = {"by": "master", "step": 20, "why": "accuracy 0.98 reached the target 0.97"}
+
+
+def test_a_run_that_a_rule_stopped_names_rule_figures_and_step(tmp_path):
+    folder = RunFolder(stopped_by(tmp_path / "run", "target", **REACHED))
+    summary = summarise(folder)
+    assert summary["rule"] == "target"
+    assert summary["rule_text"] == "accuracy 0.98 reached the target 0.97, at step 20"
+    lines = verdict(summary, folder)
+    assert lines[0].startswith("stopped (target) after ")
+    assert lines[1] == "rule    accuracy 0.98 reached the target 0.97, at step 20"
+
+
+@pytest.mark.parametrize("rule", ["time_limit", "interrupted"])
+def test_what_the_clock_or_a_person_asked_for_happened_at_the_step_that_was_the_last(
+    tmp_path, rule
+):
+    why = "the run had taken 30 s, and its limit is 30 s"
+    folder = RunFolder(stopped_by(tmp_path / "run", rule, by="master", step=20, why=why))
+    assert summarise(folder)["rule_text"] == f"{why}, at step 21"
+
+
+def test_a_rule_that_fired_too_late_to_be_the_end_is_not_given_as_the_reason(tmp_path):
+    folder = RunFolder(stopped_by(tmp_path / "run", "epochs", asked="target", **REACHED))
+    assert summarise(folder)["rule_text"] is None
+    assert summarise(RunFolder(make_run(tmp_path / "other")))["rule_text"] is None

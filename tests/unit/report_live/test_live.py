@@ -314,6 +314,8 @@ def test_a_log_tells_a_run_in_lines_that_can_be_searched():
     view.event(event("warning", text="slow disk"))
     view.event(failed(1, cause="the whole story"))
     view.event(event("stop_requested", by="Ctrl-C", rule=None))
+    why = "accuracy 0.98 reached the target 0.97"
+    view.event(event("stop_requested", by="master", rule="target", step=1200, why=why))
     view.close()
     assert stream.getvalue().splitlines() == [
         "digits   2 workers   all_reduce   batch 64",
@@ -326,6 +328,7 @@ def test_a_log_tells_a_run_in_lines_that_can_be_searched():
         "warning: slow disk",
         "worker 1 failed at step 7 (forward)",
         "stopping at the next commit, asked by Ctrl-C",
+        "stopping: accuracy 0.98 reached the target 0.97, at step 1,200",
     ]
 
 

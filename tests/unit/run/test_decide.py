@@ -12,6 +12,7 @@ from instep.errors import INTERRUPTED
 from instep.run.decide import (
     FAREWELL_S,
     SECOND_THOUGHT_S,
+    TOLD,
     Ended,
     Finish,
     HostLost,
@@ -23,8 +24,10 @@ from instep.run.decide import (
     Send,
     State,
     Tick,
+    TimeLimit,
     decide,
 )
+from instep.run.stop_rules import Fired
 
 
 def failed(kind="error", cause="ValueError: no", step=4, exit_code=5):
@@ -36,13 +39,13 @@ def failed(kind="error", cause="ValueError: no", step=4, exit_code=5):
 ECHO = failed("PeerError", "another worker went away in the middle of a collective.")
 
 
-def after(*news, workers=2):
+def after(*news, workers=2, time_limit=None):
     """State and actions after pieces of news; a number lets that many seconds pass."""
-    state, now, actions = State(workers=workers), 0.0, []
+    state, now, actions = State(workers=workers, time_limit=time_limit), 0.0, []
     for piece in news:
         if isinstance(piece, (int, float)):
             now += piece
-            piece = Tick()
+            piece = Tick(step=5)
         state, follows = decide(state, piece, now)
         actions += follows
     return state, actions
@@ -121,6 +124,7 @@ def test_when_all_are_done_all_are_released_and_the_run_is_over_when_they_have_e
         ("own loop", Finish("completed", "own loop", 9, 0)),
         ("stop_after_steps", Finish("stopped", "stop_after_steps", 9, 0)),
         ("interrupted", Finish("interrupted", "interrupted", 9, INTERRUPTED)),
+        (TOLD, Finish("interrupted", "interrupted", 9, INTERRUPTED)),
     ],
 )
 def test_the_rule_by_which_workers_stopped_decides_the_outcome(rule, finish):
@@ -227,10 +231,11 @@ def test_a_worker_that_a_signal_ended_is_named_at_once_with_the_signal(number, n
 
 
 def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_nobody():
-    state, actions = after(*everybody_joined(), Interrupted("SIGINT"))
+    state, actions = after(*everybody_joined(), Interrupted("SIGINT", step=7))
     assert state.phase == "training"
+    why = {"rule": "interrupted", "step": 7, "why": "SIGINT arrived"}
     assert actions[-3:] == [
-        Log("stop_requested", {"by": "SIGINT", "rule": "interrupted"}),
+        Log("stop_requested", {"by": "SIGINT", **why}),
         Send(0, Stop(rule="interrupted")),
         Send(1, Stop(rule="interrupted")),
     ]
@@ -243,6 +248,76 @@ def test_the_second_interrupt_kills_and_ends_as_interrupted():
     _, actions = after(*news, *everybody_ended(code=-9))
     assert ends(actions) == [Finish("interrupted", "interrupted", 0, INTERRUPTED)]
     assert blamed(actions) == []
+
+
+REACHED = Fired("target", 40, "accuracy 0.98 reached the target 0.97")
+
+
+def requests(actions):
+    return [a.fields for a in actions if isinstance(a, Log) and a.name == "stop_requested"]
+
+
+def stops(actions):
+    sends = [a for a in actions if isinstance(a, Send)]
+    return [(a.worker, a.message.rule) for a in sends if isinstance(a.message, Stop)]
+
+
+def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
+    news = [*everybody_joined(), REACHED]
+    state, actions = after(*news)
+    assert state.phase == "training"
+    why = "accuracy 0.98 reached the target 0.97"
+    assert requests(actions) == [{"by": "master", "rule": "target", "step": 40, "why": why}]
+    assert stops(actions) == []  # whoever told the figures passes the verdict on
+    _, actions = after(*news, *everybody_done(rule=TOLD, step=41), *everybody_ended())
+    assert ends(actions) == [Finish("stopped", "target", 41, 0)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "finish"),
+    [
+        ([REACHED, Interrupted("SIGINT")], Finish("stopped", "target", 9, 0)),
+        ([Interrupted("SIGINT"), REACHED], Finish("interrupted", "interrupted", 9, INTERRUPTED)),
+        ([REACHED, Fired("plateau", 41, "no")], Finish("stopped", "target", 9, 0)),
+    ],
+)
+def test_of_several_that_ask_for_a_stop_the_first_is_its_rule(asked, finish):
+    news = [*everybody_joined(), *asked, *everybody_done(rule=TOLD), *everybody_ended()]
+    assert ends(after(*news)[1]) == [finish]
+
+
+def test_a_rule_that_fires_when_the_run_ends_by_itself_changes_nothing():
+    news = [*everybody_joined(), REACHED, *everybody_done(), *everybody_ended()]
+    assert ends(after(*news)[1]) == [Finish("completed", "epochs", 9, 0)]
+    _, actions = after(*everybody_joined(), *everybody_done(), REACHED)
+    assert requests(actions) == []
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 30.0), (20.0, 10.0)])
+def test_when_the_time_is_up_over_all_sessions_every_worker_is_told_once(spent_s, left_s):
+    limit = TimeLimit(30.0, began=0.0, spent_s=spent_s)
+    news = [*everybody_joined(), left_s - 0.25]
+    assert requests(after(*news, time_limit=limit)[1]) == []
+    _, actions = after(*news, 0.5, 0.5, time_limit=limit)
+    why = "the run had taken 30 s, and its limit is 30 s"
+    assert requests(actions) == [{"by": "master", "rule": "time_limit", "step": 5, "why": why}]
+    assert stops(actions) == [(0, "time_limit"), (1, "time_limit")]
+    ending = [*everybody_done(rule=TOLD), *everybody_ended()]
+    _, actions = after(*news, 0.5, *ending, time_limit=limit)
+    assert ends(actions) == [Finish("stopped", "time_limit", 9, 0)]
+
+
+def test_a_time_limit_that_passes_before_the_group_is_there_waits_for_it():
+    limit = TimeLimit(3.0, began=0.0)
+    assert requests(after(Joined(0), 9.0, time_limit=limit)[1]) == []
+    _, actions = after(Joined(0), 9.0, Joined(1), 0.1, time_limit=limit)
+    assert stops(actions) == [(0, "time_limit"), (1, "time_limit")]
+
+
+def test_a_time_limit_does_not_hide_a_failure():
+    news = [*everybody_joined(), Said(0, ECHO), 9.0, 0.1]
+    _, actions = after(*news, time_limit=TimeLimit(3.0, began=0.0))
+    assert [fields["kind"] for fields in blamed(actions)] == ["PeerError"]
 
 
 @pytest.mark.parametrize("joined", [[], [Joined(1)]])
@@ -319,7 +394,7 @@ def test_deciding_leaves_the_state_it_was_given_as_it_was():
 
 WORKERS = 3
 NUMBER = st.integers(0, WORKERS - 1)
-RULE = st.sampled_from(["epochs", "steps", "own loop", "stop_after_steps", "interrupted"])
+RULE = st.sampled_from(["epochs", "steps", "own loop", "stop_after_steps", "interrupted", TOLD])
 
 
 class AnyStory(RuleBasedStateMachine):
@@ -327,7 +402,8 @@ class AnyStory(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.state, self.now, self.finishes = State(workers=WORKERS), 0.0, 0
+        limit = TimeLimit(4.0, began=0.0)
+        self.state, self.now, self.finishes = State(workers=WORKERS, time_limit=limit), 0.0, 0
 
     def hears(self, news):
         self.state, actions = decide(self.state, news, self.now)
@@ -356,6 +432,10 @@ class AnyStory(RuleBasedStateMachine):
     @rule(by=st.sampled_from(["SIGINT", "SIGTERM"]))
     def is_interrupted(self, by):
         self.hears(Interrupted(by))
+
+    @rule(step=st.integers(1, 5))
+    def reaches_a_target(self, step):
+        self.hears(Fired("target", step, "it was reached"))
 
     @rule(seconds=st.floats(0, 3))
     def waits(self, seconds):

@@ -1,0 +1,164 @@
+"""When a run has trained enough, or too badly to go on: the rules of `[stop]`, decided.
+
+`Rules.hear` is told the figures of each committed step and each validation,
+in order, and says which rule fires, if any. What it remembers follows from
+what it heard and from nothing else: no clock, socket or worker is in it. So
+the step at which a rule fires is the same at any number of workers, and after
+a restart it is brought up to date by hearing the run's own records again
+(`recorded`, `Rules.replay`). The time limit is the one rule that is not here:
+it needs a clock, and stands in `decide.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.comm.messages import Figures
+from instep.spec import StopSpec
+
+
+class Fired(NamedTuple):
+    """A rule that wants the run to stop."""
+
+    rule: str
+    """`target`, `plateau`, `diverged`, `gradient_norm` or `time_limit`."""
+    step: int
+    """Whose figures made it fire."""
+    why: str
+    """The figures, as a clause: `accuracy 0.973 reached the target 0.97`."""
+
+
+class Rules:
+    """What the rules of one job remember.
+
+    Args:
+        spec: which rules are set, and how.
+    """
+
+    def __init__(self, spec: StopSpec) -> None:
+        self._spec = spec
+        self._recent: deque[float] = deque(maxlen=spec.window)  # losses
+        self._total = 0.0  # of them
+        self._lowest: float | None = None  # mean over a whole window
+        self._best: tuple[float, int] | None = None  # value of the metric, and its step
+        self._waited = 0  # validations since
+
+    def hear(self, figures: Figures) -> Fired | None:
+        """Take in what a step or a validation gave; says which rule fires, the first if several."""
+        causes = []
+        if figures.loss is not None:
+            causes += [self._not_finite(figures), self._rise(figures.loss, figures.step)]
+            causes += [self._small_gradient(figures.gradient_norm)]
+        if (value := figures.metrics.get(self._spec.metric)) is not None:
+            causes += [self._target(value), self._plateau(value, figures.step)]
+        found = next((cause for cause in causes if cause is not None), None)
+        return Fired(found[0], figures.step, found[1]) if found else None
+
+    def replay(self, figures: Iterable[Figures]) -> Fired | None:
+        """Hear figures of earlier sessions again, in order; returns what the last of them gave."""
+        fired = None
+        for each in figures:
+            fired = self.hear(each)
+        return fired
+
+    # ---- of a step
+
+    def _not_finite(self, figures: Figures) -> tuple[str, str] | None:
+        loss, norm = figures.loss, figures.gradient_norm
+        if not self._spec.non_finite or loss is None:
+            return None
+        if not math.isfinite(loss):
+            return "diverged", f"the loss was {loss}"
+        if norm is not None and not math.isfinite(norm):
+            return "diverged", f"the norm of the gradient was {norm}"
+        return None
+
+    def _rise(self, loss: float, step: int) -> tuple[str, str] | None:
+        rise, window, recent = self._spec.rise, self._spec.window, self._recent
+        if rise is None:
+            return None
+        self._total += loss - (recent[0] if len(recent) == window else 0.0)
+        recent.append(loss)
+        if step % window == 0 or not math.isfinite(self._total):
+            self._total = sum(recent)  # the running sum drifts, and never forgets a NaN
+        mean, lowest = self._total / window, self._lowest
+        if len(recent) < window or math.isnan(mean):
+            return None
+        if math.isfinite(mean) and (lowest is None or mean < lowest):
+            self._lowest = mean
+        if lowest is None or not mean > lowest + (rise - 1) * abs(lowest):  # losses may be negative
+            return None
+        return "diverged", (
+            f"the mean loss of the last {window} steps was {mean:.6g}, "
+            f"above {rise:g} times the lowest yet, {lowest:.6g}"
+        )
+
+    def _small_gradient(self, norm: float | None) -> tuple[str, str] | None:
+        threshold = self._spec.gradient_norm
+        if threshold is None or norm is None or not norm < threshold:
+            return None
+        return "gradient_norm", f"the norm of the gradient was {norm:.6g}, below {threshold:g}"
+
+    # ---- of a validation
+
+    def _target(self, value: float) -> tuple[str, str] | None:
+        target, name = self._spec.target, self._spec.metric
+        if target is None or not (value >= target if self._spec.upwards else value <= target):
+            return None
+        return "target", f"{name} {value:.6g} reached the target {target:g}"
+
+    def _plateau(self, value: float, step: int) -> tuple[str, str] | None:
+        spec = self._spec
+        if not spec.patience:
+            return None
+        if self._improves(value):
+            self._best, self._waited = (value, step), 0
+            return None
+        self._waited += 1
+        if self._waited < spec.patience:
+            return None
+        least = f" by {spec.least_change:g}" if spec.least_change else ""
+        validations = f"{self._waited} validation{'s' if self._waited > 1 else ''}"
+        best = f"{self._best[0]:.6g} at step {self._best[1]} was the best, " if self._best else ""
+        return "plateau", (
+            f"{spec.metric} did not improve{least} in {validations}: {best}{value:.6g} is the last"
+        )
+
+    def _improves(self, value: float) -> bool:
+        if self._best is None:
+            return math.isfinite(value)
+        gain = value - self._best[0] if self._spec.upwards else self._best[0] - value
+        return gain > 0 and gain >= self._spec.least_change
+
+
+def recorded(
+    steps: np.ndarray[Any, Any], validations: Iterable[Mapping[str, Any]], until: int
+) -> list[Figures]:
+    """What a run's own files say that the rules heard, in the order in which they did.
+
+    Args:
+        steps: [records] of `events.STEPS`, in any order; where a step was
+            computed twice, the later one counts.
+        validations: `validated` events, oldest first; those that an end out
+            of turn caused do not count.
+        until: the last step to go to, that of the checkpoint which is taken up.
+
+    Returns:
+        One for each step, and after it one for the validation that followed it, if one did.
+    """
+    ordered = steps[np.lexsort((steps["begin"], steps["step"]))]
+    newest = np.append(ordered["step"][1:] != ordered["step"][:-1], True)[: len(ordered)]
+    found = {v["step"]: v["metrics"] for v in validations if v.get("scheduled", True)}
+    heard = []
+    for record in ordered[newest & (ordered["step"] <= until)]:
+        step, norm = int(record["step"]), float(record["gradient_norm"])
+        known = None if math.isnan(norm) else norm
+        heard.append(Figures(step=step, loss=float(record["loss"]), gradient_norm=known))
+        if step in found:
+            heard.append(Figures(step=step, metrics=found[step]))
+    return heard

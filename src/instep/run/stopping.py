@@ -1,0 +1,145 @@
+"""One worker's part in the rules of `[stop]`: it measures, asks the master, and passes on the word.
+
+The worker of rank 0 tells the master the figures of a step as soon as it is
+committed, and waits for the verdict only when the passes of the next step are
+done: the answer has had that time to come. The verdict then travels in the
+next commit, or, where a validation is over, by a broadcast, so that all
+workers stop at the same step. Without rules nothing is sent and nothing
+waits. What a rule is, this file does not know: see `stop_rules.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.comm.messages import Figures
+from instep.errors import SpecError, near_miss
+from instep.run.member import Member
+from instep.run.recipe import Recipe
+from instep.spec import StopSpec
+
+
+class Stopping:
+    """Asks for verdicts on behalf of all workers.
+
+    Args:
+        member: this worker's tie to the run.
+        comm: the workers of this generation.
+        device: where a tensor must be to be broadcast.
+    """
+
+    def __init__(self, member: Member, comm: Comm, device: torch.device) -> None:
+        self._member, self._comm, self._device = member, comm, device
+        self.spec = member.job.stop
+        self._asked = 0  # verdicts that are still to come
+        self._rule = ""
+        self.spoilt = False
+        """Whether the parameters are past saving: the last checkpoint is better than a new one."""
+
+    def told(self) -> bool:
+        """Whether this worker was told to stop; waits for the verdict on the step before.
+
+        Raises:
+            PeerError: the master is gone.
+        """
+        return self.verdict() or self._member.stop_rule is not None
+
+    def verdict(self) -> bool:
+        """Whether a rule has fired; waits for every verdict that was asked for."""
+        while self._asked:
+            rule = self._member.verdict().rule
+            self._asked -= 1
+            self._rule = self._rule or rule
+        self.spoilt = self.spoilt or self._rule == "diverged"
+        return bool(self._rule)
+
+    def after_commit(
+        self, step: int, loss: float, gradient_norm: float | None, *, last: bool
+    ) -> None:
+        """A step counts: tell the master its figures, unless it is the last one anyway.
+
+        Args:
+            step: its number.
+            loss: mean over the global batch.
+            gradient_norm: of the agreed gradient, None where it was not computed.
+            last: whether the run ends with this step.
+        """
+        finite = math.isfinite(loss) and math.isfinite(gradient_norm or 0.0)
+        self.spoilt = self.spoilt or (self.spec.non_finite and not finite)
+        if self.spec.by_step and not last:
+            self._tell(Figures(step=step, loss=loss, gradient_norm=gradient_norm))
+
+    def after_validation(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run ends at this step by what a validation gave; every worker calls it.
+
+        Args:
+            step: the last that was committed.
+            metrics: the same on every worker.
+
+        Returns:
+            The same on every worker.
+
+        Raises:
+            SpecError: the metric that the rules watch is not among them.
+            PeerError: the master or another worker is gone.
+        """
+        if not self.spec.by_metric:
+            return False
+        if self.spec.metric not in metrics:
+            raise SpecError(_no_metric(self.spec.metric, metrics))
+        self._tell(Figures(step=step, metrics=metrics))
+        ends = torch.tensor([float(self.verdict())], device=self._device)
+        self._comm.broadcast(ends)
+        return bool(ends.item())
+
+    def _tell(self, figures: Figures) -> None:
+        if self._comm.rank == 0:
+            self._member.tell(figures)
+            self._asked += 1
+
+    def clip(self, parameters: Sequence[nn.Parameter], longest: float | None) -> float | None:
+        """Scale the agreed gradient down to norm `longest`, if that is given.
+
+        Returns:
+            The global norm that it had before; None where nothing asks for it.
+        """
+        if longest is not None:
+            return float(nn.utils.clip_grad_norm_(parameters, longest))
+        return global_norm(parameters) if self.spec.by_norm else None
+
+
+def global_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The 2-norm of all gradients together; 0 where there are none."""
+    gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
+    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def check_rules(spec: StopSpec, recipe: Recipe) -> None:
+    """Refuse a rule on validations that this recipe does not give.
+
+    Raises:
+        SpecError: there is no validation set, or no such metric.
+    """
+    if not spec.by_metric:
+        return
+    key = f"target = {spec.target:g}" if spec.target is not None else f"patience = {spec.patience}"
+    if recipe.validate is None:
+        raise SpecError(
+            f"stop.{key} watches validations, but the recipe has no validation set. "
+            "Give Recipe(validate=...), or leave the key out."
+        )
+    if spec.metric not in (names := ["loss", *recipe.metrics]):
+        raise SpecError(_no_metric(spec.metric, names))
+
+
+def _no_metric(metric: str, names: Iterable[str]) -> str:
+    return f"stop.metric = {metric!r}: no validation gives that. {near_miss(metric, names)}"
