@@ -114,6 +114,15 @@ def fires(figures, **rules):
                 "the mean loss of the last 2 steps was 6, above 1.5 times the lowest yet, 2",
             ),
         ),
+        (
+            {"rise": 2, "window": 3},
+            step_figures([NAN, 1.0, 1.0, 1.0, 7.0]),
+            Fired(
+                "diverged",
+                5,
+                "the mean loss of the last 3 steps was 3, above 2 times the lowest yet, 1",
+            ),
+        ),
         ({"rise": 1.5, "window": 4}, step_figures([1.0, 9.0, 9.0]), None),
         ({"rise": 2, "window": 1}, step_figures([-4.0, -2.0, 0.0]), None),
         (

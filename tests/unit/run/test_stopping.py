@@ -21,15 +21,23 @@ from instep.run.master import Master
 from instep.run.member import Member
 from instep.run.recipe import Recipe
 from instep.run.stopping import Stopping, check_rules, global_norm
+from instep.run.training import Training
 from instep.spec import StopSpec
 
 CPU = torch.device("cpu")
 STEPS = 12
+PATIENCE_S = 20
 
 
 def job(workers=1, **rules):
     table = {"recipe": "a.py:recipe", "workers": workers, "stop": rules}
     return spec_file.build(table, source="a test")
+
+
+def impatient(member):
+    """A worker that would wait for ever fails the test instead."""
+    member._channel._socket.settimeout(PATIENCE_S)
+    return member
 
 
 class Run:
@@ -43,7 +51,7 @@ class Run:
         self._master = Master(
             self.job, folder, switchboard, views=[], launcher=None, started=time.time(), about={}
         )
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self.ends = run_ranks(workers, self._work)
         self._thread.join()
@@ -54,7 +62,7 @@ class Run:
 
     def _work(self, comm):
         """As `Training.steps` does; gives the step at which this worker stopped."""
-        member = Member(self.seat, comm.rank)
+        member = impatient(Member(self.seat, comm.rank))
         member.wait_for_group()
         stopping, step, last = Stopping(member, comm, CPU), 0, False
         while not last:
@@ -120,7 +128,7 @@ class Silent:
         self.hub = Hub(largest=1 << 20)
         taking_in = threading.Thread(target=self._welcome, args=(job(**rules),))
         taking_in.start()
-        self.member = Member(Seat(self.hub.address, "token"), 0)
+        self.member = impatient(Member(Seat(self.hub.address, "token"), 0))
         taking_in.join()
         self.stopping = Stopping(self.member, AloneComm(), CPU)
 
@@ -260,3 +268,22 @@ def test_an_own_validation_without_the_metric_is_refused():
     refused = pytest.raises(SpecError, match=r"stop\.metric = 'accuracy'.*Known: loss\.")
     with Silent(target=0.9, metric="accuracy") as master, refused:
         master.stopping.after_validation(3, {"loss": 0.1})
+
+
+def test_with_a_scaled_loss_the_norm_is_unscaled_and_an_overflow_is_no_divergence():
+    """On the CPU, where only the scaler's arithmetic is that of float16 on CUDA."""
+    with Silent(non_finite=True) as master:
+        training = Training(master.member, recipe(), CPU)
+        training._stopping = master.stopping
+        training._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        (weight, bias) = training._built.parameters
+        before = weight.detach().clone()
+        for largest, norm in ((math.inf, None), (3.0 * 1024, 5.0)):
+            training._scaler.scale(torch.zeros(1))  # makes the scale, as a pass does
+            weight.grad, bias.grad = torch.full_like(weight, largest), torch.full_like(bias, 4096.0)
+            scale = training._scaler.get_scale() / 1024
+            weight.grad, bias.grad = weight.grad * scale, bias.grad * scale
+            training._update()
+            assert training._norm == norm
+            assert torch.equal(weight, before) == (norm is None)
+        training.close()
