@@ -14,10 +14,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from instep import __version__
 from instep.errors import InstepError, SpecError, near_miss
+
+if TYPE_CHECKING:
+    from instep.run.client import Run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,6 +42,24 @@ def run(args: argparse.Namespace) -> int:
         started=started_at(),
         json_output=args.json,
     )
+    return _told(done, args)
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Go on with a run that was stopped or has failed, at any number of workers."""
+    from instep.run.client import resume_run
+    from instep.run.processes import started_at
+
+    overrides = list(args.set)
+    if args.workers is not None:
+        overrides.append(f"workers={args.workers}")
+    return _told(
+        resume_run(Path(args.run), overrides, started=started_at(), json_output=args.json), args
+    )
+
+
+def _told(done: Run, args: argparse.Namespace) -> int:
+    """Say how a run went, and return its exit code."""
     from instep.report.run_folder import RunFolder
     from instep.report.summary import verdict
 
@@ -130,7 +151,7 @@ class _Parser(argparse.ArgumentParser):
         return sorted(found)
 
 
-COMMANDS = {"run": run, "report": report, "export": export}
+COMMANDS = {"run": run, "resume": resume, "report": report, "export": export}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,16 +167,13 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "run")
     one.add_argument("job", help="job file, TOML")
-    one.add_argument("--workers", help="processes that compute gradients")
-    one.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="lay a value over the job file; may be given again",
-    )
+    _add_changes(one, "lay a value over the job file; may be given again")
     one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
     one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")
+
+    one = _command(commands, "resume")
+    one.add_argument("run", help="run folder")
+    _add_changes(one, "change a value of the job; may be given again")
 
     one = _command(commands, "report")
     one.add_argument("run", help="run folder")
@@ -168,6 +186,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("run", help="run folder")
     one.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
     return parser
+
+
+def _add_changes(command: _Parser, help_of_set: str) -> None:
+    command.add_argument("--workers", help="processes that compute gradients")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=help_of_set
+    )
 
 
 def _command(commands: argparse._SubParsersAction[_Parser], name: str) -> _Parser:

@@ -23,7 +23,7 @@ from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
 from instep.run.recipe import check_optimizer, seed_everything
 from instep.run.replica import Replica, check_lengths, make_comm
-from instep.run.saving import Saver
+from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.update import Update
 from instep.sync.base import make_strategy
 
@@ -60,11 +60,14 @@ class OwnLoop:
             clip_norm=self.job.train.clip_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
+        before = take_up(member.checkpoint, model, self._update) if member.checkpoint else TakenUp()
+        self.step = before.step
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
         check_lengths(comm, device, train=samples)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        strategy.load_state(before.strategy)
         self.replica = Replica(member, model, parameters, strategy, comm)
         self._saver = Saver(member, model, self._update) if comm.rank == 0 else None
         exact = self.job.train.determinism == "bits"
