@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from instep import __version__
-from instep.errors import InstepError, SpecError, near_miss
+from instep.errors import InstepError, RecipeError, SpecError, near_miss
 
 if TYPE_CHECKING:
     from instep.run.client import Run
+    from instep.spec import JobSpec
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None:
         overrides.append(f'name="{args.name}"')
     job = spec_file.load(Path(args.job), overrides)
+    if args.check_determinism:
+        return _check_determinism(job, args)
     done = run_job(
         job,
         Path(args.runs),
@@ -43,6 +46,20 @@ def run(args: argparse.Namespace) -> int:
         json_output=args.json,
     )
     return _told(done, args)
+
+
+def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
+    """Say whether the job gives the same bits at two sizes; the exit code is that of a recipe."""
+    from instep.run.check import check_determinism, words
+
+    verdict = check_determinism(job, lambda text: print(text, file=sys.stderr))
+    for line in words(verdict):
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        found = verdict.difference
+        answer = {**verdict._asdict(), "difference": found._asdict() if found else None}
+        print(json.dumps({"deterministic": found is None, **answer}))
+    return 0 if verdict.difference is None else RecipeError.exit_code
 
 
 def resume(args: argparse.Namespace) -> int:
@@ -168,6 +185,11 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "run")
     one.add_argument("job", help="job file, TOML")
     _add_changes(one, "lay a value over the job file; may be given again")
+    one.add_argument(
+        "--check-determinism",
+        action="store_true",
+        help="only train a few steps at two sizes, and say whether they give the same bits",
+    )
     one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
     one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")
 
