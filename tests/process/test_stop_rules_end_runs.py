@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from started import RECIPES, Start, Started
 from test_joining import slurm_task, summary_of
 
+import instep
+from instep.errors import SpecError
 from instep.events import STEPS, read_events, read_records
 
 pytestmark = pytest.mark.process
@@ -135,3 +137,22 @@ def test_rules_end_sessions_that_two_processes_joined_and_loops_of_their_own(
         assert summary["repeated_samples"] == summary["missing_samples"] == 0
         late = summary["steps"] - asked["step"]
         assert late == (0 if rule == "target" else 1)
+
+
+def test_a_run_that_goes_on_is_stopped_by_what_its_sessions_heard_together(tmp_path: Path) -> None:
+    train = {"epochs": 50, "global_batch": 16, "determinism": "bits"}
+    stop = {"metric": "accuracy", "patience": 3}
+    job = {"runs": tmp_path, "seed": 0, "quiet": True, "stop": stop}
+    recipe = f"{RECIPES / 'tiny.py'}:recipe"
+    steady = instep.train(recipe, name="steady", workers=1, train=train, **job)
+    step = steady.summary["steps"]
+    assert steady.summary["rule"] == "plateau"
+    early = {**train, "stop_after_steps": step - 3}  # with a validation out of turn
+    halted = instep.train(recipe, name="halted", workers=2, train=early, **job)
+    assert halted.summary["rule"] == "stop_after_steps"
+
+    with pytest.raises(SpecError, match=r"and stop\.time_limit is 500 ms\. To train longer: "):
+        instep.resume(halted.path, stop={"time_limit": 0.5}, quiet=True)
+    went_on = instep.resume(halted.path, quiet=True)
+    for key in ("outcome", "rule", "rule_text", "steps", "parameters_sha256"):
+        assert went_on.summary[key] == steady.summary[key], key

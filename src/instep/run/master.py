@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.events import LEDGER, STEPS, EventLog
+from instep.events import LEDGER, STEPS, EventLog, read_records
 from instep.report.live import View
 from instep.run import decide as mind
+from instep.run.folder import BEGINNING, Origin
 from instep.run.launch.base import Launcher, Switchboard
 from instep.run.stop_rules import Rules
 from instep.spec import JobSpec, as_table
@@ -49,9 +50,8 @@ class Master:
         views: told of everything that is written.
         launcher: brings the workers up; None if somebody else does.
         started: Unix seconds at which the user's command began.
+        origin: from where the run goes on.
         about: further fields of the `run_started` event.
-        heard: figures of earlier sessions of this run, for the rules of `[stop]`.
-        spent_s: seconds that those sessions took.
     """
 
     def __init__(
@@ -64,17 +64,18 @@ class Master:
         launcher: Launcher | None,
         started: float,
         about: Mapping[str, Any],
-        heard: Iterable[m.Figures] = (),
-        spent_s: float = 0.0,
+        origin: Origin = BEGINNING,
     ) -> None:
         self._job, self._run, self._views, self._launcher = job, run, list(views), launcher
-        self._started = started
+        self._started, self._origin = started, origin
         self._hub, self._token = switchboard.hub, switchboard.seat.token
         now, limit_s = time.monotonic(), job.stop.time_limit_s
-        limit = mind.TimeLimit(limit_s, now, spent_s) if limit_s else None
-        self._state = mind.State(workers=job.workers, since=now, time_limit=limit)
+        limit = mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None
+        self._state = mind.State(
+            workers=job.workers, since=now, generation=origin.generations, time_limit=limit
+        )
         self._rules = Rules(job.stop)
-        self._rules.replay(heard)
+        self._rules.replay(origin.heard)
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._store: dict[str, bytes] = {}
@@ -83,9 +84,13 @@ class Master:
         self._ready: set[int] = set()
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
-        self._ledger = (run / "ledger.bin").open("ab", buffering=0)
         self._steps = (run / "steps.bin").open("ab", buffering=0)
-        self._emit("run_started", {"job": as_table(job), **about})
+        resumed = {"resumed_step": origin.step} if origin.generations else {}
+        self._emit("run_started", {"job": as_table(job), **about, **resumed})
+        for text in origin.warnings:
+            self._emit("warning", {"text": text})
+        before = read_records(run / "ledger.bin", LEDGER)
+        self._show(lambda view: view.records(before, np.empty(0, STEPS)))
 
     def interrupt(self, by: str) -> None:
         """Ask for a stop; may be called from a signal handler or another thread."""
@@ -127,7 +132,6 @@ class Master:
 
     def _close(self) -> None:
         self._log.close()
-        self._ledger.close()
         self._steps.close()
 
     # ---- what arrives
@@ -139,9 +143,15 @@ class Master:
             return
         peer.frames.largest = LARGEST
         self._names[peer] = (hello.role, hello.number)
+        checkpoint = self._origin.checkpoint
         self._hub.send(
             peer,
-            m.Welcome(job=spec_file.dump(self._job), run=str(self._run), started=self._started),
+            m.Welcome(
+                job=spec_file.dump(self._job),
+                run=str(self._run),
+                started=self._started,
+                checkpoint=str(checkpoint or ""),
+            ),
         )
         if hello.role == "host":
             for number in range(self._job.workers):
@@ -240,10 +250,9 @@ class Master:
 
     def _record(self, worker: int, ledger: bytes, steps: bytes) -> None:
         done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
-        self._ledger.write(ledger)
         self._steps.write(steps)
-        if len(done):
-            self._last_step[worker] = int(done["step"][-1])
+        if len(timed):
+            self._last_step[worker] = int(timed["step"][-1])
         self._show(lambda view: view.records(done, timed))
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:

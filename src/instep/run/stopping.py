@@ -11,10 +11,9 @@ waits. What a rule is, this file does not know: see `stop_rules.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import Figures
@@ -101,26 +100,6 @@ class Stopping:
         if self._comm.rank == 0:
             self._member.tell(figures)
             self._asked += 1
-
-    def clip(self, parameters: Sequence[nn.Parameter], longest: float | None) -> float | None:
-        """Scale the agreed gradient down to norm `longest`, if that is given.
-
-        Returns:
-            The global norm that it had before; None where nothing asks for it.
-        """
-        if longest is not None:
-            return float(nn.utils.clip_grad_norm_(parameters, longest))
-        return global_norm(parameters) if self.spec.by_norm else None
-
-
-def global_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The 2-norm of all gradients together; 0 where there are none."""
-    gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
-    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def check_rules(spec: StopSpec, recipe: Recipe) -> None:

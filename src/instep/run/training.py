@@ -26,10 +26,11 @@ from instep.run.forward import Forward
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
-from instep.run.recipe import Recipe, build, seed_everything
-from instep.run.replica import Replica, check_lengths, make_comm
-from instep.run.saving import Saver
+from instep.run.recipe import Recipe, build, set_generators
+from instep.run.replica import Agreement, Replica, check_lengths, make_comm
+from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.stopping import Stopping, check_rules
+from instep.run.update import Update
 from instep.spec import JobSpec
 from instep.sync.base import make_strategy
 
@@ -74,13 +75,26 @@ class Training:
             self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
         )
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
-        self._clip = self.job.train.clip_norm
-        self._scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
+        self._update = Update(
+            built.optimizer,
+            built.scheduler,
+            built.parameters,
+            seed=self.job.seed,
+            clip_norm=self.job.train.clip_norm,
+            measure=self.job.stop.by_norm,
+            scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
+        )
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._verdict = Verdict(False, "")
         self._replica: Replica | None = None
         self._warned: set[str] = set()
-        self._epoch_loss, self._epoch_samples = 0.0, 0
+        self._before = (
+            take_up(member.checkpoint, built.model, self._update)
+            if member.checkpoint
+            else TakenUp()
+        )
+        self.step = self._before.step
+        self._epoch_loss, self._epoch_samples = self._before[2:]
         self._norm: float | None = None  # of the last agreed gradient
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
@@ -105,16 +119,13 @@ class Training:
         address = address_towards(self.member.master_host)
         comm = make_comm(self.member, self.device, address)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        strategy.load_state(self._before.strategy)
         built = self._built
         self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
         check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
         self._stopping = Stopping(self.member, comm, self.device)
         self._verdict = self._try_merging()
-        self._saver = (
-            Saver(self.member, built.model, built.optimizer, built.scheduler, self._scaler)
-            if comm.rank == 0
-            else None
-        )
+        self._saver = Saver(self.member, built.model, self._update) if comm.rank == 0 else None
         self.member.phases["group"] = time.time() - began
         self._announce()
 
@@ -158,7 +169,7 @@ class Training:
         slices = [part.samples for part in parts]
         both = slices[0]._replace(stop=slices[1].stop)
         first, second, together = self._loader.load([*slices, both])
-        seed_everything(key(self.job.seed, OF_PASS, 0))
+        set_generators(key(self.job.seed, OF_PASS, 0))
         sizes = [part.size for part in parts]
         return may_merge(self._forward, self._built.model, [first, second], sizes, together)
 
@@ -209,7 +220,10 @@ class Training:
             if metrics is not None and not last:
                 last = told = self._stopping.after_validation(self.step, metrics)
             if self._saver is not None and not self._stopping.spoilt:
-                self._saver.after_step(self.step, where, self.replica, last=last)
+                so_far = self._epoch_loss, self._epoch_samples
+                self._saver.after_step(
+                    self.step, where, self.replica, last=last, epoch_so_far=so_far
+                )
             yield Step(self.step, where.epoch, loss, metrics)
             if last:
                 self._why(told)
@@ -250,52 +264,44 @@ class Training:
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> tuple[float, bool]:
         """From samples to a commit: the mean loss of the global batch, and whether to stop."""
+        replica = self.replica
+        agreed = self._agree(where, share, loads)
+        if agreed is None:  # the gradients did not fit: the same passes, on a coarser lattice
+            again = self._loader.load(part.samples for part in share.passes)
+            agreed = self._agree(where, share, again)
+            assert agreed is not None, "a strategy asked for a third time"
+        self.phase, since = "update", time.perf_counter()
+        self._norm = self._update.apply(self.step)
+        replica.clock.lap(since, "update")
+        replica.commit(self.step, where, share.stop - share.first, agreed.loss, self._norm)
+        stops = self.job.stop.non_finite and self.step != self.last_step
+        if not (math.isfinite(agreed.loss) or stops):
+            self._warn_of_loss(agreed.loss)
+        return agreed.loss, agreed.stop
+
+    def _agree(self, where: Position, share: Share, loads: Iterator[Any]) -> Agreement | None:
+        """Run this worker's passes, and agree on what came of them."""
         replica, clock = self.replica, self.replica.clock
-        total = where.stop - where.first
-        weighted_loss = 0.0
+        losses = {}
         for number, part in enumerate(share.passes):
             since = time.perf_counter()
             self.phase = "loading"
             batch = next(loads)
             since = clock.lap(since, "load")
-            weight = part.size / total
+            weight = part.size / (where.stop - where.first)
             if not self._verdict.merge:
-                seed_everything(key(self.job.seed, OF_PASS, self.step, part.number))
+                set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)
-            weighted_loss += weight * float(loss.detach())
+            losses[part.number] = weight * float(loss.detach())
             since = clock.lap(since, "forward")
             self.phase = "backward"
             replica.before_backward(weight, last=number == len(share.passes) - 1)
-            self._scaler.scale(loss).backward()
-            replica.after_pass(weight)
+            self._update.scaler.scale(loss).backward()
+            replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
         self.phase = "exchange"
-        stop = self._stopping.told()
-        mean_loss, told = replica.agree(weighted_loss, stop=stop)
-        since = time.perf_counter()
-        self._update()
-        clock.lap(since, "update")
-        samples = share.stop - share.first
-        replica.commit(self.step, where, (share.first, share.stop), samples, mean_loss, self._norm)
-        stops = self.job.stop.non_finite and self.step != self.last_step
-        if not (math.isfinite(mean_loss) or stops):
-            self._warn_of_loss(mean_loss)
-        return mean_loss, told
-
-    def _update(self) -> None:
-        """Move the parameters by the agreed gradient."""
-        self.phase = "update"
-        optimizer = self._built.optimizer
-        if self._clip is not None or self.job.stop.by_norm:
-            self._scaler.unscale_(optimizer)
-        self._norm = self._stopping.clip(self._built.parameters, self._clip)
-        if self._scaler.is_enabled() and not math.isfinite(self._norm or 0.0):
-            self._norm = None  # the scaler leaves such a step out, and lowers its scale
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        if self._built.scheduler is not None:
-            self._built.scheduler.step()
+        return replica.agree(losses, stop=self._stopping.told())
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:

@@ -20,8 +20,7 @@ from instep.run.launch.base import Seat, Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
 from instep.run.recipe import Recipe
-from instep.run.stopping import Stopping, check_rules, global_norm
-from instep.run.training import Training
+from instep.run.stopping import Stopping, check_rules
 from instep.spec import StopSpec
 
 CPU = torch.device("cpu")
@@ -210,31 +209,6 @@ def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_on
         assert master.stopping.spoilt == spoilt
 
 
-def model_with_gradients():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2))
-    model(torch.tensor([1, 1, 4])).square().sum().backward()
-    return model
-
-
-def test_the_global_norm_is_that_of_all_gradients_as_one_vector_sparse_ones_among_them():
-    model = model_with_gradients()
-    whole = torch.cat([p.grad.to_dense().reshape(-1) for p in model.parameters()])
-    assert global_norm(model.parameters()) == pytest.approx(float(whole.norm()), rel=1e-6)
-    assert global_norm([nn.Parameter(torch.ones(2))]) == 0.0
-
-
-def test_the_norm_is_computed_only_where_it_is_clipped_or_asked_for():
-    parameters = list(model_with_gradients()[1].parameters())
-    norm = global_norm(parameters)
-    with Silent(rise=2, patience=1) as master:
-        assert master.stopping.clip(parameters, None) is None
-        assert master.stopping.clip(parameters, norm / 2) == pytest.approx(norm)
-    assert global_norm(parameters) == pytest.approx(norm / 2, rel=1e-5)
-    with Silent(gradient_norm=1e-9) as master:
-        assert master.stopping.clip(parameters, None) == pytest.approx(norm / 2, rel=1e-5)
-
-
 def recipe(**parts):
     return Recipe(
         model=nn.Linear(1, 1),
@@ -268,22 +242,3 @@ def test_an_own_validation_without_the_metric_is_refused():
     refused = pytest.raises(SpecError, match=r"stop\.metric = 'accuracy'.*Known: loss\.")
     with Silent(target=0.9, metric="accuracy") as master, refused:
         master.stopping.after_validation(3, {"loss": 0.1})
-
-
-def test_with_a_scaled_loss_the_norm_is_unscaled_and_an_overflow_is_no_divergence():
-    """On the CPU, where only the scaler's arithmetic is that of float16 on CUDA."""
-    with Silent(non_finite=True) as master:
-        training = Training(master.member, recipe(), CPU)
-        training._stopping = master.stopping
-        training._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        (weight, bias) = training._built.parameters
-        before = weight.detach().clone()
-        for largest, norm in ((math.inf, None), (3.0 * 1024, 5.0)):
-            training._scaler.scale(torch.zeros(1))  # makes the scale, as a pass does
-            weight.grad, bias.grad = torch.full_like(weight, largest), torch.full_like(bias, 4096.0)
-            scale = training._scaler.get_scale() / 1024
-            weight.grad, bias.grad = weight.grad * scale, bias.grad * scale
-            training._update()
-            assert training._norm == norm
-            assert torch.equal(weight, before) == (norm is None)
-        training.close()

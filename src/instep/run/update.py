@@ -1,0 +1,85 @@
+"""How an agreed gradient moves the parameters: clipping, optimizer, scheduler.
+
+The same for the training loop of a recipe and for a loop that the user writes.
+Every worker does it alone, on the same numbers, with generators set from the
+step's key, and so comes to the same parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.data.order import key
+from instep.run.recipe import set_generators
+
+OF_UPDATE = 2
+"""What a key is drawn for, beside those of `passes.py`: the update of one step."""
+
+
+class Update:
+    """What moves the parameters of one worker.
+
+    Args:
+        optimizer: holds them.
+        scheduler: of the learning rate, or None.
+        parameters: those that a limit on the norm looks at.
+        seed: of the job.
+        clip_norm: largest global norm of the gradient, or None.
+        scaler: of the loss, for float16.
+        measure: whether the norm of the gradient is wanted even where nothing clips it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduler: Any,
+        parameters: Sequence[nn.Parameter],
+        *,
+        seed: int,
+        clip_norm: float | None,
+        scaler: torch.amp.GradScaler,
+        measure: bool = False,
+    ) -> None:
+        self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
+        self._parameters, self._seed = list(parameters), seed
+        self._clip_norm, self._measure = clip_norm, measure
+
+    def apply(self, step: int) -> float | None:
+        """Move the parameters by their `.grad`; `step` is the one that this ends.
+
+        Returns:
+            The global norm of the gradient, unscaled and before clipping; None
+            where nobody wants it, and where the scaler leaves the step out.
+        """
+        set_generators(key(self._seed, OF_UPDATE, step))  # some optimizers draw
+        norm = self._norm_and_clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        skipped = self.scaler.is_enabled() and not math.isfinite(norm or 0.0)
+        return None if skipped else norm
+
+    def _norm_and_clip(self) -> float | None:
+        if self._clip_norm is None and not self._measure:
+            return None
+        self.scaler.unscale_(self.optimizer)
+        if self._clip_norm is None:
+            return global_norm(self._parameters)
+        return float(nn.utils.clip_grad_norm_(self._parameters, self._clip_norm))
+
+
+def global_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The 2-norm of all gradients together; 0 where there are none."""
+    gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
+    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
