@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from instep.run.recipe import Recipe
     from instep.run.session import Session, join
     from instep.spec import JobSpec
+    from instep.state.load import load_model
 
 __version__ = "0.1.0"
 
@@ -25,10 +26,11 @@ _HOME = {
     "Run": "instep.run.client",
     "Session": "instep.run.session",
     "join": "instep.run.session",
+    "load_model": "instep.state.load",
     "train": "instep.run.client",
 }
 
-__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "train"]
+__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "load_model", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from instep import spec_file
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
+from instep.run.start_file import start_file
 from instep.spec import JobSpec
 from instep.sync import STRATEGIES
 
@@ -88,7 +89,7 @@ def train(
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
-    job = spec_file.build(table, source="instep.train")
+    job = spec_file.absolute(spec_file.build(table, source="instep.train"), Path.cwd())
     return run_job(job, Path(runs), named=name is not None, views=[] if quiet else None)
 
 
@@ -197,6 +198,7 @@ def check_job(job: JobSpec) -> None:
     Raises:
         SpecError: a part by that name does not exist, or is not built yet; or
             this is a process of another run.
+        CheckpointError: the model to start from is no sound safetensors file.
     """
     if INSIDE in os.environ:
         raise SpecError(
@@ -227,6 +229,7 @@ def check_job(job: JobSpec) -> None:
     if not file.is_file():
         beside = [path.name for path in file.parent.glob("*.py")]
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
+    start_file(job.start)
 
 
 def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:

@@ -107,7 +107,7 @@ def _job(
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
-    return spec_file.build(table, source="instep.join")
+    return spec_file.absolute(spec_file.build(table, source="instep.join"), Path.cwd())
 
 
 def _meet(meeting: Path, rank: int) -> Member:
