@@ -162,6 +162,8 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("report", 2, ["the following arguments are required: run"]),
     ("report old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
     ("report old", 6, ["'old' is not the folder of a run: it holds no job.toml"]),
+    ("audit old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
+    ("audit", 2, ["the following arguments are required: run", "instep audit --help"]),
     ("export old/taken", 2, ["the following arguments are required: --to"]),
     ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
     ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),
