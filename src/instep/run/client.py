@@ -192,8 +192,12 @@ def _views(job: JobSpec, folder: Path, json_output: bool) -> list[View]:
     return views
 
 
-def check_job(job: JobSpec) -> None:
+def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     """What can be refused before any process starts.
+
+    Args:
+        job: to be run.
+        resumed: its model is in a checkpoint; what it once started from may be gone.
 
     Raises:
         SpecError: a part by that name does not exist, or is not built yet; or
@@ -229,7 +233,8 @@ def check_job(job: JobSpec) -> None:
     if not file.is_file():
         beside = [path.name for path in file.parent.glob("*.py")]
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
-    start_file(job.start)
+    if not resumed:
+        start_file(job.start)
 
 
 def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:

@@ -10,6 +10,7 @@ once it is made. It knows nothing of processes, steps or generations.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,15 +148,16 @@ def check_rates(given: Sequence[Any], model: nn.Module, optimizer: Optimizer) ->
     Raises:
         RecipeError: it has another rate for a parameter.
     """
-    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    rates = {p: group.get("lr") for group in optimizer.param_groups for p in group["params"]}
     named = names_of(model)
     for group in given:
         rate = group.get("lr") if isinstance(group, Mapping) else None
         for parameter in group["params"] if rate is not None else ():
-            if parameter not in rates or float(rates[parameter]) != rate:
+            found = rates.get(parameter)
+            if found is None or not math.isclose(float(found), rate, rel_tol=1e-6):
                 raise RecipeError(
                     f"start.learning_rates gives {rate:g} to {named[parameter][0]!r}, but the "
-                    f"optimizer has {rates.get(parameter, 'nothing')} for it. Recipe.optimizer "
+                    f"optimizer has {found} for it. Recipe.optimizer "
                     "must use the groups that it is given: "
                     "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
                 )

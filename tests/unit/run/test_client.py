@@ -94,6 +94,13 @@ def test_a_sound_model_to_start_from_is_not_refused(tmp_path, model):
     check_job(job(start={"model": str(tmp_path / model)}))
 
 
+def test_a_job_that_goes_on_needs_its_first_file_no_longer(tmp_path):
+    gone = job(start={"model": str(tmp_path / "gone.safetensors")})
+    check_job(gone, resumed=True)
+    with pytest.raises(SpecError, match="there is no such file"):
+        check_job(gone)
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -308,6 +308,17 @@ def test_groups_of_the_recipe_go_with_what_is_frozen():
     assert len(made.parameters) == 6
 
 
+def test_an_optimizer_that_keeps_its_rates_as_tensors_has_taken_them():
+    def tensors(groups):
+        made = torch.optim.SGD(groups, lr=0.1)
+        for group in made.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        return made
+
+    made = built({"learning_rates": {"body.*": 0.01}}, optimizer=tensors)
+    assert [float(g["lr"]) for g in made.optimizer.param_groups] == pytest.approx([0.1, 0.01])
+
+
 def test_an_optimizer_that_drops_the_rates_is_refused():
     def flattened(groups):
         return torch.optim.SGD([p for group in groups for p in group["params"]], lr=0.1)
