@@ -142,7 +142,7 @@ def groups(
     return made + [{"params": parts[pattern], "lr": rate} for pattern, rate in rates.items()]
 
 
-def check_rates(given: Sequence[Any], model: nn.Module, optimizer: Optimizer) -> None:
+def check_rates(given: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:
     """Look whether the optimizer took the rates of `groups`, before any scheduler changes them.
 
     Raises:
@@ -151,8 +151,10 @@ def check_rates(given: Sequence[Any], model: nn.Module, optimizer: Optimizer) ->
     rates = {p: group.get("lr") for group in optimizer.param_groups for p in group["params"]}
     named = names_of(model)
     for group in given:
-        rate = group.get("lr") if isinstance(group, Mapping) else None
-        for parameter in group["params"] if rate is not None else ():
+        if "lr" not in group:
+            continue
+        rate = float(group["lr"])
+        for parameter in group["params"]:
             found = rates.get(parameter)
             if found is None or not math.isclose(float(found), rate, rel_tol=1e-6):
                 raise RecipeError(

@@ -84,6 +84,14 @@ def test_the_places_of_faults_are_named_in_order():
     assert not epoch.exact
 
 
+def test_of_many_faults_in_an_epoch_the_first_five_are_named():
+    ledger = make_ledger(1, 100, 2, 50)
+    ledger["stop"] -= 1
+    ledger["first"][40:] -= 2
+    (epoch,) = audit(ledger, 100, 2, last_step=50).epochs
+    assert [fault.first for fault in epoch.faults] == [1, 3, 5, 7, 9]
+
+
 @unhurried
 @given(
     st.lists(st.tuples(st.integers(-5, 30), st.integers(-5, 30)).map(sorted), max_size=12),
