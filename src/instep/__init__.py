@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from instep.errors import InstepError
-    from instep.run.client import Run, train
+    from instep.run.client import Run, resume, train
     from instep.run.recipe import Recipe
     from instep.run.session import Session, join
     from instep.spec import JobSpec
@@ -27,10 +27,21 @@ _HOME = {
     "Session": "instep.run.session",
     "join": "instep.run.session",
     "load_model": "instep.state.load",
+    "resume": "instep.run.client",
     "train": "instep.run.client",
 }
 
-__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "load_model", "train"]
+__all__ = [
+    "InstepError",
+    "JobSpec",
+    "Recipe",
+    "Run",
+    "Session",
+    "join",
+    "load_model",
+    "resume",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """A run that starts from a file: what is frozen keeps its bits, at any number of workers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from started import RECIPES, Start, distance
 
 import instep
+from instep.errors import SpecError
 from instep.report.run_folder import RunFolder
 from instep.report.summary import verdict
 from instep.state.load import load
@@ -76,6 +78,32 @@ def test_what_is_frozen_has_the_bits_of_the_file_after_training_on_1_and_3_worke
     optimizer = unpack_state(saved.tensors["optimizer"], saved.facts["optimizer"])
     groups = optimizer["param_groups"]
     assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.01), (2, 0.001)]
+
+
+def test_a_run_that_is_resumed_needs_the_file_no_longer_and_keeps_what_is_frozen(
+    file: Path, tmp_path: Path
+) -> None:
+    start = {
+        "model": str(file),
+        "partial": True,
+        "freeze": ["body.*"],
+        "learning_rates": {"neck.*": 0.001},
+    }
+    job: dict[str, Any] = {"runs": tmp_path / "runs", "quiet": True, "start": start}
+    train = {"epochs": 2, "global_batch": 16, "threads": 1, "determinism": "bits"}
+    stopped = {**train, "stop_after_steps": 5}
+    whole = instep.train(tunes.recipe, name="whole", workers=1, train=train, **job)
+    path = instep.train(tunes.recipe, name="stopped", workers=2, train=stopped, **job).path
+    given = load_file(file)
+    file.unlink()
+    done = instep.resume(path, workers=1, quiet=True)
+    assert done.summary["parameters_sha256"] == whole.summary["parameters_sha256"]
+    trained = load_file(path / "model.safetensors")
+    same = {name for name in given if np.array_equal(given[name], trained[name])}
+    assert same == {name for name in given if name.startswith("body.")}
+    assert len(RunFolder(path).named("model_loaded")) == 1
+    with pytest.raises(SpecError, match=r"start\.freeze was \['body\.\*'\] and cannot become \[\]"):
+        instep.resume(path, quiet=True, start={"freeze": []}, train={"epochs": 3})
 
 
 def test_a_file_that_does_not_fit_ends_the_run_with_the_names(file: Path, run: Start) -> None:

@@ -22,7 +22,7 @@ from instep.data.order import position
 from instep.events import LEDGER
 from instep.report.audit import Audit, EpochAudit, Stretch
 from instep.report.run_folder import Records, RunFolder
-from instep.report.words import plural
+from instep.report.words import command, plural
 from instep.units import readable_count
 
 _MOST_LINES = 20  # of epochs with a fault, and of steps
@@ -111,7 +111,7 @@ class Proof:
         if self.last_step and self.epoch_samples:
             lines += [*self._epochs(), *self._steps(), self._total()]
             lines.append(f"sha256  {self.audit.sha256} of every (epoch, position)")
-        return [*lines, f"next    instep report {self.run}"]
+        return [*lines, f"next    {command('report', self.run)}"]
 
     def _coverage(self) -> str:
         planned = f" of {readable_count(self.planned_steps)}" if self.planned_steps else ""

@@ -6,19 +6,70 @@ same commit, all that a run needs to go on.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from instep.data.order import Position
 from instep.errors import CheckpointError
+from instep.run.blame import sentence
 from instep.run.member import Member
 from instep.run.replica import Replica
+from instep.run.update import Update
 from instep.spec_file import dump
+from instep.state.load import load
+from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, save_model
-from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
+from instep.state.snapshot import (
+    Snapshot,
+    model_tensors,
+    pack_state,
+    parameters_sha256,
+    unpack_state,
+)
+
+
+class TakenUp(NamedTuple):
+    """What a checkpoint gave back, beside the state of model and optimizer."""
+
+    step: int = 0
+    """The last committed one."""
+    strategy: Mapping[str, Tensor] = MappingProxyType({})
+    """What the strategy remembers."""
+    epoch_loss: float = 0.0
+    epoch_samples: int = 0
+    """Of the epoch that was not finished: loss times samples, and samples."""
+
+
+def take_up(checkpoint: Path, model: nn.Module, update: Update) -> TakenUp:
+    """Give model, optimizer, scheduler and scaler the state of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model or optimizer.
+    """
+    device = next(model.parameters()).device
+    snapshot = load(checkpoint, device)
+    tensors, facts = snapshot.tensors, snapshot.facts
+    restore(tensors["model"], model)
+    try:
+        update.optimizer.load_state_dict(
+            unpack_state(tensors.get("optimizer", {}), facts["optimizer"])
+        )
+        if update.scheduler is not None:
+            state = unpack_state(tensors.get("scheduler", {}), facts["scheduler"])
+            update.scheduler.load_state_dict(state)
+        if facts["scaler"]:
+            update.scaler.load_state_dict(facts["scaler"])
+        loss, samples = unpack_state({}, facts["epoch_so_far"])
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is of another optimizer or scheduler than the recipe now makes: "
+            f"{sentence(error)}"
+        ) from error
+    return TakenUp(snapshot.step, tensors.get("strategy", {}), loss, samples)
 
 
 class Saver:
@@ -27,49 +78,61 @@ class Saver:
     Args:
         member: for the job, the run folder and the log.
         model: of this worker.
-        optimizer: that moves it.
-        scheduler: of the learning rate, if any.
-        scaler: of the loss; without effect unless the precision is float16.
+        update: moves it; has the optimizer, the scheduler and the scaler of the loss.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: Any,
-        scaler: torch.amp.GradScaler,
-    ) -> None:
-        self._member, self._model, self._optimizer = member, model, optimizer
-        self._scheduler, self._scaler = scheduler, scaler
+    def __init__(self, member: Member, model: nn.Module, update: Update) -> None:
+        self._member, self._model, self._update = member, model, update
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
         self._writer = CheckpointWriter(
             member.run / "checkpoints", keep_last=member.job.checkpoint.keep_last
         )
 
-    def after_step(self, step: int, where: Position, replica: Replica, *, last: bool) -> None:
-        """Save if it is time to; tell of what has been published since."""
+    def after_step(
+        self,
+        step: int,
+        where: Position,
+        replica: Replica,
+        *,
+        last: bool,
+        epoch_so_far: tuple[float, int] = (0.0, 0),
+    ) -> None:
+        """Save if it is time to; tell of what has been published since.
+
+        Args:
+            step: the one just committed.
+            where: its place in the data.
+            replica: has the strategy, the clock and the ledger.
+            last: whether it is the last of this start.
+            epoch_so_far: of an unfinished epoch, loss times samples, and samples.
+        """
         if last or (self._every and step % self._every == 0):
             try:
-                replica.clock.save += self._writer.save(self._snapshot(step, where, replica))
+                replica.clock.save += self._writer.save(
+                    self._snapshot(step, where, replica, epoch_so_far)
+                )
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         self._tell()
 
-    def _snapshot(self, step: int, where: Position, replica: Replica) -> Snapshot:
+    def _snapshot(
+        self, step: int, where: Position, replica: Replica, epoch_so_far: tuple[float, int]
+    ) -> Snapshot:
         """Everything of one commit."""
-        optimizer, skeleton = pack_state(self._optimizer.state_dict())
+        optimizer, skeleton = pack_state(self._update.optimizer.state_dict())
         facts: dict[str, Any] = {
             "epoch": where.epoch,
             "next_position": where.stop,
+            "ledger_bytes": replica.ledger_bytes,
+            "epoch_so_far": pack_state(list(epoch_so_far))[1],
             "optimizer": skeleton,
-            "scaler": self._scaler.state_dict(),
+            "scaler": self._update.scaler.state_dict(),
             "job": dump(self._member.job),
         }
         tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
-        if self._scheduler is not None:
-            tensors["scheduler"], facts["scheduler"] = pack_state(self._scheduler.state_dict())
+        if (scheduler := self._update.scheduler) is not None:
+            tensors["scheduler"], facts["scheduler"] = pack_state(scheduler.state_dict())
         if strategy := replica.strategy.state():
             tensors["strategy"] = strategy
         return Snapshot(step=step, tensors=tensors, facts=facts)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,14 +26,18 @@ from instep import spec_file
 from instep.data.choose import cores
 from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, RunError, SpecError, WorkerError
+from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, check_job, failure, finish, make_run_folder
+from instep.run.client import about, check_job, failure, finish, recipe_sha256
+from instep.run.folder import BEGINNING, held, make_run_folder
+from instep.run.kernels import set_kernels
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master, Outcome
 from instep.run.member import Member
 from instep.run.own_loop import OwnLoader, OwnLoop, OwnOptimizer
 from instep.run.quick_start import spare_dynamo
 from instep.run.recipe import Recipe, call, seed_everything
+from instep.run.resume import check_changes, prepare
 from instep.run.training import Step, Training, check_device, choose_device
 from instep.spec import JobSpec
 
@@ -49,6 +54,7 @@ def join(
     seed: int = 0,
     quiet: bool = False,
     network: str = "loopback",
+    resume: bool = False,
     **sections: Mapping[str, Any],
 ) -> Session:
     """Become a worker of a run, together with the other processes of this start.
@@ -66,6 +72,8 @@ def join(
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
         network: `private` where the hosts' network is reached by trusted machines only.
+        resume: go on with the run of this name from its newest checkpoint, if there is
+            one; how many processes there are may have changed.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
@@ -74,8 +82,8 @@ def join(
     spare_dynamo()
     place = placement.placement()
     job = _job(recipe, name, arguments, seed, network, sections, place.size)
-    check_job(job)
-    host = _Host(place, job, Path(runs), quiet) if place.rank == 0 else None
+    check_job(job, resumed=resume)
+    host = _Host(place, job, Path(runs), quiet, resume) if place.rank == 0 else None
     meeting = placement.meeting_file(Path(runs), place)
     member = host.member() if host else _meet(meeting, place.rank)
     session = Session(member, place, host)
@@ -124,9 +132,20 @@ def _meet(meeting: Path, rank: int) -> Member:
 class _Host:
     """Process 0's other half: the master, in a thread, and the run folder."""
 
-    def __init__(self, place: placement.Placement, job: JobSpec, runs: Path, quiet: bool) -> None:
+    def __init__(
+        self, place: placement.Placement, job: JobSpec, runs: Path, quiet: bool, resume: bool
+    ) -> None:
         address = placement.host_address(place, job.network)
-        self.folder = make_run_folder(runs, job, named=False)
+        self._hold = ExitStack()
+        origin = BEGINNING
+        if resume and (runs / job.name / "job.toml").is_file():
+            self.folder = (runs / job.name).resolve()
+            self._hold.enter_context(held(self.folder))
+            check_changes(RunFolder(self.folder).spec, job)
+            origin = prepare(self.folder, job, recipe_sha256=recipe_sha256(job))
+        else:
+            self.folder = make_run_folder(runs, job, named=False)
+            self._hold.enter_context(held(self.folder))
         self._switchboard = Switchboard(address)
         self._meeting = placement.meeting_file(runs, place)
         views = [] if quiet else [_lines(job, self.folder)]
@@ -138,6 +157,7 @@ class _Host:
             launcher=None,
             started=time.time(),
             about=about(job),
+            origin=origin,
         )
         self._outcome: Outcome | None = None
         self._broke: BaseException | None = None
@@ -173,6 +193,7 @@ class _Host:
         if self._broke is not None:
             raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
         summary = finish(self.folder)
+        self._hold.close()
         assert self._outcome is not None
         if self._outcome.blame is not None:
             raise failure(self._outcome.blame, self.folder)
@@ -210,9 +231,8 @@ class Session:
         """Seed everything, take a device, and make the recipe; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank)
-        threads = max(1, cores() // self._place.local_size)
-        if self.job.train.threads or "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(self.job.train.threads or threads)
+        chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
+        set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
         self._recipe = (
             call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
         )
@@ -291,6 +311,12 @@ class Session:
         self._formed()
         proxy: Any = OwnOptimizer(self._loop)
         return model, proxy, OwnLoader(self._loop)
+
+    @property
+    def step(self) -> int:
+        """The last committed step; above 0 at the start where a run goes on."""
+        at = self._training or self._loop
+        return at.step if at else 0
 
     def record(self, loss: Tensor | float) -> None:
         """Tell the mean loss of the present batch, for the table and the report.

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state.header import refuse_pickle
-from instep.state.manifest import SUFFIX, check_file, latest, open_regular, read_manifest
+from instep.state.manifest import SUFFIX, latest, open_regular
 from instep.state.snapshot import Snapshot, model_tensors, tied_names
+from instep.state.sound import check
 
 __all__ = ["LoadReport", "latest", "load", "load_model"]
 
@@ -38,11 +39,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> Snapshot:
         CheckpointError: a file is damaged, truncated, foreign or missing; the
             text says which, and why.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint: there is no such folder.")
-    manifest = read_manifest(path)
-    for name, entry in manifest.files.items():
-        check_file(path / name, entry)
+    manifest = check(path)
     groups: dict[str, dict[str, Tensor]] = {}
     for name in manifest.files:
         with _OpenTensors(path / name) as file:

@@ -11,8 +11,9 @@ from safetensors.torch import save_file as torch_save_file
 from instep import spec_file
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
-from instep.run.client import about, check_job, failure, make_run_folder, reference_to
+from instep.run.client import about, check_job, failure, reference_to
 from instep.run.decide import Blame
+from instep.run.folder import make_run_folder
 from instep.spec import JobSpec
 
 
@@ -71,7 +72,6 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
         ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
         ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
-        ({"train": {"determinism": "bits"}}, SpecError, "not built yet"),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
     ],
 )

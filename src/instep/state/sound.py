@@ -1,0 +1,52 @@
+"""Which checkpoint a run can go on from: the newest of which every byte is right.
+
+`manifest.latest` looks at sizes and answers at once; this reads and hashes
+whole files, as long as it takes. It imports no torch, and knows nothing of
+tensors: what the files mean is `load.py`'s. Way in: `newest_sound`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from instep.errors import CheckpointError
+from instep.state.manifest import Manifest, check_file, published, read_manifest
+
+
+def check(checkpoint: Path) -> Manifest:
+    """Compare every byte of a checkpoint with its sealed manifest.
+
+    Returns:
+        The manifest, which can be believed.
+
+    Raises:
+        CheckpointError: a file is damaged, truncated, foreign or missing; the
+            text says which, and why.
+    """
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint} is no checkpoint: there is no such folder.")
+    manifest = read_manifest(checkpoint)
+    for name, entry in manifest.files.items():
+        check_file(checkpoint / name, entry)
+    return manifest
+
+
+def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in `folder` of which every byte is right.
+
+    Returns:
+        Its folder, or None where there is none; and for each newer one that
+        cannot be believed a sentence that says which file and why, newest first.
+
+    Raises:
+        CheckpointError: `folder` is there but cannot be listed.
+    """
+    refused = []
+    for _, checkpoint in published(folder):
+        try:
+            check(checkpoint)
+        except CheckpointError as error:
+            refused.append(str(error))
+        else:
+            return checkpoint, refused
+    return None, refused
