@@ -13,6 +13,7 @@ from started import RECIPES, Start, distance
 
 import instep
 from instep.errors import SpecError
+from instep.report.proof import prove
 from instep.report.run_folder import RunFolder
 from instep.report.summary import verdict
 from instep.state.load import load
@@ -102,6 +103,7 @@ def test_a_run_that_is_resumed_needs_the_file_no_longer_and_keeps_what_is_frozen
     same = {name for name in given if np.array_equal(given[name], trained[name])}
     assert same == {name for name in given if name.startswith("body.")}
     assert len(RunFolder(path).named("model_loaded")) == 1
+    assert prove(RunFolder(path)).exact
     with pytest.raises(SpecError, match=r"start\.freeze was \['body\.\*'\] and cannot become \[\]"):
         instep.resume(path, quiet=True, start={"freeze": []}, train={"epochs": 3})
 

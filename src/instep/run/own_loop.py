@@ -21,7 +21,7 @@ from instep.errors import SpecError
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
-from instep.run.recipe import check_optimizer, seed_everything
+from instep.run.recipe import check_optimizer, set_generators
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.update import Update
@@ -145,7 +145,7 @@ class OwnLoop:
         batch = next(loads)
         self._since = self.replica.clock.lap(since, "load")
         part = self._pending[0]
-        seed_everything(key(self.job.seed, OF_PASS, self.step + 1, part.number))
+        set_generators(key(self.job.seed, OF_PASS, self.step + 1, part.number))
         self.replica.before_backward(self._weight(part), last=len(self._pending) == 1)
         self._in_pass = True
         return batch

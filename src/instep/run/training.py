@@ -24,7 +24,7 @@ from instep.run.forward import Forward
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
-from instep.run.recipe import Recipe, build, seed_everything
+from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
 from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.update import Update
@@ -163,7 +163,7 @@ class Training:
         slices = [part.samples for part in parts]
         both = slices[0]._replace(stop=slices[1].stop)
         first, second, together = self._loader.load([*slices, both])
-        seed_everything(key(self.job.seed, OF_PASS, 0))
+        set_generators(key(self.job.seed, OF_PASS, 0))
         sizes = [part.size for part in parts]
         return may_merge(self._forward, self._built.model, [first, second], sizes, together)
 
@@ -282,7 +282,7 @@ class Training:
             since = clock.lap(since, "load")
             weight = part.size / (where.stop - where.first)
             if not self._verdict.merge:
-                seed_everything(key(self.job.seed, OF_PASS, self.step, part.number))
+                set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)
             losses[part.number] = weight * float(loss.detach())
