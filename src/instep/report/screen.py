@@ -13,6 +13,7 @@ from instep.report.words import (
     printable,
     short_number,
     some_workers,
+    start_in_words,
     stop_words,
     whole_seconds,
 )
@@ -52,6 +53,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
+    if what == "model_loaded":
+        return f"started from {start_in_words(event)}"
     if what == "generation_started" and generations > 1:
         members = some_workers(event["members"])
         return f"generation {event['generation']}: {members} ({event['reason']})"

@@ -41,6 +41,14 @@ def stop_words(asked: dict[str, Any]) -> str:
     return f"{asked['why']}, at step {readable_count(asked['step'])}"
 
 
+def start_in_words(loaded: dict[str, Any]) -> str:
+    """`body.safetensors: 40 of 42 tensors match; missing: head.bias, head.weight.`
+
+    From a `model_loaded` event.
+    """
+    return f"{loaded.get('path')}: {loaded.get('text')}"
+
+
 def printable(text: str) -> str:
     """One line without control characters, whatever a user's error text holds."""
     if text.isprintable():

@@ -27,6 +27,7 @@ from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.stopping import Stopping
 from instep.run.update import Update
+from instep.spec import StartSpec
 from instep.sync.base import make_strategy
 
 
@@ -51,6 +52,11 @@ class OwnLoop:
             raise SpecError(
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
                 "Leave the key out, and use torch.autocast around your forward pass."
+            )
+        if self.job.start != StartSpec():
+            raise SpecError(
+                "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
+                "with instep.load_model(path, model), and freeze with requires_grad_(False)."
             )
         check_optimizer(optimizer, model)
         parameters = [p for p in model.parameters() if p.requires_grad]
