@@ -18,7 +18,13 @@ from instep.run.member import Member
 from instep.run.replica import Replica
 from instep.spec_file import dump
 from instep.state.save import CheckpointWriter, save_model
-from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
+from instep.state.snapshot import (
+    Packer,
+    Snapshot,
+    model_tensors,
+    pack_state,
+    parameters_sha256,
+)
 
 
 class Saver:
@@ -44,6 +50,8 @@ class Saver:
         self._scheduler, self._scaler = scheduler, scaler
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
+        self._pack_optimizer = Packer()
+        self._job = dump(member.job)
         self._writer = CheckpointWriter(
             member.run / "checkpoints", keep_last=member.job.checkpoint.keep_last
         )
@@ -59,13 +67,13 @@ class Saver:
 
     def _snapshot(self, step: int, where: Position, replica: Replica) -> Snapshot:
         """Everything of one commit."""
-        optimizer, skeleton = pack_state(self._optimizer.state_dict())
+        optimizer, skeleton = self._pack_optimizer(self._optimizer.state_dict())
         facts: dict[str, Any] = {
             "epoch": where.epoch,
             "next_position": where.stop,
             "optimizer": skeleton,
             "scaler": self._scaler.state_dict(),
-            "job": dump(self._member.job),
+            "job": self._job,
         }
         tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
         if self._scheduler is not None:

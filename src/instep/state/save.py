@@ -16,15 +16,17 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import shutil
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,7 @@ from instep.state.retain import to_delete
 from instep.state.snapshot import (
     DTYPES,
     RESERVED,
+    Skeleton,
     Snapshot,
     check_tensor,
     model_tensors,
@@ -43,6 +46,7 @@ from instep.state.snapshot import (
 SAVING = ".saving-"
 DELETING = ".deleting-"
 _CHUNK_BYTES = 1 << 24
+_DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
 
 
 class Saved(NamedTuple):
@@ -72,7 +76,8 @@ class CheckpointWriter:
     def __init__(self, folder: Path, *, keep_last: int = 2) -> None:
         self._folder, self._keep_last = folder, keep_last
         self._staged: dict[str, _Staged] = {}
-        self._thread: threading.Thread | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self._outcomes: SimpleQueue[Saved | Exception] = SimpleQueue()
         self._saved: list[Saved] = []
         self._held_s: dict[int, float] = {}
@@ -95,13 +100,12 @@ class CheckpointWriter:
                 goes wrong while writing is raised by `poll`.
         """
         begin = time.perf_counter()
-        self.finish()
+        self._wait()
         facts = _plain_facts(snapshot.facts)
         self._stage(snapshot.tensors)
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot.step, facts, begin), name="checkpoint"
-        )
-        self._thread.start()
+        if self._worker is None:  # stays until finish(): starting a thread takes time
+            self._worker = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = self._worker.submit(self._write, snapshot.step, facts, begin)
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
 
@@ -123,9 +127,15 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait for what is being written; how that went is told by `poll`."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._wait()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
 
     def _stage(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         before, self._staged = self._staged, {}
@@ -139,7 +149,7 @@ class CheckpointWriter:
             self._staged[name] = staged
 
     def _write(self, step: int, facts: dict[str, Any], begin: float) -> None:
-        """The life of the background thread: one checkpoint, one outcome."""
+        """What the background thread does: one checkpoint, one outcome."""
         final = self._folder / page.folder_name(step)
         beside = self._folder / (SAVING + final.name)
         try:
@@ -233,7 +243,7 @@ class _Staged:
             if name == RESERVED:
                 raise CheckpointError(f"a tensor is called {RESERVED!r}: safetensors forbids it.")
         self._kinds, self._tied = _kinds(tensors), tied_names(tensors)
-        self._seen = _memory(tensors)
+        self._forms = _forms(tensors)
         kept = {name: tensor for name, tensor in tensors.items() if name not in self._tied}
         spans = _spans(kept)
         self._header = _header(kept, spans, metadata | self._tied)
@@ -248,17 +258,25 @@ class _Staged:
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether names, types, shapes and ties are still those laid out for."""
-        seen = _memory(tensors)
-        if seen == self._seen:  # the very same memory: the common case, and the quick one
-            return True
-        self._seen = seen
+        try:
+            forms = _forms(tensors)
+        except (RuntimeError, NotImplementedError):  # no dense tensor any more
+            return False
+        if forms == self._forms and self._ties_hold(tensors):
+            return True  # the very same memory: the common case, and the quick one
+        self._forms = forms
         return self._kinds == _kinds(tensors) and self._tied == tied_names(tensors)
+
+    def _ties_hold(self, tensors: Mapping[str, Tensor]) -> bool:
+        names = [*self._tied, *self._tied.values()]
+        return not names or tied_names({n: tensors[n] for n in tensors if n in names}) == self._tied
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the values; when it returns, `tensors` may change."""
-        for name, place in self._places.items():
-            place.copy_(tensors[name], non_blocking=True)
+        if self._places:
+            values = [tensors[name] for name in self._places]
+            torch._foreach_copy_(list(self._places.values()), values, non_blocking=True)
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -279,11 +297,14 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.
     return {name: (t.dtype, t.shape, t.device) for name, t in tensors.items()}
 
 
-def _memory(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
-        for name, t in tensors.items()
-    }
+def _forms(tensors: Mapping[str, Tensor]) -> tuple[list[Any], ...]:
+    """What tells a layout, gathered at the speed of C: a save in training passes here."""
+    values = [*tensors.values()]
+    return (
+        [*tensors],
+        [*map(Tensor.data_ptr, values)],
+        [*map(_DTYPE_AND_SHAPE, values)],
+    )
 
 
 def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -313,6 +334,18 @@ def _header(
 
 def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """A copy of `facts` that later changes cannot reach, if it is JSON and nothing else."""
+    skeletons = {key: fact for key, fact in facts.items() if type(fact) is Skeleton}
+    facts = {key: fact for key, fact in facts.items() if key not in skeletons}
+    try:
+        copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(facts))
+        if copy == facts:
+            return copy | skeletons
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
+        pass  # it cannot say what is wrong, and knows no integers beyond 64 bits
+    return _plain_facts_or_why(facts) | skeletons
+
+
+def _plain_facts_or_why(facts: dict[str, Any]) -> dict[str, Any]:
     try:
         copy = json.loads(json.dumps(facts, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
