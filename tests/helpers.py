@@ -134,7 +134,7 @@ def train(
             notes[0] += weight * float(loss.detach())
             agree.before_backward(weight, last=number == len(share.passes) - 1)
             loss.backward()
-            buffers.after_pass(weight)
+            buffers.after_pass(weight, part.number)
         notes[1:] = torch.tensor(buffers.marks(), dtype=torch.float64)
         agreed = agree.after_backward(notes).tolist()
         buffers.commit(agreed[1:], comm)

@@ -60,7 +60,6 @@ IN_A_JOB_FILE = [
         ["micro_batches = 8 but global_batch = 4", "Set micro_batches to at most 4."],
     ),
     Job('[train]\ndeterminism = "bit"', ["train.determinism = \"bit\": needs to be 'order' or"]),
-    Job('[train]\ndeterminism = "bits"', ["'bits' is not built yet", "Leave the key out."]),
     Job(
         '[train]\nmerge = "yes"',
         ['train.merge = "yes": needs to be ', "'auto'", "'always'", "'never'"],

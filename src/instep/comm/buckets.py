@@ -8,7 +8,7 @@ to fill. It knows nothing of gradients or networks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,12 @@ class Bucket:
     """View of the last elements of `flat` that belong to no member; may be empty."""
 
 
-def lay_out(tensors: Sequence[Tensor], limits_bytes: Sequence[int], spare: int = 0) -> list[Bucket]:
+def lay_out(
+    tensors: Sequence[Tensor],
+    limits_bytes: Sequence[int],
+    spare: int = 0,
+    types: Mapping[torch.dtype, torch.dtype] | None = None,
+) -> list[Bucket]:
     """Cut tensors into buckets, last tensor first.
 
     Args:
@@ -41,6 +46,7 @@ def lay_out(tensors: Sequence[Tensor], limits_bytes: Sequence[int], spare: int =
             second, ...; the last value holds for all that follow. A tensor
             larger than the limit gets a bucket of its own.
         spare: elements to leave free at the end of the last bucket.
+        types: the type in which a type is kept, where that is not itself.
 
     Returns:
         Buckets in the order in which they fill. Every tensor is a member of
@@ -58,17 +64,26 @@ def lay_out(tensors: Sequence[Tensor], limits_bytes: Sequence[int], spare: int =
         groups[-1].append(index)
         filled += tensor.nbytes
     last = len(groups) - 1
-    return [_bucket(tensors, group, spare if i == last else 0) for i, group in enumerate(groups)]
+    return [
+        _bucket(tensors, group, spare if i == last else 0, types or {})
+        for i, group in enumerate(groups)
+    ]
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 
 
-def _bucket(tensors: Sequence[Tensor], members: list[int], spare: int) -> Bucket:
+def _bucket(
+    tensors: Sequence[Tensor],
+    members: list[int],
+    spare: int,
+    types: Mapping[torch.dtype, torch.dtype],
+) -> Bucket:
     first = tensors[members[0]]
     total = sum(tensors[m].numel() for m in members)
-    flat = torch.zeros(total + spare, dtype=first.dtype, device=first.device)
+    dtype = types.get(first.dtype, first.dtype)
+    flat = torch.zeros(total + spare, dtype=dtype, device=first.device)
     views, at = [], 0
     for member in members:
         size = tensors[member].numel()

@@ -4,7 +4,9 @@ Each pass of a step starts from the committed buffers and proposes new ones;
 the step's are the mean of the proposals, weighted by samples, over all passes
 of all workers. So they are the same at any number of workers, and for an
 exponential average the step counts once, with the mean of its micro-batches'
-statistics. Buffers that nothing changes cost nothing.
+statistics. Where they must be the same to the bit, each pass's proposal
+travels in a row of its own, and every worker adds the rows in one order.
+Buffers that nothing changes cost nothing.
 
 A change is seen by torch's version counter, which costs no look at the values.
 But batch normalisation moves its running statistics without counting (torch
@@ -26,9 +28,16 @@ _ROUNDING = 1e-9
 
 
 class Buffers:
-    """The buffers of one model, watched from pass to pass."""
+    """The buffers of one model, watched from pass to pass.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: whose.
+        parts: 0 for means that are equal to rounding; else the passes of a
+            step, at most, and the mean has the same bits whoever runs which.
+    """
+
+    def __init__(self, model: nn.Module, *, parts: int = 0) -> None:
+        self._rows = parts or 1
         owners = [
             (module, name, buffer)
             for module in model.modules()
@@ -49,7 +58,7 @@ class Buffers:
         self._live = [buffer for _, _, buffer in unique.values()]
         self._committed = [buffer.detach().clone() for buffer in self._live]
         self._versions = [buffer._version for buffer in self._live]
-        self._proposed: dict[int, tuple[float, Tensor]] = {}
+        self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
         self._uncounted: set[int] = set()
         self._compared = False
 
@@ -57,8 +66,13 @@ class Buffers:
         return len(self._live)
 
     @torch.no_grad()
-    def after_pass(self, weight: float) -> bool:
-        """Take in what a pass did to the buffers, undo it, and say whether it did anything."""
+    def after_pass(self, weight: float, number: int) -> bool:
+        """Take in what a pass did to the buffers, undo it, and say whether it did anything.
+
+        Args:
+            weight: what the pass counts in the step.
+            number: of the pass, among all of the step.
+        """
         self._refuse()
         moved = self._moved()
         for index in moved:
@@ -71,9 +85,10 @@ class Buffers:
                     f"from shape {list(self._live[index].shape)} to {list(now.shape)}: a buffer "
                     "that a pass writes must keep its shape, and be real."
                 )
-            sum_of_weights, total = self._proposed.get(index, (0.0, torch.zeros(())))
+            rows = self._proposed.setdefault(index, {})
+            sum_of_weights, total = rows.get(number % self._rows, (0.0, torch.zeros(())))
             total = total.to(now.device) + weight * now.to(torch.float64)
-            self._proposed[index] = (sum_of_weights + weight, total)
+            rows[number % self._rows] = (sum_of_weights + weight, total)
             self._restore(index)
         return bool(moved)
 
@@ -122,6 +137,10 @@ class Buffers:
         """[buffers]: 1 for each that this rank's passes moved, to be summed over the ranks."""
         return [1.0 if index in self._proposed else 0.0 for index in range(len(self._live))]
 
+    def forget(self) -> None:
+        """Drop what the passes proposed: they run again."""
+        self._proposed.clear()
+
     @torch.no_grad()
     def commit(self, marks: list[float], comm: Comm) -> None:
         """Agree on every buffer that some rank's passes moved.
@@ -132,16 +151,21 @@ class Buffers:
         moved = [index for index, mark in enumerate(marks) if mark > 0]
         if not moved:
             return
-        parts = []
+        width = sum(1 + self._live[index].numel() for index in moved)
+        device = self._live[moved[0]].device
+        table = torch.zeros(self._rows, width, dtype=torch.float64, device=device)
+        at = 0
         for index in moved:
-            live = self._live[index]
-            zero = torch.zeros(live.shape, dtype=torch.float64, device=live.device)
-            weight, total = self._proposed.get(index, (0.0, zero))
-            parts += [torch.full((1,), weight, dtype=torch.float64, device=live.device)]
-            parts += [total.expand(live.shape).reshape(-1)]
-        flat = torch.cat(parts)
-        comm.all_reduce(flat).wait()
-        self._write(moved, flat)
+            shape, stop = self._live[index].shape, at + 1 + self._live[index].numel()
+            for row, (weight, total) in self._proposed.get(index, {}).items():
+                table[row, at] = weight
+                table[row, at + 1 : stop] = total.expand(shape).reshape(-1)
+            at = stop
+        comm.all_reduce(table).wait()
+        mean = table[0]
+        for row in table[1:]:
+            mean = mean + row
+        self._write(moved, mean)
         self._proposed.clear()
 
     def _write(self, moved: list[int], flat: Tensor) -> None:

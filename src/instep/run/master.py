@@ -74,7 +74,6 @@ class Master:
         self._ready: set[int] = set()
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
-        self._ledger = (run / "ledger.bin").open("ab", buffering=0)
         self._steps = (run / "steps.bin").open("ab", buffering=0)
         self._emit("run_started", {"job": as_table(job), **about})
 
@@ -118,7 +117,6 @@ class Master:
 
     def _close(self) -> None:
         self._log.close()
-        self._ledger.close()
         self._steps.close()
 
     # ---- what arrives
@@ -218,10 +216,9 @@ class Master:
 
     def _record(self, worker: int, ledger: bytes, steps: bytes) -> None:
         done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
-        self._ledger.write(ledger)
         self._steps.write(steps)
-        if len(done):
-            self._last_step[worker] = int(done["step"][-1])
+        if len(timed):
+            self._last_step[worker] = int(timed["step"][-1])
         self._show(lambda view: view.records(done, timed))
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:

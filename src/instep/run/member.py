@@ -21,7 +21,7 @@ from instep.comm.channel import Channel
 from instep.comm.channel_store import ChannelStore
 from instep.comm.messages import Done, Emit, Failed, Form, Hello, Records, Release, Stop, Welcome
 from instep.comm.metered import tcp_traffic
-from instep.events import LEDGER, STEPS
+from instep.events import STEPS
 from instep.run.launch.base import Seat
 
 FLUSH_S = 0.25
@@ -52,7 +52,7 @@ class Member:
         self.phases = dict(phases or {})
         self.form: Form | None = None
         self._stop: Stop | None = None
-        self._ledger: list[tuple[Any, ...]] = []
+        self._ledger = bytearray()
         self._steps: list[tuple[Any, ...]] = []
         self._flushed = self._metered = time.monotonic()
 
@@ -79,9 +79,14 @@ class Member:
         self.flush()
         self._channel.send(Emit(name=name, fields=fields))
 
-    def record(self, ledger: tuple[Any, ...], steps: tuple[Any, ...]) -> None:
-        """One committed step: values in the order of `LEDGER`'s and `STEPS`'s fields."""
-        self._ledger.append(ledger)
+    def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
+        """One committed step, for whoever watches.
+
+        Args:
+            ledger: its records, from the worker that has written them; else empty.
+            steps: how long it took, values in the order of `STEPS`'s fields.
+        """
+        self._ledger += ledger
         self._steps.append(steps)
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
@@ -90,10 +95,11 @@ class Member:
         """Send what has been recorded, and now and then the traffic."""
         now = time.monotonic()
         self._flushed = now
-        if self._ledger:
-            ledger, steps = np.array(self._ledger, LEDGER), np.array(self._steps, STEPS)
-            self._ledger, self._steps = [], []
-            self._channel.send(Records(ledger=ledger.tobytes(), steps=steps.tobytes()))
+        if self._steps:
+            ledger, steps = bytes(self._ledger), np.array(self._steps, STEPS).tobytes()
+            self._ledger.clear()
+            self._steps.clear()
+            self._channel.send(Records(ledger=ledger, steps=steps))
         if now - self._metered > TRAFFIC_S:
             self.meter()
 

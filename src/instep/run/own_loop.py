@@ -24,6 +24,7 @@ from instep.run.placement import address_towards
 from instep.run.recipe import check_optimizer, seed_everything
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver
+from instep.run.update import Update
 from instep.sync.base import make_strategy
 
 
@@ -39,11 +40,11 @@ class OwnLoop:
         loader: Loader,
         samples: int,
     ) -> None:
-        self._member, self.optimizer, self._scheduler = member, optimizer, scheduler
+        self._member, self.optimizer = member, optimizer
         self._loader, self.samples, self.job = loader, samples, member.job
         self.step, self.doing = 0, "your loop"
         self._rule: str | None = None  # why training stopped before the loop's own end
-        self._in_pass = False
+        self._in_pass = self._again = False
         if self.job.train.precision != "float32":
             raise SpecError(
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
@@ -51,16 +52,25 @@ class OwnLoop:
             )
         check_optimizer(optimizer, model)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self._parameters = parameters
+        self._update = Update(
+            optimizer,
+            scheduler,
+            parameters,
+            seed=self.job.seed,
+            clip_norm=self.job.train.clip_norm,
+            scaler=torch.amp.GradScaler("cuda", enabled=False),
+        )
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
         check_lengths(comm, device, train=samples)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
         self.replica = Replica(member, model, parameters, strategy, comm)
-        self._saver = _saver(member, model, optimizer, scheduler) if comm.rank == 0 else None
-        self._merge = self.job.train.merge != "never"
-        self._weighted_loss, self._where = 0.0, Position(0, 0, 0)
+        self._saver = Saver(member, model, self._update) if comm.rank == 0 else None
+        exact = self.job.train.determinism == "bits"
+        self._merge = self.job.train.merge != "never" and not exact
+        self._where = Position(0, 0, 0)
+        self._losses: dict[int, float] = {}  # of each pass of the step, weighted
         self._pending: list[Pass] = []
         self._share = Share([], 0, 0)
         member.emit(
@@ -96,7 +106,18 @@ class OwnLoop:
                 self.commit()  # nothing to compute here, but the others wait for us
             while self._pending:
                 yield self._next(loads)
+            if self._again:
+                yield from self._once_more()
         loads.close()
+
+    def _once_more(self) -> Iterator[Any]:
+        """The batches of the present step again: its gradients did not fit the lattice."""
+        self._pending = list(self._share.passes)
+        if not self._pending:
+            self.commit()
+        loads = self._loader.load(part.samples for part in self._share.passes)
+        while self._pending:
+            yield self._next(loads)
 
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
@@ -127,7 +148,8 @@ class OwnLoop:
         """Count the loss of the present pass."""
         if not self._in_pass:
             raise SpecError("record() was called after optimizer.step(): call it before.")
-        self._weighted_loss += self._weight(self._pending[0]) * loss
+        part = self._pending[0]
+        self._losses[part.number] = self._weight(part) * loss
 
     def validated(self, samples: int, metrics: dict[str, float]) -> None:
         """Write down what a validation by the user gave, once."""
@@ -147,26 +169,24 @@ class OwnLoop:
             raise SpecError("optimizer.step() was called twice for one batch of the loader.")
         self._in_pass = False
         self.replica.clock.lap(self._since, "forward")
-        self.replica.after_pass(self._weight(self._pending.pop(0)))
+        part = self._pending.pop(0)
+        self.replica.after_pass(self._weight(part), part.number)
         if not self._pending:
             self.commit()
 
     def commit(self) -> None:
         """Agree, move the parameters, and let the step count."""
         replica, share = self.replica, self._share
-        stop = self._member.stop_rule is not None
-        loss, told = replica.agree(self._weighted_loss, stop=stop)
+        agreed = replica.agree(self._losses, stop=self._member.stop_rule is not None)
+        self._losses, self._again = {}, agreed is None
+        if agreed is None:
+            return
         since = time.perf_counter()
-        if self.job.train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self.job.train.clip_norm)
-        self.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self.step += 1
+        self._update.apply(self.step)
         replica.clock.lap(since, "update")
-        self.step, self._weighted_loss = self.step + 1, 0.0
-        samples = share.stop - share.first
-        replica.commit(self.step, self._where, (share.first, share.stop), samples, loss)
-        if told:
+        replica.commit(self.step, self._where, share.stop - share.first, agreed.loss)
+        if agreed.stop:
             self._rule = "interrupted"
         elif self.step == self.job.train.stop_after_steps:
             self._rule = "stop_after_steps"
@@ -175,17 +195,13 @@ class OwnLoop:
 
     def finish(self) -> None:
         """Save, and leave together with the others."""
-        self.replica.agree(0.0, stop=False, leaving=True)
+        self.replica.agree({}, stop=False, leaving=True)
         if self._saver is not None:
             self._saver.after_step(self.step, self._where, self.replica, last=True)
             self._saver.finish(self.step)
         self._member.done(self.step, self._rule or "own loop")
         self._loader.close()
         self.replica.close()
-
-
-def _saver(member: Member, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> Saver:
-    return Saver(member, model, optimizer, scheduler, torch.amp.GradScaler("cuda", enabled=False))
 
 
 class OwnLoader:

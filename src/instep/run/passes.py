@@ -70,7 +70,7 @@ def share_of(
     """
     dealt = deal(micro_batches, workers)[rank]
     cuts = [micro_batch(position.first, position.stop, n, micro_batches) for n in dealt]
-    first, stop = (cuts[0][0], cuts[-1][1]) if cuts else (position.first, position.first)
+    first, stop = ranges_of(position, micro_batches, workers)[rank]
     if merge:
         numbers, cuts = [dealt.start], [(first, stop)]
     else:
@@ -81,6 +81,18 @@ def share_of(
         if high > low
     ]
     return Share(passes, first, stop)
+
+
+def ranges_of(position: Position, micro_batches: int, workers: int) -> list[tuple[int, int]]:
+    """Positions [first, stop) of each worker in the step at `position`; some may be empty."""
+    first, stop = position.first, position.stop
+    return [
+        (
+            first + (stop - first) * part.start // micro_batches,
+            first + (stop - first) * part.stop // micro_batches,
+        )
+        for part in deal(micro_batches, workers)
+    ]
 
 
 def plan(
@@ -120,7 +132,7 @@ def may_merge(
     with _training(model):  # with gradients, as a loss may be made of some
         losses = [float(forward.loss(batch).detach()) for batch in apart]
         whole = float(forward.loss(together).detach())
-    moved = buffers.after_pass(1.0)
+    moved = buffers.after_pass(1.0, 0)
     drew = not (states().same(before) and all(map(torch.equal, _draws(), on_cuda)))
     if moved:
         return Verdict(False, "the model's buffers follow its batches, as BatchNorm's do")

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,21 @@ from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import RecipeError, SpecError
 from instep.run.buffers import Buffers
+from instep.run.ledger import Ledger
 from instep.run.member import Member
+from instep.run.passes import parts_of, ranges_of
 from instep.sync.base import Strategy
 
-_OWN = 3  # notes before those of each rank: loss, stop, leaving
+_OWN = 2  # notes before those of each rank: stop, leaving
+
+
+class Agreement(NamedTuple):
+    """What the workers agreed on beside the gradient."""
+
+    loss: float
+    """Mean over the global batch."""
+    stop: bool
+    """Whether any worker has been told to stop."""
 
 
 @dataclass(slots=True)
@@ -71,86 +84,111 @@ class Replica:
     ) -> None:
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
         _check_equal(model, comm)
-        self.buffers = Buffers(model)
-        self._notes = torch.zeros(_OWN + comm.size + len(self.buffers), dtype=torch.float64)
+        self._parts = member.job.train.micro_batches
+        exact = self._parts if member.job.train.determinism == "bits" else 0
+        self.buffers = Buffers(model, parts=exact)
+        self._ledger = Ledger(member.run / "ledger.bin") if comm.rank == 0 else None
+        self._notes = _OWN + comm.size + self._parts + len(self.buffers)
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
-        strategy.start(parameters, comm, notes=len(self._notes))
+        strategy.start(parameters, comm, notes=self._notes, parts=exact)
 
     def before_backward(self, weight: float, *, last: bool) -> None:
         """A backward pass of `weight` (share of the global batch) is about to run."""
         self.strategy.before_backward(weight, last=last)
 
-    def after_pass(self, weight: float) -> bool:
-        """A pass is over; True if it moved buffers."""
-        return self.buffers.after_pass(weight)
+    def after_pass(self, weight: float, number: int) -> bool:
+        """A pass is over, of micro-batches from `number` on; True if it moved buffers."""
+        return self.buffers.after_pass(weight, number)
 
     def agree(
-        self, weighted_loss: float, *, stop: bool, leaving: bool = False
-    ) -> tuple[float, bool]:
+        self, losses: Mapping[int, float], *, stop: bool, leaving: bool = False
+    ) -> Agreement | None:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
         Args:
-            weighted_loss: sum over this worker's passes of weight times mean loss.
+            losses: number of each of this worker's passes to weight times mean loss.
             stop: whether this worker has been told to stop.
             leaving: whether this worker has no further step; then all must have none.
 
         Returns:
-            The mean loss over the global batch, and whether any worker has
-            been told to stop: the same on every worker.
+            The same on every worker. None where all must run their passes of
+            this step once more, and agree again.
 
         Raises:
             SpecError: some workers leave and some have another step.
             PeerError: another worker went away.
         """
         since, arrived = time.perf_counter(), time.time()
-        notes, ranks = self._notes, self.comm.size
-        notes.zero_()
-        notes[0], notes[1], notes[2] = weighted_loss, float(stop), float(leaving)
-        notes[_OWN + self.comm.rank] = arrived - self._base
-        if len(self.buffers):
-            notes[_OWN + ranks :] = torch.tensor(self.buffers.marks(), dtype=torch.float64)
-        agreed = self.strategy.after_backward(notes).tolist()
-        if 0 < agreed[2] < ranks:
+        ranks = self.comm.size
+        own = [0.0] * self._notes
+        own[0], own[1], own[_OWN + self.comm.rank] = (
+            float(stop),
+            float(leaving),
+            arrived - self._base,
+        )
+        for number, loss in losses.items():
+            own[_OWN + ranks + number] = loss
+        own[_OWN + ranks + self._parts :] = self.buffers.marks()
+        summed = self.strategy.after_backward(torch.tensor(own, dtype=torch.float64))
+        if summed is None:
+            self.buffers.forget()
+            return None
+        agreed = summed.tolist()
+        if 0 < agreed[1] < ranks:
             raise SpecError(
                 "the processes' loops are not of the same length: "
-                f"{agreed[2]:.0f} of {ranks} left while the others had another step. "
+                f"{agreed[1]:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
-        self.buffers.commit(agreed[_OWN + ranks :], self.comm)
+        self.buffers.commit(agreed[_OWN + ranks + self._parts :], self.comm)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed[_OWN : _OWN + ranks])
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
-        return agreed[0], agreed[1] > 0
+        # each pass has a place of its own, so that this sum is taken in one order
+        loss = sum(agreed[_OWN + ranks : _OWN + ranks + self._parts])
+        return Agreement(loss, agreed[0] > 0)
 
-    def commit(
-        self, step: int, position: Position, share: tuple[int, int], samples: int, loss: float
-    ) -> None:
+    def commit(self, step: int, position: Position, samples: int, loss: float) -> None:
         """The step counts. Parameters have moved; write down who did what, and how long it took.
 
         Args:
             step: counts from 1.
             position: of the global batch.
-            share: positions [first, stop) that this worker computed.
-            samples: how many those are.
+            samples: how many of them this worker computed.
             loss: mean over the global batch.
         """
         self.strategy.after_step(step)
         form = self.member.form
         assert form is not None
-        number, c = self.member.number, self.clock
-        self.member.record(
-            (step, position.epoch, number, form.generation, *share),
-            (step, number, samples, loss, *astuple(c)),
-        )
+        done = b""
+        if self._ledger is not None:
+            parts = parts_of(position, self.member.job.train)
+            done = self._ledger.append(
+                [
+                    (step, position.epoch, worker, form.generation, *share)
+                    for worker, share in zip(
+                        form.members, ranges_of(position, parts, self.comm.size), strict=True
+                    )
+                ]
+            )
+        self.member.record(done, (step, self.member.number, samples, loss, *astuple(self.clock)))
         self.clock = Clock(begin=time.time())
+
+    @property
+    def ledger_bytes(self) -> int:
+        """How long the ledger is with the last commit; on rank 0, which writes it."""
+        assert self._ledger is not None, "rank 0 writes the ledger"
+        return self._ledger.size_bytes
 
     def close(self) -> None:
         """Let go of model and group."""
         self.strategy.stop()
         self.comm.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
 
 def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") -> Comm:

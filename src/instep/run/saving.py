@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from instep.data.order import Position
 from instep.errors import CheckpointError
 from instep.run.member import Member
 from instep.run.replica import Replica
+from instep.run.update import Update
 from instep.spec_file import dump
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import (
@@ -33,21 +32,11 @@ class Saver:
     Args:
         member: for the job, the run folder and the log.
         model: of this worker.
-        optimizer: that moves it.
-        scheduler: of the learning rate, if any.
-        scaler: of the loss; without effect unless the precision is float16.
+        update: moves it; has the optimizer, the scheduler and the scaler of the loss.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: Any,
-        scaler: torch.amp.GradScaler,
-    ) -> None:
-        self._member, self._model, self._optimizer = member, model, optimizer
-        self._scheduler, self._scaler = scheduler, scaler
+    def __init__(self, member: Member, model: nn.Module, update: Update) -> None:
+        self._member, self._model, self._update = member, model, update
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
         self._pack_optimizer = Packer()
@@ -67,17 +56,18 @@ class Saver:
 
     def _snapshot(self, step: int, where: Position, replica: Replica) -> Snapshot:
         """Everything of one commit."""
-        optimizer, skeleton = self._pack_optimizer(self._optimizer.state_dict())
+        optimizer, skeleton = self._pack_optimizer(self._update.optimizer.state_dict())
         facts: dict[str, Any] = {
             "epoch": where.epoch,
             "next_position": where.stop,
+            "ledger_bytes": replica.ledger_bytes,
             "optimizer": skeleton,
-            "scaler": self._scaler.state_dict(),
+            "scaler": self._update.scaler.state_dict(),
             "job": self._job,
         }
         tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
-        if self._scheduler is not None:
-            tensors["scheduler"], facts["scheduler"] = pack_state(self._scheduler.state_dict())
+        if (scheduler := self._update.scheduler) is not None:
+            tensors["scheduler"], facts["scheduler"] = pack_state(scheduler.state_dict())
         if strategy := replica.strategy.state():
             tensors["strategy"] = strategy
         return Snapshot(step=step, tensors=tensors, facts=facts)

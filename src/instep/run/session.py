@@ -27,6 +27,7 @@ from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, RunError, SpecError, WorkerError
 from instep.run import blame, placement
 from instep.run.client import about, check_job, failure, finish, make_run_folder
+from instep.run.kernels import set_kernels
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master, Outcome
 from instep.run.member import Member
@@ -210,9 +211,8 @@ class Session:
         """Seed everything, take a device, and make the recipe; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank)
-        threads = max(1, cores() // self._place.local_size)
-        if self.job.train.threads or "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(self.job.train.threads or threads)
+        chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
+        set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
         self._recipe = (
             call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
         )

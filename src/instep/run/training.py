@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from instep.data.loader import Loader
 from instep.data.order import Position, key, position, steps_in_epoch
@@ -26,8 +25,9 @@ from instep.run.member import Member
 from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, seed_everything
-from instep.run.replica import Replica, check_lengths, make_comm
+from instep.run.replica import Agreement, Replica, check_lengths, make_comm
 from instep.run.saving import Saver
+from instep.run.update import Update
 from instep.spec import JobSpec
 from instep.sync.base import make_strategy
 
@@ -71,8 +71,14 @@ class Training:
             self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
         )
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
-        self._clip = self.job.train.clip_norm
-        self._scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
+        self._update = Update(
+            built.optimizer,
+            built.scheduler,
+            built.parameters,
+            seed=self.job.seed,
+            clip_norm=self.job.train.clip_norm,
+            scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
+        )
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._verdict = Verdict(False, "")
         self._replica: Replica | None = None
@@ -105,11 +111,7 @@ class Training:
         self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
         check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
         self._verdict = self._try_merging()
-        self._saver = (
-            Saver(self.member, built.model, built.optimizer, built.scheduler, self._scaler)
-            if comm.rank == 0
-            else None
-        )
+        self._saver = Saver(self.member, built.model, self._update) if comm.rank == 0 else None
         self.member.phases["group"] = time.time() - began
         self._announce()
 
@@ -242,49 +244,43 @@ class Training:
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> tuple[float, bool]:
         """From samples to a commit: the mean loss of the global batch, and whether to stop."""
+        replica = self.replica
+        agreed = self._agree(where, share, loads)
+        if agreed is None:  # the gradients did not fit: the same passes, on a coarser lattice
+            again = self._loader.load(part.samples for part in share.passes)
+            agreed = self._agree(where, share, again)
+            assert agreed is not None, "a strategy asked for a third time"
+        self.phase, since = "update", time.perf_counter()
+        self._update.apply(self.step)
+        replica.clock.lap(since, "update")
+        replica.commit(self.step, where, share.stop - share.first, agreed.loss)
+        if not math.isfinite(agreed.loss):
+            self._warn_of_loss(agreed.loss)
+        return agreed.loss, agreed.stop
+
+    def _agree(self, where: Position, share: Share, loads: Iterator[Any]) -> Agreement | None:
+        """Run this worker's passes, and agree on what came of them."""
         replica, clock = self.replica, self.replica.clock
-        total = where.stop - where.first
-        weighted_loss = 0.0
+        losses = {}
         for number, part in enumerate(share.passes):
             since = time.perf_counter()
             self.phase = "loading"
             batch = next(loads)
             since = clock.lap(since, "load")
-            weight = part.size / total
+            weight = part.size / (where.stop - where.first)
             if not self._verdict.merge:
                 seed_everything(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)
-            weighted_loss += weight * float(loss.detach())
+            losses[part.number] = weight * float(loss.detach())
             since = clock.lap(since, "forward")
             self.phase = "backward"
             replica.before_backward(weight, last=number == len(share.passes) - 1)
-            self._scaler.scale(loss).backward()
-            replica.after_pass(weight)
+            self._update.scaler.scale(loss).backward()
+            replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
         self.phase = "exchange"
-        stop = self.member.stop_rule is not None
-        mean_loss, told = replica.agree(weighted_loss, stop=stop)
-        since = time.perf_counter()
-        self._update()
-        clock.lap(since, "update")
-        samples = share.stop - share.first
-        replica.commit(self.step, where, (share.first, share.stop), samples, mean_loss)
-        if not math.isfinite(mean_loss):
-            self._warn_of_loss(mean_loss)
-        return mean_loss, told
-
-    def _update(self) -> None:
-        """Move the parameters by the agreed gradient."""
-        self.phase = "update"
-        optimizer = self._built.optimizer
-        if self._clip is not None:
-            self._scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self._built.parameters, self._clip)
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        if self._built.scheduler is not None:
-            self._built.scheduler.step()
+        return replica.agree(losses, stop=self.member.stop_rule is not None)
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:

@@ -8,11 +8,10 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
-import torch
-
 from instep.data.choose import cores
 from instep.errors import PeerError
 from instep.run import blame
+from instep.run.kernels import set_kernels
 from instep.run.launch.base import Seat
 from instep.run.member import Member
 from instep.run.recipe import call, load_function
@@ -56,7 +55,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     """From a membership to a training that has all it needs but the other workers."""
     job, lap = member.job, _Laps(member)
     lap("fork")
-    torch.set_num_threads(job.train.threads or max(1, cores() // job.workers))
+    set_kernels(job.train, max(1, cores() // job.workers))
     device = choose_device(job, local_rank)
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")

@@ -4,7 +4,8 @@ Gradients are gathered in flat buckets (Li et al. 2020, arXiv:2006.15704). A
 bucket is summed over the ranks as soon as its gradients are there, in the
 background, while the backward pass goes on with earlier layers. Weights are
 applied as a gradient enters its bucket, so the sum is the mean over the true
-number of samples, whatever each rank's share.
+number of samples, whatever each rank's share. How it is summed, to rounding
+or to the bit, is the business of `sums.py`.
 
 Two things ride in the spare end of the last bucket and cost no message of
 their own: the caller's notes, and which parameters had a gradient at all. A
@@ -24,6 +25,7 @@ from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, lay_out
 from instep.errors import SpecError, WorkerError
 from instep.sync.base import Price
+from instep.sync.sums import Exact, Plain, Sums
 
 _SPARSE = 2.0**-12
 """Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
@@ -48,12 +50,17 @@ class AllReduce:
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
         self._hooks: list[RemovableHandle] = []
+        self._loaded: Mapping[str, Tensor] = {}
 
-    def start(self, parameters: Sequence[Parameter], comm: Comm, *, notes: int) -> None:
+    def start(
+        self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
+    ) -> None:
         """Lay out the buckets and listen for gradients."""
         self._parameters, self._comm = list(parameters), comm
-        self._buckets = lay_out(self._parameters, [self._bucket_bytes], spare=0)
-        self._buckets = self._with_room(len(self._parameters) + notes)
+        self._sums: Sums = Exact(self._parameters, comm, parts) if parts else Plain()
+        if self._loaded:
+            self._sums.load_state(self._loaded)
+        self._buckets = self._with_room((1 + self._sums.flags) * len(self._parameters) + notes)
         self._home = {
             member: (number, view)
             for number, bucket in enumerate(self._buckets)
@@ -67,12 +74,15 @@ class AllReduce:
         ]
 
     def _with_room(self, spare: int) -> list[Bucket]:
-        """The same buckets, the last one with room for marks and notes in full precision."""
-        last = self._parameters[self._buckets[-1].members[-1]]
+        """The buckets, and at the end of the last one room for notes in full precision."""
+        limits, types = [self._bucket_bytes], self._sums.types
+        buckets = lay_out(self._parameters, limits, types=types)
+        last = buckets[-1].flat
         if last.dtype in (torch.float32, torch.float64):
-            return lay_out(self._parameters, [self._bucket_bytes], spare=spare)
-        room = torch.zeros(spare, dtype=torch.float32, device=last.device)
-        return [*self._buckets, Bucket(room, (), (), room)]
+            return lay_out(self._parameters, limits, spare=spare)
+        wide = torch.float64 if self._sums.types else torch.float32
+        room = torch.zeros(spare, dtype=wide, device=last.device)
+        return [*buckets, Bucket(room, (), (), room)]
 
     def _begin_step(self) -> None:
         for index in range(len(self._seen)):
@@ -107,14 +117,8 @@ class AllReduce:
         """Move a fresh gradient into its bucket, weighted."""
         gradient = parameter.grad
         assert gradient is not None
-        sparse = gradient.is_sparse
-        if sparse and not self._seen[index]:
-            view.zero_()
-        if self._seen[index] or sparse:
-            view.add_(gradient, alpha=self._weight)
-        else:
-            torch.mul(gradient, self._weight, out=view)
-        self._seen[index] = 1.0 + _SPARSE if sparse else 1.0
+        self._sums.add(index, gradient, self._weight, view, not self._seen[index])
+        self._seen[index] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
         parameter.grad = None
 
     def _send_full(self) -> None:
@@ -130,23 +134,32 @@ class AllReduce:
         self._work.append(self._comm.all_reduce(bucket.flat))
 
     @torch.no_grad()
-    def after_backward(self, notes: Tensor) -> Tensor:
+    def after_backward(self, notes: Tensor) -> Tensor | None:
         """Send what is left, wait for all of it, and hand out the agreed gradients."""
-        spare = self._buckets[-1].spare
-        count = len(self._parameters)
-        spare[:count].copy_(torch.tensor(self._seen, dtype=torch.float64))
-        spare[count:].copy_(notes)
+        told = torch.tensor([*self._seen, *self._sums.raised()], dtype=torch.float64)
+        spare, count = self._buckets[-1].spare, len(self._parameters)
+        spare[: len(told)].copy_(told)
+        spare[len(told) :].copy_(notes)
         while len(self._work) < len(self._buckets):
             self._send_next()
         for work in self._work:
             work.wait()
         agreed = spare.to("cpu", torch.float64, copy=True)
-        for index, mark in enumerate(agreed[:count].tolist()):
-            view = self._home[index][1]
-            grad = None if mark == 0 else view if mark == int(mark) else view.to_sparse(1)
-            self._parameters[index].grad = grad
+        settled = self._sums.settle(agreed[count : len(told)].tolist())
+        if settled:
+            self._hand_out(agreed[:count].tolist())
         self._begin_step()
-        return agreed[count:]
+        return agreed[len(told) :] if settled else None
+
+    def _hand_out(self, marks: list[float]) -> None:
+        """Give each parameter its agreed gradient, if any rank had one."""
+        for index, mark in enumerate(marks):
+            grad = None
+            if mark:
+                grad = self._sums.gradient(index, self._home[index][1])
+                grad = grad if mark == int(mark) else grad.to_sparse(1)
+            self._parameters[index].grad = grad
+        self._sums.end_step()
 
     def after_step(self, step: int) -> None:
         """Gradients have been used; the next pass starts from none."""
@@ -160,11 +173,12 @@ class AllReduce:
         self._hooks = []
 
     def state(self) -> dict[str, Tensor]:
-        """Nothing is remembered between steps."""
-        return {}
+        """What the sums remember: nothing, or how fine their lattices are."""
+        return self._sums.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to take up."""
+        """Kept until `start`."""
+        self._loaded = state
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

@@ -34,13 +34,19 @@ class Strategy(Protocol):
     for. Over all ranks and passes of a step the weights add up to 1.
     """
 
-    def start(self, parameters: Sequence[Parameter], comm: Comm, *, notes: int) -> None:
+    def start(
+        self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
+    ) -> None:
         """Training is about to begin; every rank holds the same parameters.
 
         Args:
             parameters: those that are trained, in the same order everywhere.
             comm: the ranks that agree.
             notes: length of the vector that will travel with every step.
+            parts: 0 for sums that are equal to rounding. Above it, the agreed
+                gradient must have the same bits however the passes are dealt
+                to ranks; a step has at most so many over all ranks, each with
+                at most about its share of the weight.
         """
 
     def before_backward(self, weight: float, *, last: bool) -> None:
@@ -50,16 +56,20 @@ class Strategy(Protocol):
         ready may be sent while the pass goes on.
         """
 
-    def after_backward(self, notes: Tensor) -> Tensor:
+    def after_backward(self, notes: Tensor) -> Tensor | None:
         """This rank's passes are done; parameters have not moved.
 
         Args:
             notes: [notes] float64 on the CPU, whatever the roles want summed.
 
         Returns:
-            The notes, summed over the ranks (to about 1e-7 relative), the
-            same bits on each. When this returns, each parameter's `.grad`
-            is the agreed gradient, or None if no rank had one.
+            The notes, summed over the ranks (to about 1e-7 relative; where
+            there are `parts`, to that of float64), the same bits on each.
+            When this returns, each parameter's `.grad` is the agreed gradient,
+            or None if no rank had one.
+
+            Or None, on every rank, where there are `parts`: the same passes
+            must run once more. It takes no more than one repetition.
 
         Raises:
             PeerError: a rank went away; the step did not happen.

@@ -38,7 +38,7 @@ def test_each_pass_starts_from_the_committed_buffers():
     buffers = Buffers(model)
     mean = model.mean
     model(torch.full((4, 2), 6.0))
-    assert buffers.after_pass(0.5)
+    assert buffers.after_pass(0.5, 0)
     assert model.mean is mean
     assert model.mean.tolist() == [10, 10]
     assert int(model.count) == 0
@@ -49,7 +49,7 @@ def test_a_step_is_the_mean_of_its_passes_by_weight_and_counts_once():
     buffers = Buffers(model)
     for value, weight in ((6.0, 0.25), (2.0, 0.75)):
         model(torch.full((4, 2), value))
-        buffers.after_pass(weight)
+        buffers.after_pass(weight, 0)
     committed(model, buffers)
     assert model.mean.tolist() == [0.25 * 8 + 0.75 * 6] * 2
     assert int(model.count) == 1
@@ -61,7 +61,7 @@ def test_running_statistics_of_batch_normalisation_are_the_mean_over_passes():
     apart = [torch.randn(4, 3), 5 + torch.randn(4, 3)]
     for batch in apart:
         model(batch)
-        assert buffers.after_pass(0.5)
+        assert buffers.after_pass(0.5, 0)
         assert model.running_mean.tolist() == [0, 0, 0]
     committed(model, buffers)
     expected = 0.1 * torch.stack([batch.mean(0) for batch in apart]).mean(0)
@@ -85,7 +85,7 @@ def test_statistics_that_a_layer_moves_without_counting_are_found_by_their_value
     buffers = Buffers(model)
     for _ in range(2):
         model(3 + torch.randn(5, 3))
-        assert buffers.after_pass(1.0)
+        assert buffers.after_pass(1.0, 0)
         before = model.mean.clone()
         committed(model, buffers)
         assert (model.mean > before).all()
@@ -95,10 +95,10 @@ def test_batch_normalisation_that_thaws_later_is_followed_from_then_on():
     model = nn.BatchNorm1d(3).eval()
     buffers = Buffers(model)
     model(torch.randn(4, 3))
-    assert not buffers.after_pass(1.0)
+    assert not buffers.after_pass(1.0, 0)
     model.train()
     model(5 + torch.randn(4, 3))
-    assert buffers.after_pass(1.0)
+    assert buffers.after_pass(1.0, 0)
     assert model.running_mean.tolist() == [0, 0, 0]
     committed(model, buffers)
     assert (model.running_mean > 0).all()
@@ -112,7 +112,7 @@ def test_buffers_that_nothing_moves_stay_as_they_are_and_cost_no_message():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
     buffers = Buffers(model)
     model(torch.randn(4, 2))
-    assert not buffers.after_pass(1.0)
+    assert not buffers.after_pass(1.0, 0)
     assert buffers.marks() == [0.0] * 3
     buffers.commit(buffers.marks(), Silent())
 
@@ -122,9 +122,9 @@ def test_a_constant_mask_of_infinities_survives_beside_buffers_that_move():
     buffers = Buffers(model)
     for _ in range(3):
         model(torch.ones(4, 2))
-        buffers.after_pass(1 / 3)
+        buffers.after_pass(1 / 3, 0)
         model(torch.ones(4, 2))
-        buffers.after_pass(2 / 3)
+        buffers.after_pass(2 / 3, 0)
         committed(model, buffers)
     assert model.mask.tolist() == [0.0, -torch.inf]
 
@@ -143,7 +143,7 @@ def test_a_buffer_that_was_infinite_takes_its_first_finite_value():
     buffers = Buffers(model)
     for weight in (1 / 3, 1 / 3, 1 / 3):
         model(torch.tensor([2.0, 1.0]))
-        buffers.after_pass(weight)
+        buffers.after_pass(weight, 0)
     committed(model, buffers)
     assert float(model.largest) == 2
 
@@ -163,7 +163,7 @@ def test_ranks_with_different_passes_and_with_none_hold_the_same_buffers():
         buffers = Buffers(model)
         for number in range(4) if comm.size == 1 else dealt[comm.rank]:
             model(batches[number])
-            buffers.after_pass(0.25)
+            buffers.after_pass(0.25, 0)
         marks = torch.tensor(buffers.marks())
         comm.all_reduce(marks).wait()
         buffers.commit(marks.tolist(), comm)
@@ -205,4 +205,4 @@ def test_what_workers_could_not_agree_on_is_refused(write, words):
     with torch.no_grad():
         model(torch.ones(2))
     with pytest.raises(RecipeError, match=words):
-        buffers.after_pass(1.0)
+        buffers.after_pass(1.0, 0)

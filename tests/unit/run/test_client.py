@@ -67,7 +67,6 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
         ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
         ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
-        ({"train": {"determinism": "bits"}}, SpecError, "not built yet"),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
     ],
 )

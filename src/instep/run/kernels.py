@@ -1,0 +1,33 @@
+"""How the kernels of this process compute: on how many threads, and whether always alike.
+
+A sum that is cut among threads rounds otherwise when there are more of them.
+So where parameters must have the same bits at any number of workers, the
+number of threads does not follow from the number of workers, and torch is told
+to refuse kernels that give other bits from run to run.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from instep.spec import TrainSpec
+
+
+def set_kernels(train: TrainSpec, threads: int) -> None:
+    """Set up torch for one worker, for as long as the process lives.
+
+    Args:
+        train: says how exactly.
+        threads: what this worker may use, where the job does not say.
+    """
+    if train.determinism == "order":
+        torch.set_num_threads(train.threads or threads)
+        return
+    torch.set_num_threads(train.threads or 1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may differ by run
+    # use_deterministic_algorithms(True) does this too, and imports the compiler, which takes a second
+    torch.set_deterministic_debug_mode("error")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over all memory
+    torch.backends.cudnn.benchmark = False

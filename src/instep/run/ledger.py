@@ -1,0 +1,80 @@
+"""The ledger on disk: which samples each committed step took, written as it commits.
+
+One process writes it, that of rank 0, and writes a step before anything that
+builds on it (a checkpoint, the next step). What a process has handed to the
+system outlives its death, so a step that was committed is in the file whoever
+is killed next. Readers are `events.read_records` and the audit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from instep.errors import RunError
+from instep.events import LEDGER
+
+
+class Ledger:
+    """Appends committed steps to a run's `ledger.bin`.
+
+    Args:
+        path: the file; created if missing, appended to if not.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self.size_bytes = self._file.tell()
+        """Up to where the committed steps stand."""
+
+    def append(self, shares: Sequence[tuple[int, ...]]) -> bytes:
+        """Write one committed step: each worker's share, values in the order of `LEDGER`'s fields.
+
+        Returns:
+            The records as they were written.
+
+        Raises:
+            RunError: they cannot be written, or only in part.
+        """
+        data = np.array(list(shares), LEDGER).tobytes()
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        if written != len(data):
+            raise RunError(f"{self._path} cannot be written: the disk is full. Make room.")
+        self.size_bytes += len(data)
+        return data
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(f"{self._path} cannot be written: {error.strerror}. Make room, or access.")
+
+
+def cut_back(path: Path, size_bytes: int) -> None:
+    """Take back what was written after a checkpoint: the file ends at `size_bytes` again.
+
+    Raises:
+        RunError: the file is shorter than that, so steps before the checkpoint are missing.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if size < size_bytes:
+        raise RunError(
+            f"{path} has {size} bytes, but the checkpoint was saved with {size_bytes}: the file "
+            "was cut or replaced, and what was trained on can no longer be told."
+        )
+    if size > size_bytes:
+        os.truncate(path, size_bytes)

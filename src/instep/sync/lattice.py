@@ -1,0 +1,228 @@
+"""Sums of gradients that have the same bits in whatever order they are added.
+
+Floating-point addition rounds, so a sum depends on who adds what to what
+first. Addition of whole numbers does not. So each gradient is rounded once to
+a lattice, whole multiples of a power of two, and the multiples are summed as
+integers; only the agreed sum becomes floating point again. The same bytes
+move as without it: int32 for float32.
+
+How fine the lattice of each tensor is follows from the sums of the steps
+before, which are the same everywhere. A pass whose gradient does not fit says
+so; the ranks then choose a coarser lattice together, from the largest values
+there are, and run the passes of the step again. Whether a gradient fits, and
+the largest value, are properties of single passes: they too are the same
+however the passes are dealt to ranks. The first step always goes this way.
+
+Nothing here knows buckets, ranks or networks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WHOLE = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int32,
+    torch.float16: torch.int32,
+}
+"""The type of whole numbers in which gradients of a type are summed."""
+
+_BLOCK = 1 << 16
+"""Elements handled at once on a CPU: they stay in its cache from one operation to the next."""
+
+_EIGHTHS = 8
+"""Levels count eighths of a bit, so that a lattice can grow finer slowly."""
+
+_UNKNOWN = 1 << 20
+"""The level of a tensor that had no gradient other than zero yet."""
+
+_GROWTH_BITS = 2
+"""A gradient may grow so far from one step to the next before it does not fit."""
+
+_BITS = {torch.int32: (-120, 100), torch.int64: (-1000, 900)}
+"""Fractional bits, least and most, so that the scale is a number of the gradient's type."""
+
+
+class Report(NamedTuple):
+    """What one rank's passes of a step met, [tensors] each, for the ranks to sum."""
+
+    too_large: list[float]
+    """Above 0 where a gradient did not fit its lattice."""
+    not_finite: list[float]
+    """Above 0 where one held an infinity or no number."""
+
+
+class Lattice:
+    """The lattices of some tensors, from step to step.
+
+    Args:
+        tensors: whose gradients are summed, in the same order on every rank.
+        parts: passes of a step over all ranks, at most; each of at most its
+            share of the gradient.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], parts: int) -> None:
+        self._types = [tensor.dtype for tensor in tensors]
+        self._whole = [WHOLE[dtype] for dtype in self._types]
+        self._spare_bits = math.ceil(math.log2(parts))
+        self._levels = [_UNKNOWN] * len(tensors)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what the passes so far met; levels stay."""
+        self._met: list[tuple[int, float, Tensor]] = []  # tensor, scale, largest value on it
+        self._sums: list[tuple[int, Tensor]] = []
+        self._peaks = [0.0] * len(self._types)
+
+    # ---- on one rank, in a pass
+
+    @torch.no_grad()
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """Add a gradient, weighted and rounded to the lattice of its tensor.
+
+        Args:
+            index: of the tensor.
+            gradient: dense, of any layout.
+            weight: what it counts in the step.
+            into: the sum so far, whole numbers, contiguous, of as many elements.
+            fresh: there is no sum yet; what `into` holds is overwritten.
+        """
+        scale = weight * 2.0 ** self._bits(index)
+        values, sums = gradient.reshape(-1), into.view(-1)
+        peaks: list[Tensor] = []
+        for part, total, scaled, whole in self._blocks(index, values, sums):
+            if part.dtype == scaled.dtype:
+                torch.mul(part, scale, out=scaled)
+            else:
+                scaled.copy_(part).mul_(scale)
+            peaks += torch.aminmax(scaled)
+            scaled.round_()
+            if fresh:
+                total.copy_(scaled)
+            else:
+                total.add_(whole.copy_(scaled))
+        if peaks:
+            # looked at in `report`, all at once: on a GPU, each look would wait for it
+            self._met.append((index, 2.0 ** self._bits(index), torch.stack(peaks).abs_().amax()))
+
+    def _blocks(
+        self, index: int, values: Tensor, sums: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Blocks of values and of sums, and for each one room for scaled and for whole numbers."""
+        size = min(_BLOCK, len(values)) if values.device.type == "cpu" else len(values)
+        if not size:
+            return
+        whole = torch.empty(size, dtype=self._whole[index], device=values.device)
+        wide = torch.float64 if whole.dtype == torch.int64 else torch.float32
+        scaled = torch.empty(size, dtype=wide, device=values.device)
+        for part, total in zip(values.split(size), sums.split(size), strict=True):
+            count = len(part)
+            yield part, total, scaled[:count], whole[:count]
+
+    def _limit(self, index: int) -> float:
+        """How large a pass may be on the lattice, so that no sum of all passes leaves the type.
+
+        A little less than the power of two, which no float32 rounds up to.
+        """
+        return 2.0 ** (self._room(index)) * (1 - 2.0**-20)
+
+    def _room(self, index: int) -> int:
+        """Bits of a pass, without the sign."""
+        return torch.iinfo(self._whole[index]).bits - 1 - self._spare_bits
+
+    def _bits(self, index: int) -> int:
+        """Fractional bits: the lattice is the multiples of 2 to the minus this."""
+        level = self._levels[index]
+        least, most = _BITS[self._whole[index]]
+        return max(least, min(most, level // _EIGHTHS)) if level < _UNKNOWN else 0
+
+    # ---- between ranks
+
+    def report(self) -> Report:
+        """What this rank's passes met, to be summed over the ranks."""
+        count = len(self._types)
+        report = Report([0.0] * count, [0.0] * count)
+        met = _together([peak for _, _, peak in self._met])
+        for (index, scale, _), peak in zip(self._met, met, strict=True):
+            if not math.isfinite(peak):
+                report.not_finite[index] = 1.0
+                continue
+            self._peaks[index] = max(self._peaks[index], peak / scale)
+            known = self._levels[index] < _UNKNOWN
+            if peak > (self._limit(index) if known else 0.0):
+                report.too_large[index] = 1.0
+        return report
+
+    def peaks(self) -> list[float]:
+        """[tensors]: the largest value of this rank's finite passes, weighted; after `report`."""
+        return self._peaks
+
+    def coarsen(self, too_large: Sequence[float], peaks: Sequence[float]) -> None:
+        """Make room in the lattices that were too fine, before the passes run again.
+
+        Args:
+            too_large: of all ranks, summed.
+            peaks: of all ranks, the largest.
+        """
+        for index, (wrong, peak) in enumerate(zip(too_large, peaks, strict=True)):
+            if wrong and peak:
+                _, exponent = math.frexp(peak)
+                self._levels[index] = _EIGHTHS * (self._room(index) - 1 - exponent)
+
+    # ---- the sum
+
+    @torch.no_grad()
+    def value(self, index: int, sums: Tensor, gradient: Tensor, *, finite: bool) -> None:
+        """Turn an agreed sum into a gradient.
+
+        Args:
+            index: of the tensor.
+            sums: whole numbers, contiguous.
+            gradient: contiguous, as many elements; takes the result. May be
+                the memory of `sums`, where the elements are as wide.
+            finite: False makes all of it not a number: some pass's gradient was
+                not finite.
+        """
+        if not finite:
+            gradient.fill_(math.nan)
+            return
+        step = 2.0 ** -self._bits(index)
+        tops: list[Tensor] = []
+        for result, total, scaled, _ in self._blocks(index, gradient.view(-1), sums.view(-1)):
+            scaled.copy_(total)
+            tops += torch.aminmax(total)
+            result.copy_(scaled.mul_(step))
+        if tops:
+            self._sums.append((index, torch.stack(tops).abs_().amax()))
+
+    def learn(self) -> None:
+        """Learn from the sums of the step how fine each lattice may be in the next."""
+        tops = _together([top for _, top in self._sums])
+        for (index, _), top in zip(self._sums, tops, strict=True):
+            if top:
+                size = int(top).bit_length() - self._bits(index)
+                fitting = _EIGHTHS * (self._room(index) - _GROWTH_BITS - size)
+                self._levels[index] = min(fitting, self._levels[index] + 1)
+
+    # ---- what survives a restart
+
+    def state(self) -> Tensor:
+        """[tensors] int32: how fine each lattice is."""
+        return torch.tensor(self._levels, dtype=torch.int32)
+
+    def load_state(self, levels: Tensor) -> None:
+        """Take up what `state` gave."""
+        self._levels = [int(level) for level in levels.tolist()]
+
+
+def _together(numbers: list[Tensor]) -> list[float]:
+    """Scalars of several types, read in one go for each device."""
+    if len({number.device for number in numbers}) > 1:
+        return [float(number) for number in numbers]
+    return torch.stack([n.to(torch.float64) for n in numbers]).tolist() if numbers else []

@@ -1,0 +1,172 @@
+"""How gradients of several passes and ranks become one: as they are, or without rounding.
+
+`Plain` adds floating-point numbers: quick, and equal to rounding whatever the
+order. `Exact` adds whole numbers on a lattice: equal to the bit. The mover of
+the sums (`all_reduce.py`) treats both alike: gradients go in, flat memory is
+summed over the ranks, gradients come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.errors import WorkerError
+from instep.sync.lattice import WHOLE, Lattice
+
+
+class Sums(Protocol):
+    """What becomes of gradients on their way into memory that is summed, and out of it."""
+
+    types: Mapping[torch.dtype, torch.dtype]
+    """The type of that memory, where it is not that of the gradient."""
+
+    flags: int
+    """How many numbers ride along for each parameter."""
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """Add a pass's gradient, weighted; where `fresh`, `into` holds nothing yet."""
+
+    def raised(self) -> list[float]:
+        """[flags * parameters]: what this rank has to tell the others, to be summed."""
+
+    def settle(self, raised: Sequence[float]) -> bool:
+        """Take in what all ranks told; False if the passes of the step must run again."""
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """The gradient, shaped like `agreed`, of which it may use the memory."""
+
+    def end_step(self) -> None:
+        """All gradients of the step have been handed out."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What has to survive a restart."""
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+
+
+class Plain:
+    """Sums of floating-point numbers: the order of the additions shows in the last bits."""
+
+    types: Mapping[torch.dtype, torch.dtype] = {}
+    flags = 0
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """One multiplication, one addition; a sparse gradient touches only its rows."""
+        if fresh and not gradient.is_sparse:
+            torch.mul(gradient, weight, out=into)
+            return
+        if fresh:
+            into.zero_()
+        into.add_(gradient, alpha=weight)
+
+    def raised(self) -> list[float]:
+        """Nothing to tell."""
+        return []
+
+    def settle(self, raised: Sequence[float]) -> bool:
+        """Whatever was summed is the sum."""
+        return True
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """The sum itself."""
+        return agreed
+
+    def end_step(self) -> None:
+        """Nothing is remembered between steps."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing is remembered between steps."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to take up."""
+
+
+class Exact:
+    """Sums on a lattice: the same bits in any order, from any number of ranks.
+
+    Args:
+        parameters: whose gradients are summed, in the same order on every rank.
+        comm: the ranks.
+        parts: passes of a step over all ranks, at most.
+    """
+
+    types: Mapping[torch.dtype, torch.dtype] = WHOLE
+    flags = 2  # too large, not finite
+
+    def __init__(self, parameters: Sequence[Tensor], comm: Comm, parts: int) -> None:
+        self._parameters, self._comm = list(parameters), comm
+        self._lattice = Lattice(parameters, parts)
+        self._finite = [True] * len(self._parameters)
+        self._again = False
+
+    def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
+        """Round the gradient to its lattice, and add whole numbers."""
+        if gradient.is_sparse:  # it travels dense in any case
+            gradient = gradient.coalesce().to_dense()
+        self._lattice.add(index, gradient, weight, into, fresh)
+
+    def raised(self) -> list[float]:
+        """Which gradients did not fit, and which were not finite."""
+        report = self._lattice.report()
+        return [*report.too_large, *report.not_finite]
+
+    def settle(self, raised: Sequence[float]) -> bool:
+        """False after making room, where some rank's gradient did not fit.
+
+        Raises:
+            WorkerError: the same gradients still do not fit: they are not the same.
+            PeerError: a rank went away.
+        """
+        count = len(self._parameters)
+        too_large, not_finite = raised[:count], raised[count:]
+        if any(too_large):
+            if self._again:
+                raise WorkerError(
+                    "a step was computed twice from the same samples and random state, and its "
+                    "gradients differ: train.determinism = 'bits' needs a model that gives the "
+                    "same again. To see where it does not: instep run JOB --check-determinism"
+                )
+            self._lattice.coarsen(too_large, self._largest(self._lattice.peaks()))
+            self._lattice.begin_step()
+            self._again = True
+            return False
+        self._finite = [not number for number in not_finite]
+        self._again = False
+        return True
+
+    def _largest(self, own: list[float]) -> list[float]:
+        """The largest over the ranks, number by number."""
+        table = torch.zeros(self._comm.size, len(own), dtype=torch.float64)
+        table[self._comm.rank] = torch.tensor(own, dtype=torch.float64)
+        shared = table.to(self._parameters[0].device)
+        self._comm.all_reduce(shared).wait()
+        largest: list[float] = shared.amax(0).tolist()
+        return largest
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """In the memory of the sum, where that is as wide."""
+        dtype = self._parameters[index].dtype
+        wide = agreed.dtype.itemsize == dtype.itemsize
+        gradient = agreed.view(dtype) if wide else torch.empty_like(agreed, dtype=dtype)
+        self._lattice.value(index, agreed, gradient, finite=self._finite[index])
+        return gradient
+
+    def end_step(self) -> None:
+        """Learn how fine the lattices of the next step may be."""
+        self._lattice.learn()
+        self._lattice.begin_step()
+
+    def state(self) -> dict[str, Tensor]:
+        """How fine each lattice is."""
+        return {"lattice": self._lattice.state()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        self._lattice.load_state(state["lattice"])
