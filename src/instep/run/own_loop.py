@@ -25,6 +25,7 @@ from instep.run.recipe import check_optimizer, seed_everything
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver
 from instep.run.update import Update
+from instep.state.best import best_of
 from instep.sync.base import make_strategy
 
 
@@ -50,6 +51,7 @@ class OwnLoop:
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
                 "Leave the key out, and use torch.autocast around your forward pass."
             )
+        best_of(self.job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._update = Update(

@@ -6,6 +6,7 @@ same commit, all that a run needs to go on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from instep.run.member import Member
 from instep.run.replica import Replica
 from instep.run.update import Update
 from instep.spec_file import dump
+from instep.state.best import Best, facts_of
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import (
     Packer,
@@ -33,23 +35,48 @@ class Saver:
         member: for the job, the run folder and the log.
         model: of this worker.
         update: moves it; has the optimizer, the scheduler and the scaler of the loss.
+        best: which checkpoints are kept for their validation.
     """
 
-    def __init__(self, member: Member, model: nn.Module, update: Update) -> None:
+    def __init__(
+        self, member: Member, model: nn.Module, update: Update, best: Best | None = None
+    ) -> None:
         self._member, self._model, self._update = member, model, update
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
         self._pack_optimizer = Packer()
         self._job = dump(member.job)
         self._writer = CheckpointWriter(
-            member.run / "checkpoints", keep_last=member.job.checkpoint.keep_last
+            member.run / "checkpoints",
+            keep_last=member.job.checkpoint.keep_last,
+            keep_every=member.job.checkpoint.keep_every,
+            best=best,
         )
 
-    def after_step(self, step: int, where: Position, replica: Replica, *, last: bool) -> None:
-        """Save if it is time to; tell of what has been published since."""
-        if last or (self._every and step % self._every == 0):
+    def after_step(
+        self,
+        step: int,
+        where: Position,
+        replica: Replica,
+        *,
+        last: bool,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save if it is time to; tell of what has been published since.
+
+        Args:
+            step: the one just committed.
+            where: its place in the data.
+            replica: has the strategy, the clock and the ledger.
+            last: whether it is the last of this start.
+            metrics: of the validation that followed this step, if one did.
+        """
+        due = last or (self._every and step % self._every == 0)
+        if due or self._writer.is_best(step, metrics):
             try:
-                replica.clock.save += self._writer.save(self._snapshot(step, where, replica))
+                snapshot = self._snapshot(step, where, replica)
+                snapshot.facts.update(facts_of(metrics))
+                replica.clock.save += self._writer.save(snapshot)
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         self._tell()

@@ -29,6 +29,7 @@ from instep.run.replica import Agreement, Replica, check_lengths, make_comm
 from instep.run.saving import Saver
 from instep.run.update import Update
 from instep.spec import JobSpec
+from instep.state.best import best_of
 from instep.sync.base import make_strategy
 
 
@@ -62,6 +63,8 @@ class Training:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
         check_device(self.job, device)
+        measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
+        self._best = best_of(self.job.checkpoint, measured)
         self.samples = len(recipe.train)
         self.last_step = length(self.job, self.samples)
         built = build(recipe, self.job.seed, device, self.last_step)
@@ -111,7 +114,9 @@ class Training:
         self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
         check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
         self._verdict = self._try_merging()
-        self._saver = Saver(self.member, built.model, self._update) if comm.rank == 0 else None
+        self._saver = (
+            Saver(self.member, built.model, self._update, self._best) if comm.rank == 0 else None
+        )
         self.member.phases["group"] = time.time() - began
         self._announce()
 
@@ -203,7 +208,7 @@ class Training:
             last = told or self.step in (self.last_step, self.job.train.stop_after_steps)
             metrics = self._validate(where) if self._is_time(where, last) else None
             if self._saver is not None:
-                self._saver.after_step(self.step, where, self.replica, last=last)
+                self._saver.after_step(self.step, where, self.replica, last=last, metrics=metrics)
             yield Step(self.step, where.epoch, loss, metrics)
             if last:
                 self._why(told)

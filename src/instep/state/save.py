@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state import manifest as page
+from instep.state.best import Best, facts_of, measured
 from instep.state.retain import to_delete
 from instep.state.snapshot import (
     DTYPES,
@@ -68,13 +69,18 @@ class CheckpointWriter:
         folder: where they go; created if missing. What a killed run left half
             written or half deleted there is cleared away.
         keep_last: how many to keep; older ones go once a newer one is whole.
+        keep_every: above 0, those of its multiples are kept for good.
+        best: which did best in validation; they are kept as well.
 
     Raises:
         CheckpointError: the folder cannot be made or cleared.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2) -> None:
-        self._folder, self._keep_last = folder, keep_last
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_every: int = 0, best: Best | None = None
+    ) -> None:
+        self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
+        self._best = best
         self._staged: dict[str, _Staged] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -88,6 +94,15 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"checkpoints cannot be kept in {folder}: {page.reason(error)}."
             ) from error
+        self._values = measured(folder, best) if best else {}
+
+    def is_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        """Whether a step with these figures would be one of the best there are so far."""
+        value = self._best.value(facts_of(metrics)) if self._best else None
+        if self._best is None or value is None:
+            return False
+        before = {known: each for known, each in self._values.copy().items() if known < step}
+        return step in self._best.choose(before | {step: value})
 
     def save(self, snapshot: Snapshot) -> float:
         """Copy the state now, write it later; waits first for the save before.
@@ -105,6 +120,7 @@ class CheckpointWriter:
         self._stage(snapshot.tensors)
         if self._worker is None:  # stays until finish(): starting a thread takes time
             self._worker = ThreadPoolExecutor(1, "checkpoint")
+        self._note_value(snapshot)
         self._writing = self._worker.submit(self._write, snapshot.step, facts, begin)
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
@@ -137,6 +153,15 @@ class CheckpointWriter:
             self._writing.result()
             self._writing = None
 
+    def _note_value(self, snapshot: Snapshot) -> None:
+        """Remember how well this step did; what lies beyond it is no part of this course."""
+        if self._best is None:
+            return
+        step = snapshot.step
+        self._values = {known: each for known, each in self._values.items() if known < step}
+        if (value := self._best.value(snapshot.facts)) is not None:
+            self._values[step] = value
+
     def _stage(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         before, self._staged = self._staged, {}
         for group, tensors in groups.items():
@@ -157,6 +182,7 @@ class CheckpointWriter:
             _publish(beside, final)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
+            self._values.pop(step, None)
             self._outcomes.put(
                 CheckpointError(
                     f"the checkpoint of step {step} was not saved in {self._folder}: "
@@ -170,7 +196,7 @@ class CheckpointWriter:
         seconds = time.perf_counter() - begin
         self._outcomes.put(Saved(step, final, size, 0.0, seconds))
         try:
-            _retain(self._folder, step, self._keep_last)
+            self._retain(step)
         except OSError as error:
             self._outcomes.put(
                 CheckpointError(
@@ -178,6 +204,24 @@ class CheckpointWriter:
                     f"deleted from {self._folder}: {page.reason(error)}."
                 )
             )
+
+    def _retain(self, current: int) -> None:
+        """Delete what need not be kept, now that the checkpoint of `current` is whole."""
+        found = list(page.published(self._folder))
+        steps = {step for step, _ in found}
+        values = {step: value for step, value in self._values.items() if step in steps}
+        doomed = to_delete(
+            steps,
+            current=current,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            keep_best=self._best.choose(values) if self._best else (),
+        )
+        plain = {path.name for _, path in found}
+        for step, path in found:
+            replaced = path.name.endswith(page.REPLACED) and page.folder_name(step) in plain
+            if step in doomed or replaced:
+                _delete(path)
 
     def _write_files(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
         """Fill the folder `beside` and sync it; returns its size in bytes."""
@@ -371,16 +415,6 @@ def _publish(beside: Path, final: Path) -> None:
         final.rename(old)
     beside.rename(final)
     _sync_folder(final.parent)
-
-
-def _retain(folder: Path, current: int, keep_last: int) -> None:
-    found = list(page.published(folder))
-    doomed = to_delete((step for step, _ in found), current=current, keep_last=keep_last)
-    plain = {path.name for _, path in found}
-    for step, path in found:
-        replaced = path.name.endswith(page.REPLACED) and page.folder_name(step) in plain
-        if step in doomed or replaced:
-            _delete(path)
 
 
 def _delete(checkpoint: Path) -> None:
