@@ -6,6 +6,7 @@ same commit, all that a run needs to go on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,9 +75,10 @@ class Saver:
         due = last or (self._every and step % self._every == 0)
         if due or self._writer.is_best(step, metrics):
             try:
+                since = time.perf_counter()
                 snapshot = self._snapshot(step, where, replica)
                 snapshot.facts.update(facts_of(metrics))
-                replica.clock.save += self._writer.save(snapshot)
+                replica.clock.save += self._writer.save(snapshot, since=since)
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         self._tell()

@@ -104,8 +104,12 @@ class CheckpointWriter:
         before = {known: each for known, each in self._values.copy().items() if known < step}
         return step in self._best.choose(before | {step: value})
 
-    def save(self, snapshot: Snapshot) -> float:
+    def save(self, snapshot: Snapshot, *, since: float | None = None) -> float:
         """Copy the state now, write it later; waits first for the save before.
+
+        Args:
+            snapshot: the state; it may change as soon as this returns.
+            since: of `perf_counter`, when training stopped for it; else now.
 
         Returns:
             Seconds for which training was held.
@@ -114,7 +118,7 @@ class CheckpointWriter:
             CheckpointError: the snapshot holds what no checkpoint can. What
                 goes wrong while writing is raised by `poll`.
         """
-        begin = time.perf_counter()
+        begin = time.perf_counter() if since is None else since
         self._wait()
         facts = _plain_facts(snapshot.facts)
         self._stage(snapshot.tensors)

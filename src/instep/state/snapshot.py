@@ -57,6 +57,7 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
 }
 _DEEPEST = 100  # levels; a state that holds itself would never end
 _EXACT = 2**53  # integers above are not exact in every reader of JSON
+_STRIDED = torch.strided
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 Path = tuple[Any, ...]
@@ -192,7 +193,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} of the model is a {_type_name(value)}: extra state can be kept only "
                 "as a tensor. Let get_extra_state() return one."
             )
-        check_tensor(value, f"{name} of the model")
+        if not _is_plain(value):  # asked first, as a save in training passes here
+            check_tensor(value, f"{name} of the model")
         tensors[name] = value
     return tensors
 
@@ -228,6 +230,10 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             if (original := first.setdefault(memory, name)) != name:
                 tied[name] = original
     return tied
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype in DTYPES and tensor.layout is _STRIDED and not tensor.is_meta
 
 
 def check_tensor(tensor: Tensor, where: str) -> None:
