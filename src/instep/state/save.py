@@ -322,9 +322,12 @@ class _Staged:
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the values; when it returns, `tensors` may change."""
-        if self._places:
+        if self._places and not self._devices:
             values = [tensors[name] for name in self._places]
-            torch._foreach_copy_(list(self._places.values()), values, non_blocking=True)
+            torch._foreach_copy_(list(self._places.values()), values)
+            return
+        for name, place in self._places.items():
+            place.copy_(tensors[name], non_blocking=True)
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
