@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from instep.errors import InstepError
-    from instep.run.client import Run, train
+    from instep.run.client import Run, resume, train
     from instep.run.recipe import Recipe
     from instep.run.session import Session, join
     from instep.spec import JobSpec
@@ -25,10 +25,11 @@ _HOME = {
     "Run": "instep.run.client",
     "Session": "instep.run.session",
     "join": "instep.run.session",
+    "resume": "instep.run.client",
     "train": "instep.run.client",
 }
 
-__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "train"]
+__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

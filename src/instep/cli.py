@@ -15,10 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from instep import __version__
-from instep.errors import InstepError, SpecError, near_miss
+from instep.errors import InstepError, RecipeError, SpecError, near_miss
+
+if TYPE_CHECKING:
+    from instep.run.client import Run
+    from instep.spec import JobSpec
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None:
         overrides.append(f'name="{args.name}"')
     job = spec_file.load(Path(args.job), overrides)
+    if args.check_determinism:
+        return _check_determinism(job, args)
     done = run_job(
         job,
         Path(args.runs),
@@ -40,6 +46,38 @@ def run(args: argparse.Namespace) -> int:
         started=started_at(),
         json_output=args.json,
     )
+    return _told(done, args)
+
+
+def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
+    """Say whether the job gives the same bits at two sizes; the exit code is that of a recipe."""
+    from instep.run.check import check_determinism, words
+
+    verdict = check_determinism(job, lambda text: print(text, file=sys.stderr))
+    for line in words(verdict):
+        print(line, file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        found = verdict.difference
+        answer = {**verdict._asdict(), "difference": found._asdict() if found else None}
+        print(json.dumps({"deterministic": found is None, **answer}))
+    return 0 if verdict.difference is None else RecipeError.exit_code
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Go on with a run that was stopped or has failed, at any number of workers."""
+    from instep.run.client import resume_run
+    from instep.run.processes import started_at
+
+    overrides = list(args.set)
+    if args.workers is not None:
+        overrides.append(f"workers={args.workers}")
+    return _told(
+        resume_run(Path(args.run), overrides, started=started_at(), json_output=args.json), args
+    )
+
+
+def _told(done: Run, args: argparse.Namespace) -> int:
+    """Say how a run went, and return its exit code."""
     from instep.report.run_folder import RunFolder
     from instep.report.summary import verdict
 
@@ -147,7 +185,7 @@ class _Parser(argparse.ArgumentParser):
         return sorted(found)
 
 
-COMMANDS = {"run": run, "report": report, "export": export}
+COMMANDS = {"run": run, "resume": resume, "report": report, "export": export}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,16 +201,18 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "run")
     one.add_argument("job", help="job file, TOML")
-    one.add_argument("--workers", help="processes that compute gradients")
+    _add_changes(one, "lay a value over the job file; may be given again")
     one.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="lay a value over the job file; may be given again",
+        "--check-determinism",
+        action="store_true",
+        help="only train a few steps at two sizes, and say whether they give the same bits",
     )
     one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
     one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")
+
+    one = _command(commands, "resume")
+    one.add_argument("run", help="run folder")
+    _add_changes(one, "change a value of the job; may be given again")
 
     one = _command(commands, "report")
     one.add_argument("run", help="run folder")
@@ -190,6 +230,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     which.add_argument("--step", type=int, metavar="N", help="of the kept checkpoint of this step")
     return parser
+
+
+def _add_changes(command: _Parser, help_of_set: str) -> None:
+    command.add_argument("--workers", help="processes that compute gradients")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=help_of_set
+    )
 
 
 def _command(commands: argparse._SubParsersAction[_Parser], name: str) -> _Parser:

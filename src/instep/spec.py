@@ -62,7 +62,8 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Steps between validations; 0 validates at the end of every epoch."""
 
     stop_after_steps: Natural = 0
-    """Above 0: stop cleanly after this step, as if it had been asked for from outside."""
+    """Above 0: stop cleanly after this step, as if it had been asked for from outside.
+    A run that is resumed forgets it."""
 
     threads: Natural = 0
     """Threads of each worker; 0 shares the machine's cores evenly."""

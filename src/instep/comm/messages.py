@@ -43,6 +43,8 @@ class Welcome(Message, frozen=True):
     run: str
     started: float
     """Unix seconds at which the user's command began."""
+    checkpoint: str = ""
+    """Folder of the checkpoint that the run goes on from; empty at a beginning."""
 
 
 # ---- master and host: processes

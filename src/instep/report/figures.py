@@ -61,6 +61,8 @@ class Figures:
         self.validated: dict[str, Any] = {}
         self.saved: tuple[float, dict[str, Any]] | None = None
         self.traffic: dict[int, tuple[float, float]] = {}
+        self.steps_seen = False
+        """Whether a worker has told of a step in this session."""
         self._pauses_s = 0.0
         self._first_step = 0
         self._loss = np.zeros(2)  # faded sum, faded count
@@ -72,7 +74,9 @@ class Figures:
     def event(self, event: dict[str, Any]) -> None:
         """Take in one event of `EVENTS`; those that change nothing here are ignored."""
         what, worker = event["event"], event.get("worker", -1)
-        if what == "worker_joined":
+        if what == "run_started":
+            self._first_step = event.get("resumed_step", -1) + 1
+        elif what == "worker_joined":
             self.states[worker] = "joined"
         elif what == "worker_ready":
             self.states[worker], self.ready = "ready", event
@@ -110,6 +114,7 @@ class Figures:
             self.epoch = max(self.epoch, int(ledger["epoch"].max()))
             self.committed += int((ledger["stop"] - ledger["first"]).sum())
         if len(steps):
+            self.steps_seen = True
             self._make_room(int(steps["worker"].max()) + 1)
             self._follow_rates(steps)
 

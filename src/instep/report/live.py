@@ -191,14 +191,14 @@ class PlainLines:
 
     def tick(self, now: float) -> None:
         """Say how far training is: at the first step, then every few seconds."""
-        first = self._figures.step > 0 and self._said_step == 0
+        first = self._figures.steps_seen and self._said_step == 0
         if first or now - self._said >= LINE_S:
             self._said = now
             self._progress()
 
     def _progress(self) -> None:
         figures = self._figures
-        if not figures.step:
+        if not figures.steps_seen:
             elapsed = whole_seconds(figures.clock() - figures.began)
             self._say(f"starting  {figures.waiting_for()}  {elapsed}")
         elif figures.step != self._said_step:

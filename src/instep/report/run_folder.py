@@ -2,8 +2,9 @@
 
 `RunFolder` reads the job, the events, the ledger and the step records once,
 and answers the questions that every report asks of them. It draws nothing and
-never writes. A folder of a run that is
-still going on, or that a crash cut short, reads as far as it got.
+never writes. A folder of a run that is still going on, or that a crash cut
+short, reads as far as it got. Where a session began at an earlier checkpoint,
+what the ones before did beyond it was taken back, and is left out.
 """
 
 from __future__ import annotations
@@ -60,7 +61,14 @@ class RunFolder:
         except ValueError as error:
             raise RunError(f"{self.path / 'events.jsonl'} is damaged: {error}.") from None
         self.ledger = read_records(self.path / "ledger.bin", LEDGER)
-        self.steps = _in_order(read_records(self.path / "steps.bin", STEPS))
+        steps = read_records(self.path / "steps.bin", STEPS)
+        resumed = [
+            (float(e["time"]), int(e["resumed_step"])) for e in self.events if "resumed_step" in e
+        ]
+        self.events = [event for event in self.events if not _taken_back(event, resumed)]
+        for time, step in resumed:
+            steps = steps[(steps["step"] <= step) | (steps["begin"] >= time)]
+        self.steps = _in_order(steps)
 
     def named(self, event: str) -> list[Event]:
         """Every event of one name, oldest first."""
@@ -241,6 +249,16 @@ def step_ends(steps: Records) -> Floats:
 def _in_order(steps: Records) -> Records:
     ordered: Records = steps[np.lexsort((steps["begin"], steps["worker"], steps["step"]))]
     return ordered
+
+
+_OF_A_STEP = ("epoch_finished", "validated", "checkpoint_saved", "model_saved")
+
+
+def _taken_back(event: Event, resumed: list[tuple[float, int]]) -> bool:
+    """Whether a session that began later went back to before the step of this event."""
+    return event["event"] in _OF_A_STEP and any(
+        event["time"] < time and event["step"] > step for time, step in resumed
+    )
 
 
 def _existing(path: Path) -> Path:

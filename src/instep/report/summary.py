@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.run_folder import PARTS, Records, RunFolder
+from instep.report.words import command
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 
 _LAST_STEPS = 100  # a job that counts steps reports its loss over so many
@@ -127,10 +128,12 @@ def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     page = folder.path / "report.html"
     if page.exists():
         lines.append(f"report  {page}")
-    lines.append(f"next    instep report {folder.path}")
+    following = [command("report", folder.path)]
+    if folder.outcome != "completed":
+        following.insert(0, command("resume", folder.path))
     if model.exists():
-        lines.append(f"        instep export {folder.path} --to model.safetensors")
-    return lines
+        following.append(command("export", folder.path, "--to model.safetensors"))
+    return lines + [f"{'' if n else 'next':8}{text}" for n, text in enumerate(following)]
 
 
 def outcome_words(summary: dict[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from instep.units import readable_count, readable_seconds
@@ -49,3 +51,8 @@ def whole_seconds(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 worker`, `2 workers`."""
     return f"{readable_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def command(name: str, run: Path, *more: str) -> str:
+    """`instep resume runs/digits`, fit to be pasted into a shell."""
+    return " ".join(["instep", name, shlex.quote(str(run)), *more])

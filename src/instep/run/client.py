@@ -15,7 +15,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +27,8 @@ import psutil
 
 from instep import spec_file
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
+from instep.report.words import command
+from instep.run.folder import BEGINNING, Origin, held, make_run_folder
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
 from instep.spec import JobSpec
@@ -135,12 +137,81 @@ def run_job(
     """
     check_job(job)
     folder = make_run_folder(runs, job, named=named)
+    with held(folder):
+        return _conduct(job, folder, BEGINNING, started, views, json_output)
+
+
+def resume_run(
+    path: Path,
+    overrides: Iterable[str] = (),
+    *,
+    views: list[View] | None = None,
+    started: float | None = None,
+    json_output: bool = False,
+) -> Run:
+    """Go on with a run of this machine, from its newest checkpoint to its end.
+
+    Args:
+        path: its folder.
+        overrides: `section.key=value`, laid over the job as run.
+        views, started, json_output: as for `run_job`.
+
+    Raises:
+        InstepError: it cannot go on, or a worker failed; the text says why.
+    """
+    from instep.run.resume import changed, prepare
+
+    job = changed(path, overrides)
+    check_job(job)
+    folder = path.resolve()
+    with held(folder):
+        origin = prepare(folder, job, recipe_sha256=recipe_sha256(job))
+        return _conduct(job, folder, origin, started, views, json_output)
+
+
+def resume(
+    run: str | Path,
+    *,
+    workers: int | None = None,
+    quiet: bool = False,
+    **changes: Any,
+) -> Run:
+    """Go on with a run on this machine, from its newest checkpoint, and return how it went.
+
+    Args:
+        run: its folder.
+        workers: processes that compute gradients; as before, if not given.
+        quiet: print nothing.
+        changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`.
+
+    Raises:
+        InstepError: it cannot go on, or a worker failed; the text says why.
+    """
+    if workers is not None:
+        changes["workers"] = workers
+    overrides = []
+    for name, given in changes.items():
+        values = given if isinstance(given, Mapping) else {"": given}
+        for key, value in values.items():
+            overrides.append(f"{name}.{key}".rstrip(".") + f"={json.dumps(value)}")
+    return resume_run(Path(run), overrides, views=[] if quiet else None)
+
+
+def _conduct(
+    job: JobSpec,
+    folder: Path,
+    origin: Origin,
+    started: float | None,
+    views: list[View] | None,
+    json_output: bool,
+) -> Run:
+    """Run a job in its folder, from wherever it stands to its end."""
     began = started or time.time()
     switchboard = Switchboard()
     launcher = LAUNCHERS["local"]()
     try:
         launcher.start(switchboard.seat, folder / "logs")
-        outcome = _follow(job, folder, switchboard, launcher, began, views, json_output)
+        outcome = _follow(job, folder, origin, switchboard, launcher, began, views, json_output)
     finally:
         launcher.stop()
         switchboard.close()
@@ -153,6 +224,7 @@ def run_job(
 def _follow(
     job: JobSpec,
     folder: Path,
+    origin: Origin,
     switchboard: Switchboard,
     launcher: Launcher,
     began: float,
@@ -172,6 +244,7 @@ def _follow(
             launcher=launcher,
             started=began,
             about=about(job),
+            origin=origin,
         )
         with _signals(master):
             return master.serve()
@@ -224,38 +297,8 @@ def check_job(job: JobSpec) -> None:
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
 
 
-def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
-    """A new folder for a run, with the job as run in it.
-
-    Raises:
-        RunError: it cannot be made, or the name that was asked for is taken.
-    """
-    folder, number = runs / job.name, 1
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()
-                break
-            except FileExistsError:
-                if named:
-                    raise RunError(
-                        f"there is already a run at {folder}. Choose another --name, or remove it."
-                    ) from None
-                number += 1
-                folder = runs / f"{job.name}-{number}"
-        (folder / "logs").mkdir()
-        (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
-        ) from None
-    return folder.resolve()
-
-
 def about(job: JobSpec) -> dict[str, Any]:
     """Fields of `run_started` that say where and how a run was made."""
-    file = Path(job.recipe.rpartition(":")[0])
     names = ("instep", "torch", "numpy", "safetensors")
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -265,9 +308,15 @@ def about(job: JobSpec) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
-        "recipe_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
+        "recipe_sha256": recipe_sha256(job),
         "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
     }
+
+
+def recipe_sha256(job: JobSpec) -> str:
+    """Of the recipe's file as it is now; empty where there is none."""
+    file = Path(job.recipe.rpartition(":")[0])
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _version(package: str) -> str:
@@ -311,6 +360,8 @@ def failure(blame: Blame, folder: Path) -> InstepError:
         lines.append(f"  {word.where}: {word.line}")
     if (folder / "logs" / log).exists():  # under torchrun, others keep the output
         lines.append(f"  everything else: {folder / 'logs' / log}")
+    if any((folder / "checkpoints").glob("step-*")):
+        lines.append(f"  to go on: {command('resume', folder)}")
     error = WorkerError("\n".join(lines))
     error.exit_code = word.exit_code
     return error

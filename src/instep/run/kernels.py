@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 import torch
+from torch.utils import deterministic
 
 from instep.spec import TrainSpec
 
@@ -27,7 +28,7 @@ def set_kernels(train: TrainSpec, threads: int) -> None:
         return
     torch.set_num_threads(train.threads or 1)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may differ by run
-    # use_deterministic_algorithms(True) does this too, and imports the compiler, which takes a second
+    # use_deterministic_algorithms() would import the compiler too, which takes a second
     torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over all memory
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over all memory
     torch.backends.cudnn.benchmark = False

@@ -8,6 +8,7 @@ is killed next. Readers are `events.read_records` and the audit.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,13 @@ class Ledger:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RunError(f"another process writes {path}. End it first.") from None
+        except OSError:
+            pass  # a file system without locks: nobody can be asked
         self.size_bytes = self._file.tell()
         """Up to where the committed steps stand."""
 

@@ -20,9 +20,10 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.events import LEDGER, STEPS, EventLog
+from instep.events import LEDGER, STEPS, EventLog, read_records
 from instep.report.live import View
 from instep.run import decide as mind
+from instep.run.folder import BEGINNING, Origin
 from instep.run.launch.base import Launcher, Switchboard
 from instep.spec import JobSpec, as_table
 
@@ -48,6 +49,7 @@ class Master:
         views: told of everything that is written.
         launcher: brings the workers up; None if somebody else does.
         started: Unix seconds at which the user's command began.
+        origin: from where the run goes on.
         about: further fields of the `run_started` event.
     """
 
@@ -61,11 +63,14 @@ class Master:
         launcher: Launcher | None,
         started: float,
         about: Mapping[str, Any],
+        origin: Origin = BEGINNING,
     ) -> None:
         self._job, self._run, self._views, self._launcher = job, run, list(views), launcher
-        self._started = started
+        self._started, self._origin = started, origin
         self._hub, self._token = switchboard.hub, switchboard.seat.token
-        self._state = mind.State(workers=job.workers, since=time.monotonic())
+        self._state = mind.State(
+            workers=job.workers, since=time.monotonic(), generation=origin.generations
+        )
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._store: dict[str, bytes] = {}
@@ -75,7 +80,12 @@ class Master:
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
         self._steps = (run / "steps.bin").open("ab", buffering=0)
-        self._emit("run_started", {"job": as_table(job), **about})
+        resumed = {"resumed_step": origin.step} if origin.generations else {}
+        self._emit("run_started", {"job": as_table(job), **about, **resumed})
+        for text in origin.warnings:
+            self._emit("warning", {"text": text})
+        before = read_records(run / "ledger.bin", LEDGER)
+        self._show(lambda view: view.records(before, np.empty(0, STEPS)))
 
     def interrupt(self, by: str) -> None:
         """Ask for a stop; may be called from a signal handler or another thread."""
@@ -128,9 +138,15 @@ class Master:
             return
         peer.frames.largest = LARGEST
         self._names[peer] = (hello.role, hello.number)
+        checkpoint = self._origin.checkpoint
         self._hub.send(
             peer,
-            m.Welcome(job=spec_file.dump(self._job), run=str(self._run), started=self._started),
+            m.Welcome(
+                job=spec_file.dump(self._job),
+                run=str(self._run),
+                started=self._started,
+                checkpoint=str(checkpoint or ""),
+            ),
         )
         if hello.role == "host":
             for number in range(self._job.workers):

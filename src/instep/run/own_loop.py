@@ -21,9 +21,9 @@ from instep.errors import SpecError
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
-from instep.run.recipe import check_optimizer, seed_everything
+from instep.run.recipe import check_optimizer, set_generators
 from instep.run.replica import Replica, check_lengths, make_comm
-from instep.run.saving import Saver
+from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.update import Update
 from instep.state.best import best_of
 from instep.sync.base import make_strategy
@@ -62,11 +62,14 @@ class OwnLoop:
             clip_norm=self.job.train.clip_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
+        before = take_up(member.checkpoint, model, self._update) if member.checkpoint else TakenUp()
+        self.step = before.step
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
         check_lengths(comm, device, train=samples)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        strategy.load_state(before.strategy)
         self.replica = Replica(member, model, parameters, strategy, comm)
         self._saver = Saver(member, model, self._update) if comm.rank == 0 else None
         exact = self.job.train.determinism == "bits"
@@ -138,7 +141,7 @@ class OwnLoop:
         batch = next(loads)
         self._since = self.replica.clock.lap(since, "load")
         part = self._pending[0]
-        seed_everything(key(self.job.seed, OF_PASS, self.step + 1, part.number))
+        set_generators(key(self.job.seed, OF_PASS, self.step + 1, part.number))
         self.replica.before_backward(self._weight(part), last=len(self._pending) == 1)
         self._in_pass = True
         return batch

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,8 +26,10 @@ from instep import spec_file
 from instep.data.choose import cores
 from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, RunError, SpecError, WorkerError
+from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, check_job, failure, finish, make_run_folder
+from instep.run.client import about, check_job, failure, finish, recipe_sha256
+from instep.run.folder import BEGINNING, held, make_run_folder
 from instep.run.kernels import set_kernels
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master, Outcome
@@ -34,6 +37,7 @@ from instep.run.member import Member
 from instep.run.own_loop import OwnLoader, OwnLoop, OwnOptimizer
 from instep.run.quick_start import spare_dynamo
 from instep.run.recipe import Recipe, call, seed_everything
+from instep.run.resume import check_changes, prepare
 from instep.run.training import Step, Training, check_device, choose_device
 from instep.spec import JobSpec
 
@@ -50,6 +54,7 @@ def join(
     seed: int = 0,
     quiet: bool = False,
     network: str = "loopback",
+    resume: bool = False,
     **sections: Mapping[str, Any],
 ) -> Session:
     """Become a worker of a run, together with the other processes of this start.
@@ -67,6 +72,8 @@ def join(
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
         network: `private` where the hosts' network is reached by trusted machines only.
+        resume: go on with the run of this name from its newest checkpoint, if there is
+            one; how many processes there are may have changed.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
@@ -76,7 +83,7 @@ def join(
     place = placement.placement()
     job = _job(recipe, name, arguments, seed, network, sections, place.size)
     check_job(job)
-    host = _Host(place, job, Path(runs), quiet) if place.rank == 0 else None
+    host = _Host(place, job, Path(runs), quiet, resume) if place.rank == 0 else None
     meeting = placement.meeting_file(Path(runs), place)
     member = host.member() if host else _meet(meeting, place.rank)
     session = Session(member, place, host)
@@ -125,9 +132,20 @@ def _meet(meeting: Path, rank: int) -> Member:
 class _Host:
     """Process 0's other half: the master, in a thread, and the run folder."""
 
-    def __init__(self, place: placement.Placement, job: JobSpec, runs: Path, quiet: bool) -> None:
+    def __init__(
+        self, place: placement.Placement, job: JobSpec, runs: Path, quiet: bool, resume: bool
+    ) -> None:
         address = placement.host_address(place, job.network)
-        self.folder = make_run_folder(runs, job, named=False)
+        self._hold = ExitStack()
+        origin = BEGINNING
+        if resume and (runs / job.name / "job.toml").is_file():
+            self.folder = (runs / job.name).resolve()
+            self._hold.enter_context(held(self.folder))
+            check_changes(RunFolder(self.folder).spec, job)
+            origin = prepare(self.folder, job, recipe_sha256=recipe_sha256(job))
+        else:
+            self.folder = make_run_folder(runs, job, named=False)
+            self._hold.enter_context(held(self.folder))
         self._switchboard = Switchboard(address)
         self._meeting = placement.meeting_file(runs, place)
         views = [] if quiet else [_lines(job, self.folder)]
@@ -139,6 +157,7 @@ class _Host:
             launcher=None,
             started=time.time(),
             about=about(job),
+            origin=origin,
         )
         self._outcome: Outcome | None = None
         self._broke: BaseException | None = None
@@ -174,6 +193,7 @@ class _Host:
         if self._broke is not None:
             raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
         summary = finish(self.folder)
+        self._hold.close()
         assert self._outcome is not None
         if self._outcome.blame is not None:
             raise failure(self._outcome.blame, self.folder)
@@ -291,6 +311,12 @@ class Session:
         self._formed()
         proxy: Any = OwnOptimizer(self._loop)
         return model, proxy, OwnLoader(self._loop)
+
+    @property
+    def step(self) -> int:
+        """The last committed step; above 0 at the start where a run goes on."""
+        at = self._training or self._loop
+        return at.step if at else 0
 
     def record(self, loss: Tensor | float) -> None:
         """Tell the mean loss of the present batch, for the table and the report.

@@ -24,9 +24,9 @@ from instep.run.forward import Forward
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
-from instep.run.recipe import Recipe, build, seed_everything
+from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
-from instep.run.saving import Saver
+from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.update import Update
 from instep.spec import JobSpec
 from instep.state.best import best_of
@@ -86,7 +86,13 @@ class Training:
         self._verdict = Verdict(False, "")
         self._replica: Replica | None = None
         self._warned: set[str] = set()
-        self._epoch_loss, self._epoch_samples = 0.0, 0
+        self._before = (
+            take_up(member.checkpoint, built.model, self._update)
+            if member.checkpoint
+            else TakenUp()
+        )
+        self.step = self._before.step
+        self._epoch_loss, self._epoch_samples = self._before[2:]
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -110,6 +116,7 @@ class Training:
         address = address_towards(self.member.master_host)
         comm = make_comm(self.member, self.device, address)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        strategy.load_state(self._before.strategy)
         built = self._built
         self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
         check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
@@ -160,7 +167,7 @@ class Training:
         slices = [part.samples for part in parts]
         both = slices[0]._replace(stop=slices[1].stop)
         first, second, together = self._loader.load([*slices, both])
-        seed_everything(key(self.job.seed, OF_PASS, 0))
+        set_generators(key(self.job.seed, OF_PASS, 0))
         sizes = [part.size for part in parts]
         return may_merge(self._forward, self._built.model, [first, second], sizes, together)
 
@@ -208,7 +215,15 @@ class Training:
             last = told or self.step in (self.last_step, self.job.train.stop_after_steps)
             metrics = self._validate(where) if self._is_time(where, last) else None
             if self._saver is not None:
-                self._saver.after_step(self.step, where, self.replica, last=last, metrics=metrics)
+                so_far = self._epoch_loss, self._epoch_samples
+                self._saver.after_step(
+                    self.step,
+                    where,
+                    self.replica,
+                    last=last,
+                    epoch_so_far=so_far,
+                    metrics=metrics,
+                )
             yield Step(self.step, where.epoch, loss, metrics)
             if last:
                 self._why(told)
@@ -274,7 +289,7 @@ class Training:
             since = clock.lap(since, "load")
             weight = part.size / (where.stop - where.first)
             if not self._verdict.merge:
-                seed_everything(key(self.job.seed, OF_PASS, self.step, part.number))
+                set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)
             losses[part.number] = weight * float(loss.detach())

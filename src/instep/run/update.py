@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.data.order import key
-from instep.run.recipe import seed_everything
+from instep.run.recipe import set_generators
 
 OF_UPDATE = 2
 """What a key is drawn for, beside those of `passes.py`: the update of one step."""
@@ -48,7 +48,7 @@ class Update:
 
     def apply(self, step: int) -> None:
         """Move the parameters by their `.grad`; `step` is the one that this ends."""
-        seed_everything(key(self._seed, OF_UPDATE, step))  # some optimizers draw
+        set_generators(key(self._seed, OF_UPDATE, step))  # some optimizers draw
         if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)

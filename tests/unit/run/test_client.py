@@ -7,8 +7,9 @@ import pytest
 from instep import spec_file
 from instep.comm.messages import Failed
 from instep.errors import RecipeError, RunError, SpecError
-from instep.run.client import about, check_job, failure, make_run_folder, reference_to
+from instep.run.client import about, check_job, failure, reference_to
 from instep.run.decide import Blame
+from instep.run.folder import make_run_folder
 from instep.spec import JobSpec
 
 
