@@ -22,6 +22,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
@@ -123,7 +124,7 @@ class CheckpointWriter:
         facts = _plain_facts(snapshot.facts)
         self._stage(snapshot.tensors)
         if self._worker is None:  # stays until finish(): starting a thread takes time
-            self._worker = ThreadPoolExecutor(1, "checkpoint")
+            self._worker = ThreadPoolExecutor(1, "checkpoint", initializer=_yield_to_others)
         self._note_value(snapshot)
         self._writing = self._worker.submit(self._write, snapshot.step, facts, begin)
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
@@ -461,6 +462,17 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _yield_to_others() -> None:
+    """Have this thread never push training off its core; its share of the cores stays whole.
+
+    A lower priority instead would let it be held up for long, at times with the
+    interpreter's lock in its hands.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # where a sandbox forbids it, nothing is lost but a little time
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0 is the calling thread
 
 
 def _version() -> str:

@@ -8,6 +8,8 @@ import resource
 import select
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -69,6 +71,29 @@ def test_what_is_saved_is_told_once_and_loads(tmp_path):
     assert_is_of_step(load(saved.path), 5)
     assert latest(saved.path.parent) == saved.path
     assert not [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
+def test_the_thread_that_writes_never_pushes_training_off_its_core(tmp_path):
+    writer = CheckpointWriter(tmp_path)
+    writer.save(snapshot_of(1))
+    (thread,) = [t for t in threading.enumerate() if t.name.startswith("checkpoint")]
+    writer._writing.result()  # the thread is there and waits for more
+    assert os.sched_getscheduler(thread.native_id) == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    writer.finish()
+
+
+def test_a_program_that_ends_without_a_word_still_gets_its_last_checkpoint(tmp_path):
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from instep.state.save import CheckpointWriter\n"
+        "from instep.state.snapshot import Snapshot\n"
+        "tensors = {'model': {'w': torch.ones(1_000_000)}}\n"
+        "CheckpointWriter(Path(sys.argv[1])).save(Snapshot(step=1, tensors=tensors, facts={}))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert load(tmp_path / "step-00000001").tensors["model"]["w"].sum() == 1_000_000
 
 
 def test_training_may_change_everything_as_soon_as_save_returns(tmp_path):
