@@ -37,6 +37,20 @@ def test_the_best_of_a_run_stay_and_can_be_exported(
     assert "there is no checkpoint of step 13" in capsys.readouterr().err
 
 
+def test_the_best_is_known_again_after_a_restart(run: Start, start: Start) -> None:
+    keep = ("keep_last=1", "keep_best=1", "best_mode=max")  # so that the first one is the best
+    settings = (*TINY, "train.validate_every=2", *(f"checkpoint.{key}" for key in keep))
+    begun = run("tiny.py:recipe", *settings, "train.stop_after_steps=9")
+    assert begun.end() == 0, begun.stderr
+    folder = begun.run / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000009"]
+    resumed = start("-m", "instep", "resume", begun.run, "--set", "train.stop_after_steps=0")
+    assert resumed.end() == 0, resumed.stderr
+    losses = {e["step"]: e["metrics"]["loss"] for e in begun.events("validated")}
+    assert max(losses, key=lambda step: losses[step]) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000021"]
+
+
 def test_a_metric_that_the_recipe_does_not_have_is_refused_before_training(run: Start) -> None:
     program = run("tiny.py:recipe", *TINY, "checkpoint.keep_best=1", "checkpoint.best_metric=acc")
     assert program.end() == 2
