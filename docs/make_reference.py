@@ -25,8 +25,8 @@ _OPENING = """# Job file
 
 A job file is TOML. Every key there is stands below; only `recipe` is required.
 An unknown key, a wrong type or an impossible value is refused before anything
-starts, with the file, the key, what was given and what is wanted. The path of
-the recipe is relative to the job file.
+starts, with the file, the key, what was given and what is wanted. The paths of
+the recipe and of the model to start from are relative to the job file.
 
 `--set section.key=value` lays a value over the file, for example
 `--set train.epochs=3`. The run folder holds the job as run, with every key
@@ -99,6 +99,8 @@ def _default(key: Key) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -114,7 +116,9 @@ def _words(annotation: Any, limits: str) -> Iterator[str]:
     elif origin is Literal:
         yield from (f"`{_toml(value)}`" for value in inner)
     elif origin is dict:
-        yield "table"
+        yield "table" if inner[1] is Any else f"table, each a {' or '.join(_words(inner[1], ''))}"
+    elif origin is tuple:
+        yield f"list of {' or '.join(_words(inner[0], ''))}"
     else:
         yield _WORDS[annotation] + limits
 

@@ -13,11 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
+
+from instep import spec_file
 
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TINY_GPT = ("layers=1", "width=64", "length=32")
+RUNS = ("pretrained", "fine_tuned")
 
 
 def python(*words, cwd, **environment):
@@ -150,6 +154,27 @@ def test_three_ways_to_start_give_one_result(tmp_path):
     assert silence == ""  # process 0 speaks for all
 
 
+def test_a_net_that_knows_five_digits_is_tuned_to_ten(tmp_path):
+    words = ("run", EXAMPLES / "09_fine_tuning/pretrain.toml", "--name", "pretrained", "--json")
+    first = summary_of(python("-m", "instep", *words, cwd=tmp_path), tmp_path / "runs/pretrained")
+    assert first["metrics"]["accuracy"] > 0.98
+    settings = (f"start.model={tmp_path / 'runs/pretrained'}",)
+    run = tmp_path / "runs/fine_tuned"
+    second = summary_of(job("09_fine_tuning", *settings, cwd=tmp_path), run)
+    assert second["samples"] == 20 * 40
+    assert second["metrics"]["accuracy"] > 0.8
+    before, after = (load_file(tmp_path / "runs" / n / "model.safetensors") for n in RUNS)
+    same = {name for name in before if np.array_equal(before[name], after[name])}
+    assert same == {name for name in before if name.startswith("early.")}
+    assert {name.split(".")[1] for name in same} == {"0", "1"}  # BatchNorm's statistics too
+
+
+def test_the_job_that_tunes_starts_where_the_one_before_it_ends():
+    tuned = spec_file.load(EXAMPLES / "09_fine_tuning/job.toml")
+    first = spec_file.load(EXAMPLES / "09_fine_tuning/pretrain.toml")
+    assert Path(tuned.start.model) == EXAMPLES.parent / "runs" / first.name
+
+
 def slurm_task(program, rank, cwd):
     names = ("PROCID", "NTASKS", "LOCALID", "NTASKS_PER_NODE", "JOB_ID", "STEP_ID")
     values = (rank, 2, rank, 2, 71, 0)
@@ -157,7 +182,9 @@ def slurm_task(program, rank, cwd):
     return python(program, cwd=cwd, **variables)
 
 
-@pytest.mark.parametrize("file", ["01_digits/digits.py", "03_diabetes/diabetes.py"])
+@pytest.mark.parametrize(
+    "file", ["01_digits/digits.py", "03_diabetes/diabetes.py", "09_fine_tuning/digits.py"]
+)
 def test_without_scikit_learn_an_example_says_how_to_install_it(monkeypatch, file):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # as Python marks what is not there
     with pytest.raises(ImportError, match=re.escape("pip install 'instep[examples]'")):

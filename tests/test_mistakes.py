@@ -12,7 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 from instep.cli import main
@@ -91,6 +93,23 @@ IN_A_JOB_FILE = [
     ),
     Job('[sync]\ncodec = "topk"', ["sync.codec = 'topk'", "Leave the key out."]),
     Job("[mesh]\nshard = 2", ["[mesh] asks for 2 ranks in a replica", "Leave the section out."]),
+    Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
+    Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),
+    Job('[start.learning_rates]\n"a.*" = 0', ["each value in it needs to be above 0"]),
+    Job("[start]\npartial = true", ["[start] partial = true", "no model is given"]),
+    Job(
+        '[start]\nmodel = "bdoy.safetensors"',
+        ["/bdoy.safetensors': there is no such file", "Did you mean 'body.safetensors'?"],
+    ),
+    Job('[start]\nmodel = "nowhere/m"', ["nowhere/m': there is no such file", "job file"]),
+    Job('[start]\nmodel = "."', ["this folder holds no model.safetensors", "run that has ended"]),
+    Job('[start]\nmodel = "recipe.py"', ["recipe.py is no safetensors file"], code=7),
+    Job('[start]\nmodel = "old.pt"', ["old.pt is a file of torch.save", "convert it"], code=7),
+    Job(
+        '[start]\nmodel = "body.safetensors"',
+        ["body.safetensors is truncated: it has 70 bytes and should have 72"],
+        code=7,
+    ),
     Job('recipe = "recipy.py:recipe"', ["no recipe file", "Did you mean 'recipe.py'?"], code=3),
 ]
 
@@ -99,6 +118,9 @@ IN_A_JOB_FILE = [
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with a job and a recipe in it."""
     (tmp_path / "recipe.py").write_text("def recipe(): ...\n")
+    (tmp_path / "old.pt").write_bytes(b"PK\x03\x04" + bytes(60))
+    whole = safetensors.numpy.save({"a": np.zeros(2, np.float32)})
+    (tmp_path / "body.safetensors").write_bytes(whole[:-2])
     (tmp_path / "job.toml").write_text('recipe = "recipe.py:recipe"\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -147,6 +169,8 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("report", 2, ["the following arguments are required: run"]),
     ("report old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
     ("report old", 6, ["'old' is not the folder of a run: it holds no job.toml"]),
+    ("audit old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
+    ("audit", 2, ["the following arguments are required: run", "instep audit --help"]),
     ("export old/taken", 2, ["the following arguments are required: --to"]),
     ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
     ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),

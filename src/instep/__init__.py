@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from instep.run.recipe import Recipe
     from instep.run.session import Session, join
     from instep.spec import JobSpec
+    from instep.state.load import load_model
 
 __version__ = "0.1.0"
 
@@ -25,11 +26,22 @@ _HOME = {
     "Run": "instep.run.client",
     "Session": "instep.run.session",
     "join": "instep.run.session",
+    "load_model": "instep.state.load",
     "resume": "instep.run.client",
     "train": "instep.run.client",
 }
 
-__all__ = ["InstepError", "JobSpec", "Recipe", "Run", "Session", "join", "resume", "train"]
+__all__ = [
+    "InstepError",
+    "JobSpec",
+    "Recipe",
+    "Run",
+    "Session",
+    "join",
+    "load_model",
+    "resume",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

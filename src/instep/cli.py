@@ -116,6 +116,20 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def audit(args: argparse.Namespace) -> int:
+    """Prove from a run's ledger that every sample was used exactly once in every epoch."""
+    from instep.errors import RunError
+    from instep.report.proof import prove
+    from instep.report.run_folder import RunFolder
+
+    proof = prove(RunFolder(Path(args.run)))
+    for line in [json.dumps(proof.as_table())] if args.json else proof.lines():
+        print(line)
+    if not proof.exact:
+        raise RunError(proof.fault)
+    return 0
+
+
 def export(args: argparse.Namespace) -> int:
     """Copy a model out of a run, as one safetensors file that anything can read."""
     from instep.errors import RunError
@@ -185,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
         return sorted(found)
 
 
-COMMANDS = {"run": run, "resume": resume, "report": report, "export": export}
+COMMANDS = {"run": run, "resume": resume, "report": report, "audit": audit, "export": export}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -220,6 +234,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--to", metavar="FILE.html", help="where to write it (default: the run folder)"
     )
+
+    one = _command(commands, "audit")
+    one.add_argument("run", help="run folder; of a run that goes on or was cut short too")
 
     one = _command(commands, "export")
     one.add_argument("run", help="run folder")

@@ -59,6 +59,8 @@ EVENTS = {
     "generation_started": "generation, members, reason, seconds",
     "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
     "loader, phases (name to seconds, from the start of `instep run` on)",
+    "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
+    "sha256, text",
     "passes_chosen": "worker, merged, reason",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
     "epoch_finished": "epoch, step, loss, samples",

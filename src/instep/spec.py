@@ -133,6 +133,39 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """Loader processes of each worker; 0 loads inside the worker; `auto` measures both."""
 
 
+class StartSpec(Section, frozen=True, kw_only=True):
+    """What a run starts from, and which of its parameters move how fast."""
+
+    model: str = ""
+    """Safetensors file to take the model from, or the folder of a run or checkpoint that has one.
+    Relative to the job file; empty: the model starts as the recipe makes it."""
+
+    partial: bool = False
+    """Take the tensors of the file that match in name and shape, and report the others; otherwise
+    all must match."""
+
+    freeze: tuple[str, ...] = ()
+    """Patterns such as `"encoder.*"`: parameters with such a name keep their values, and layers
+    of theirs with running statistics keep those."""
+
+    learning_rates: dict[str, Annotated[float, Meta(gt=0)]] = {}
+    """Pattern to learning rate, such as `"encoder.*" = 0.0001`; others have the optimizer's own.
+    Where several match, the one with the most letters wins, wildcards not counted."""
+
+    def __post_init__(self) -> None:
+        if self.partial and not self.model:
+            raise ValueError(
+                "partial = true says how a file is taken up, but no model is given. "
+                "Give model, or leave partial out."
+            )
+        for pattern, rate in self.learning_rates.items():
+            if not math.isfinite(rate):
+                raise ValueError(
+                    f"learning_rates gives {pattern!r} the rate {rate}: needs to be a finite "
+                    "number."
+                )
+
+
 class CheckpointSpec(Section, frozen=True, kw_only=True):
     """What is kept while training goes on; a run always saves where it ends."""
 
@@ -196,6 +229,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     sync: SyncSpec = field(default_factory=SyncSpec)
     mesh: MeshSpec = field(default_factory=MeshSpec)
     data: DataSpec = field(default_factory=DataSpec)
+    start: StartSpec = field(default_factory=StartSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     report: ReportSpec = field(default_factory=ReportSpec)
 

@@ -25,7 +25,8 @@ from instep.spec import JobSpec, Section, as_table, documentation
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
     """Read a job file, lay `section.key=value` overrides over it, and check it all.
 
-    The recipe's path comes back absolute; it was relative to the job file.
+    Paths (of the recipe, of the model to start from) come back absolute; they
+    were relative to the job file.
 
     Raises:
         SpecError: the file is missing or is no TOML, or a key or value is
@@ -33,10 +34,21 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
     """
     table = read_table(path)
     apply_overrides(table, overrides)
-    job = build(table, source=str(path))
+    return absolute(build(table, source=str(path)), path.parent)
+
+
+def absolute(job: JobSpec, folder: Path) -> JobSpec:
+    """The same job with its paths made absolute, where they were relative to `folder`."""
     file, _, function = job.recipe.rpartition(":")
-    absolute = (path.parent / Path(file).expanduser()).resolve()
-    return msgspec.structs.replace(job, recipe=f"{absolute}:{function}")
+    start = job.start
+    if start.model:
+        start = msgspec.structs.replace(start, model=_absolute(start.model, folder))
+    recipe = f"{_absolute(file, folder)}:{function}"
+    return msgspec.structs.replace(job, recipe=recipe, start=start)
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return str((folder / Path(path).expanduser()).resolve())
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -143,18 +155,18 @@ def _sentence(failure: str, table: Mapping[str, Any]) -> str:
     """What msgspec found wrong, as: where, what was given, what is wanted."""
     match = _WRONG.fullmatch(failure)
     assert match is not None, failure
-    what, path = match["what"], (match["path"] or "").split(".") if match["path"] else []
+    what, place = match["what"], re.sub(r"\[.*?\]", "", match["path"] or "")
+    path, inner = place.split(".") if place else [], place != (match["path"] or "")
     if found := re.fullmatch(r"Object contains unknown field `(.*)`", what):
-        place = f"[{'.'.join(path)}]" if path else "a job"
-        return f"{place} has no key {found[1]!r}. {near_miss(found[1], _keys(path))}"
+        section = f"[{'.'.join(path)}]" if path else "a job"
+        return f"{section} has no key {found[1]!r}. {near_miss(found[1], _keys(path))}"
     if found := re.fullmatch(r"Object missing required field `(.*)`", what):
         return f"the key {found[1]!r} is missing. {_describe([found[1]])}"
     if not what.startswith(("Expected", "Invalid")):  # one of the checks in `spec.py`
         return f"[{'.'.join(path)}] {what}" if path else what
-    given = reduce(lambda inner, key: inner[key], path, table)
-    return (
-        f"{'.'.join(path)} = {_as_typed(given)}: {_wanted(what, path)}. {_describe(path)}".rstrip()
-    )
+    given = _as_typed(reduce(lambda outer, key: outer[key], path, table))
+    wanted = ("each value in it " if inner else "") + _wanted(what, path)
+    return f"{'.'.join(path)} = {given}: {wanted}. {_describe(path)}".rstrip()
 
 
 def _wanted(what: str, path: list[str]) -> str:

@@ -46,6 +46,14 @@ def test_report_of_a_crashed_run_shows_what_there_is(runs: Path, capsys: Out) ->
     assert "no end recorded" in capsys.readouterr().out
 
 
+def test_audit_of_a_real_run_proves_it_exact(runs: Path, capsys: Out) -> None:
+    assert main(["audit", str(runs / "tested")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("covers  completed, 21 of 21 steps committed, 42 records in")
+    assert lines[1] == "epoch   1 to 3: 101 samples each, each exactly once"
+    assert lines[-1] == f"next    instep report {runs / 'tested'}"
+
+
 def test_export_copies_the_model_and_makes_the_folder_for_it(runs: Path, capsys: Out) -> None:
     target = runs / "new" / "folder" / "mine.safetensors"
     assert main(["export", str(runs / "tested"), "--to", str(target)]) == 0
@@ -54,7 +62,7 @@ def test_export_copies_the_model_and_makes_the_folder_for_it(runs: Path, capsys:
     assert [path.name for path in target.parent.iterdir()] == ["mine.safetensors"]
 
 
-@pytest.mark.parametrize("command", ["report", "export"])
+@pytest.mark.parametrize("command", ["report", "audit", "export"])
 def test_a_run_that_does_not_exist_is_answered_with_the_near_miss(
     command: str, runs: Path, capsys: Out
 ) -> None:

@@ -63,6 +63,11 @@ JOBS = st.fixed_dictionaries(
         "sync": some(name=TEXT, servers=COUNT, codec=TEXT, options=TABLES),
         "mesh": some(shard=COUNT, tensor=COUNT, stages=COUNT),
         "data": some(loaders=NATURAL | st.just("auto")),
+        "start": some(
+            model=TEXT.map(lambda text: f"m{text}"),
+            freeze=st.lists(TEXT, max_size=3),
+            learning_rates=st.dictionaries(TEXT, st.floats(1e-9, 1e9), max_size=3),
+        ),
         "checkpoint": some(
             every_steps=NATURAL,
             keep_last=COUNT,
@@ -100,6 +105,14 @@ def test_a_recipe_is_found_beside_its_job_file_wherever_one_stands(tmp_path):
     assert load(tmp_path / "job.toml").recipe == f"{(tmp_path.parent / 'x' / 'a.py').resolve()}:f"
 
 
+def test_a_model_to_start_from_is_found_beside_the_job_file_too(tmp_path):
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n[start]\nmodel = "../runs/x"')
+    assert load(tmp_path / "job.toml").start.model == str(tmp_path.parent.resolve() / "runs" / "x")
+    assert load(tmp_path / "job.toml", ["start.model="]).start.model == ""
+    rates = load(tmp_path / "job.toml", ['start.learning_rates={"a.*" = 0.1}']).start
+    assert rates.learning_rates == {"a.*": 0.1}
+
+
 MISTAKES = [
     ({"workres": 3}, ["a job has no key 'workres'", "Did you mean 'workers'?"]),
     ({"train": {"epoch": 3}}, ["[train] has no key 'epoch'", "Did you mean 'epochs'?"]),
@@ -131,6 +144,16 @@ MISTAKES = [
     ({"data": {"loaders": -1}}, ["data.loaders = -1", "at least 0"]),
     ({"checkpoint": {"keep_every": 5}}, ["keep_every = 5 but every_steps = 0", "a multiple"]),
     ({"report": {"tensorboard": 1}}, ["report.tensorboard = 1", "true or false"]),
+    ({"start": {"freeze": "a.*"}}, ['start.freeze = "a.*"', "needs to be a list", "Patterns"]),
+    ({"start": {"freeze": [1]}}, ["start.freeze = [1]: each value in it needs to be text"]),
+    ({"start": {"learning_rates": 0.1}}, ["start.learning_rates = 0.1: needs to be a table"]),
+    (
+        {"start": {"learning_rates": {"a.*": 0}}},
+        ['start.learning_rates = {"a.*": 0}: each value in it needs to be above 0'],
+    ),
+    ({"start": {"learning_rates": {"a": "x"}}}, ['{"a": "x"}: each value in it', "a number"]),
+    ({"start": {"learning_rates": {"a": float("inf")}}}, ["[start]", "'a' the rate inf"]),
+    ({"start": {"partial": True}}, ["[start] partial = true", "no model is given"]),
     ({"mesh": {"shard": 0}}, ["mesh.shard = 0", "at least 1"]),
     ({"sync": {"options": 3}}, ["sync.options = 3", "a table"]),
     ({"arguments": [1]}, ["arguments = [1]", "a table"]),

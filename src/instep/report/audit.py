@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+
+_SHOWN = 5  # stretches of one epoch that are named
+
+
+class Stretch(NamedTuple):
+    """Neighbouring positions [first, stop) of an epoch with one thing wrong."""
+
+    what: str
+    """`missing`, `repeated`, or `stray`."""
+
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +50,14 @@ class EpochAudit:
 
     stray: int
     """Uses of positions that are not expected: beyond the end, or not yet due."""
+
+    faults: tuple[Stretch, ...] = ()
+    """Where the first few faults lie, in the order of positions."""
+
+    @property
+    def exact(self) -> bool:
+        """Every sample that was due was used once, and nothing else was."""
+        return not (self.repeated or self.missing or self.stray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +92,7 @@ class Audit:
     @property
     def exact(self) -> bool:
         """Every sample that was due was used once, and nothing else was."""
-        return not (self.repeated or self.missing or self.stray)
+        return all(epoch.exact for epoch in self.epochs)
 
 
 def audit(
@@ -156,4 +176,23 @@ def _entry(
         repeated=used_inside - covered,
         missing=expected - covered,
         stray=used - used_inside,
+        faults=_faults(expected, first, stop, count),
     )
+
+
+def _faults(expected: int, first: Integers, stop: Integers, count: Integers) -> tuple[Stretch, ...]:
+    """The first few of each kind among the stretches of `_segments` and between them."""
+    twice = count > 1
+    kinds = {
+        "missing": (np.append(0, stop).clip(0), np.append(first, expected).clip(None, expected)),
+        "repeated": (first[twice].clip(0), stop[twice].clip(None, expected)),
+        "stray": (
+            np.append(first, first.clip(expected)),
+            np.append(stop.clip(None, 0), stop),
+        ),
+    }
+    found = []
+    for what, (low, high) in kinds.items():
+        at = np.flatnonzero(low < high)[:_SHOWN]
+        found += [Stretch(what, int(low[n]), int(high[n])) for n in at]
+    return tuple(sorted(found, key=lambda stretch: stretch.first)[:_SHOWN])

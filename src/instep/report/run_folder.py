@@ -178,7 +178,11 @@ class RunFolder:
         taken = np.bincount(where, weights=tail["stop"] - tail["first"])
         batch = self.spec.train.global_batch
         first = (steps - 1) % self.epoch_steps * batch
-        whole = steps[taken >= np.minimum(batch, self.epoch_samples - first)]
+        planned = self.last("worker_ready").get("last_step")
+        possible = planned or 2 * len(self.ledger)  # a damaged record may say anything
+        whole = steps[
+            (taken >= np.minimum(batch, self.epoch_samples - first)) & (steps <= possible)
+        ]
         return int(whole.max(initial=0))
 
     @cached_property

@@ -13,6 +13,7 @@ from instep.report.words import (
     printable,
     short_number,
     some_workers,
+    start_in_words,
     whole_seconds,
 )
 from instep.units import readable_bytes, readable_count, readable_share
@@ -49,6 +50,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"worker {event['worker']} failed at step {event['step']} ({event['phase']})"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
+    if what == "model_loaded":
+        return f"started from {start_in_words(event)}"
     if what == "generation_started" and generations > 1:
         members = some_workers(event["members"])
         return f"generation {event['generation']}: {members} ({event['reason']})"

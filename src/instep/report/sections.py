@@ -15,6 +15,7 @@ from instep.report.compare import differing_settings, figures, flat
 from instep.report.markup import Html, figure, join, more, section, shortened, table, tag
 from instep.report.run_folder import Event, RunFolder
 from instep.report.summary import cause_words, exactness_words
+from instep.report.words import start_in_words
 from instep.units import readable_bytes, readable_count, readable_seconds
 
 _MOST_ROWS = 40  # of any table
@@ -196,6 +197,8 @@ def configuration(folder: RunFolder) -> Html:
         "training samples": ready.get("samples"),
         "validation samples": ready.get("validation_samples"),
     }
+    if loaded := folder.last("model_loaded"):
+        facts["started from"] = start_in_words(loaded)
     known = {key: value for key, value in facts.items() if value is not None}
     surroundings = [[key, tag("code", shortened(value))] for key, value in flat(known)]
     columns = [tag("div", tag("h3", "Job"), _settings(job))]
@@ -215,6 +218,7 @@ def reproduce(folder: RunFolder, summary: dict[str, Any]) -> Html:
         command = shlex.join(map(str, command))
     hashes = [
         ("recipe", started.get("recipe_sha256")),
+        ("model it started from", folder.last("model_loaded").get("sha256")),
         ("order of the data", folder.audit.sha256 if folder.audit.epochs else None),
         ("parameters", summary["parameters_sha256"]),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.run_folder import PARTS, Records, RunFolder
-from instep.report.words import command
+from instep.report.words import command, start_in_words
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 
 _LAST_STEPS = 100  # a job that counts steps reports its loss over so many
@@ -121,6 +121,8 @@ def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     """The lines that a run ends with on a terminal; the last ones are the next commands."""
     figures = [_quality(summary), _effort(summary)]
     lines = [_ending(summary), *_causes(folder), *(line for line in figures if line)]
+    if loaded := folder.last("model_loaded"):
+        lines.append(f"start   {start_in_words(loaded)}")
     model = folder.path / "model.safetensors"
     if model.exists():
         sha256 = summary["parameters_sha256"]

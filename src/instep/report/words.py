@@ -36,6 +36,14 @@ def metrics_in_words(validated: dict[str, Any]) -> str:
     )
 
 
+def start_in_words(loaded: dict[str, Any]) -> str:
+    """`body.safetensors: 40 of 42 tensors match; missing: head.bias, head.weight.`
+
+    From a `model_loaded` event.
+    """
+    return f"{loaded.get('path')}: {loaded.get('text')}"
+
+
 def printable(text: str) -> str:
     """One line without control characters, whatever a user's error text holds."""
     if text.isprintable():

@@ -31,6 +31,7 @@ from instep.report.words import command
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
+from instep.run.start_file import start_file
 from instep.spec import JobSpec
 from instep.sync import STRATEGIES
 
@@ -90,7 +91,7 @@ def train(
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
-    job = spec_file.build(table, source="instep.train")
+    job = spec_file.absolute(spec_file.build(table, source="instep.train"), Path.cwd())
     return run_job(job, Path(runs), named=name is not None, views=[] if quiet else None)
 
 
@@ -162,7 +163,7 @@ def resume_run(
     from instep.run.resume import changed, prepare
 
     job = changed(path, overrides)
-    check_job(job)
+    check_job(job, resumed=True)
     folder = path.resolve()
     with held(folder):
         origin = prepare(folder, job, recipe_sha256=recipe_sha256(job))
@@ -264,12 +265,17 @@ def _views(job: JobSpec, folder: Path, json_output: bool) -> list[View]:
     return views
 
 
-def check_job(job: JobSpec) -> None:
+def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     """What can be refused before any process starts.
+
+    Args:
+        job: to be run.
+        resumed: its model is in a checkpoint; what it once started from may be gone.
 
     Raises:
         SpecError: a part by that name does not exist, or is not built yet; or
             this is a process of another run.
+        CheckpointError: the model to start from is no sound safetensors file.
     """
     if INSIDE in os.environ:
         raise SpecError(
@@ -295,6 +301,8 @@ def check_job(job: JobSpec) -> None:
     if not file.is_file():
         beside = [path.name for path in file.parent.glob("*.py")]
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
+    if not resumed:
+        start_file(job.start)
 
 
 def about(job: JobSpec) -> dict[str, Any]:

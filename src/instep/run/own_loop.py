@@ -25,6 +25,7 @@ from instep.run.recipe import check_optimizer, set_generators
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.update import Update
+from instep.spec import StartSpec
 from instep.state.best import best_of
 from instep.sync.base import make_strategy
 
@@ -52,6 +53,11 @@ class OwnLoop:
                 "Leave the key out, and use torch.autocast around your forward pass."
             )
         best_of(self.job.checkpoint, ())  # your validation is not seen from here
+        if self.job.start != StartSpec():
+            raise SpecError(
+                "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
+                "with instep.load_model(path, model), and freeze with requires_grad_(False)."
+            )
         check_optimizer(optimizer, model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._update = Update(

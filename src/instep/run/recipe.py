@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.data import keyed
-from instep.errors import InstepError, RecipeError, near_miss
+from instep.errors import InstepError, RecipeError, SpecError, near_miss
+from instep.run import tuning
 from instep.run.blame import sentence
+from instep.spec import StartSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,8 @@ class Built:
     scheduler: Any
     parameters: list[nn.Parameter]
     """Those that need gradients, each once, in the order of their names in the model."""
+    loaded: tuning.Loaded | None = None
+    """The file that the model was taken from, if one was."""
 
 
 def seed_everything(seed: int) -> None:
@@ -269,7 +273,15 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
             )
 
 
-def build(recipe: Recipe, seed: int, device: torch.device, steps: int) -> Built:
+def build(
+    recipe: Recipe,
+    seed: int,
+    device: torch.device,
+    steps: int,
+    start: StartSpec | None = None,
+    *,
+    load: bool = True,
+) -> Built:
     """Make and check the model on `device`, its optimizer and its scheduler.
 
     Args:
@@ -277,10 +289,15 @@ def build(recipe: Recipe, seed: int, device: torch.device, steps: int) -> Built:
         seed: of the job.
         device: where the model will be.
         steps: of the whole run, for a scheduler that wants to know.
+        start: what the job starts from, freezes, and gives rates to.
+        load: whether to load the file of `start`; not where a checkpoint has the values.
 
     Raises:
         RecipeError: the model has nothing to train, or a part is of the wrong type.
+        SpecError: `start` does not fit the recipe.
+        CheckpointError: the file of `start` does not fit the model.
     """
+    start = start or StartSpec()
     model = recipe.model
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -291,9 +308,11 @@ def build(recipe: Recipe, seed: int, device: torch.device, steps: int) -> Built:
             raise RecipeError(
                 f"Recipe.model() returned {a_or_an(model)}, but an nn.Module is wanted."
             )
-    parameters = _trainable(model)
+    _check_parameters(model)
+    loaded = tuning.begin(start, model, load=load)
+    parameters = [p for p in model.parameters() if p.requires_grad]
     model.to(device)
-    given = recipe.parameters(model) if recipe.parameters else parameters
+    given = _for_optimizer(recipe, start, model, parameters)
     optimizer = _made("optimizer", recipe.optimizer, given)
     if not isinstance(optimizer, Optimizer):
         raise RecipeError(
@@ -301,18 +320,33 @@ def build(recipe: Recipe, seed: int, device: torch.device, steps: int) -> Built:
             "but a torch.optim.Optimizer is wanted."
         )
     check_optimizer(optimizer, model)
+    if start.learning_rates:
+        tuning.check_rates(given, model, optimizer)
     scheduler = _scheduler(recipe, optimizer, steps) if recipe.scheduler else None
     if recipe.scheduler and not hasattr(scheduler, "step"):
         raise RecipeError(f"Recipe.scheduler() returned {a_or_an(scheduler)}, which has no step().")
-    return Built(recipe, model, optimizer, scheduler, parameters)
+    return Built(recipe, model, optimizer, scheduler, parameters, loaded)
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
+def _for_optimizer(
+    recipe: Recipe, start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
+) -> Any:
+    """What the recipe's function makes an optimizer of."""
+    if recipe.parameters is None:
+        return tuning.groups(start, model, parameters)
+    if start.learning_rates:
+        raise SpecError(
+            "start.learning_rates makes groups of the parameters, and so does the recipe "
+            "(Recipe.parameters). Leave one of them out."
+        )
+    return recipe.parameters(model)
+
+
+def _check_parameters(model: nn.Module) -> None:
     every = list(model.parameters())
     if not every:
         raise RecipeError(f"the model ({type(model).__name__}) has no parameters to train.")
-    parameters = [p for p in every if p.requires_grad]
-    if not parameters:
+    if not any(p.requires_grad for p in every):
         raise RecipeError(
             f"all {len(every)} parameters of the model ({type(model).__name__}) are frozen: "
             "set requires_grad on those that should be trained."
@@ -327,7 +361,6 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
             raise RecipeError(
                 f"the parameter {name!r} is complex ({parameter.dtype}), which cannot be agreed on."
             )
-    return parameters
 
 
 def _scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> Any:

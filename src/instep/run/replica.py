@@ -238,7 +238,8 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
             raise RecipeError(
                 f"{name!r} has other values on worker {comm.rank} than on worker 0: the recipe "
                 "draws from something that the job's seed does not set (time, process id, "
-                "an unseeded generator, the order of a set)."
+                "an unseeded generator, the order of a set), or loads a file that is not the same "
+                "everywhere."
             )
 
 

@@ -36,6 +36,10 @@ FIXED = {
     "arguments": "the recipe would build something else",
     "sync": "what a strategy remembers is in the checkpoint",
     "mesh": "the checkpoint is cut along it",
+    "start.model": "the checkpoint has the model by now",
+    "start.partial": "the checkpoint has the model by now",
+    "start.freeze": "the optimizer's state is of the parameters that were trained",
+    "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "train.global_batch": "the place in the data is counted in global batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.determinism": "bits would be neither those of one nor of the other",
@@ -97,7 +101,8 @@ def _at(table: Mapping[str, Any], key: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return "not set" if value is None else repr(value)
+    plain = list(value) if isinstance(value, tuple) else value  # as a job file has it
+    return "not set" if plain is None else repr(plain)
 
 
 def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str) -> Origin:

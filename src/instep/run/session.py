@@ -82,7 +82,7 @@ def join(
     spare_dynamo()
     place = placement.placement()
     job = _job(recipe, name, arguments, seed, network, sections, place.size)
-    check_job(job)
+    check_job(job, resumed=resume)
     host = _Host(place, job, Path(runs), quiet, resume) if place.rank == 0 else None
     meeting = placement.meeting_file(Path(runs), place)
     member = host.member() if host else _meet(meeting, place.rank)
@@ -115,7 +115,7 @@ def _job(
         "arguments": dict(arguments or {}),
         **{section: dict(values) for section, values in sections.items()},
     }
-    return spec_file.build(table, source="instep.join")
+    return spec_file.absolute(spec_file.build(table, source="instep.join"), Path.cwd())
 
 
 def _meet(meeting: Path, rank: int) -> Member:

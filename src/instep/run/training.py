@@ -67,7 +67,8 @@ class Training:
         self._best = best_of(self.job.checkpoint, measured)
         self.samples = len(recipe.train)
         self.last_step = length(self.job, self.samples)
-        built = build(recipe, self.job.seed, device, self.last_step)
+        fresh = member.checkpoint is None  # else it has what the model is by now
+        built = build(recipe, self.job.seed, device, self.last_step, self.job.start, load=fresh)
         self._built = built
         self._loader = self._make_loader(recipe.train, train=True)  # forks before threads exist
         self._validation = (
@@ -180,6 +181,8 @@ class Training:
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
         parameters = sum(p.numel() for p in self._built.parameters)
+        if self._built.loaded is not None and self.replica.comm.rank == 0:
+            member.emit("model_loaded", **self._built.loaded.fields())
         member.emit(
             "passes_chosen",
             worker=member.number,

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
+from instep.state.header import refuse_pickle
 from instep.state.manifest import SUFFIX, latest, open_regular
 from instep.state.snapshot import Snapshot, model_tensors, tied_names
 from instep.state.sound import check
@@ -75,7 +76,7 @@ class LoadReport:
         return text + "."
 
 
-def load_model(path: Path, model: nn.Module, strict: bool = True) -> LoadReport:
+def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadReport:
     """Copy the tensors of any safetensors file into a model, for fine-tuning.
 
     Types of floating point convert into one another. A tied weight needs only
@@ -88,7 +89,7 @@ def load_model(path: Path, model: nn.Module, strict: bool = True) -> LoadReport:
         CheckpointError: no safetensors file; or the names do not match (all of
             them where strict, any of them where not). The model is unchanged.
     """
-    targets = model_tensors(model)
+    path, targets = Path(path), model_tensors(model)
     with _OpenTensors(path) as file:
         sources = _sources(file, targets)
         wrong = {
@@ -104,7 +105,10 @@ def load_model(path: Path, model: nn.Module, strict: bool = True) -> LoadReport:
             wrong=wrong,
         )
         if strict and (report.missing or report.unexpected or report.wrong):
-            raise CheckpointError(f"{path} does not fit the model: {report}")
+            raise CheckpointError(
+                f"{path} does not fit the model: {report} "
+                "To take what does: start.partial = true in a job, strict=False in Python."
+            )
         if not report.matched and targets:
             raise CheckpointError(
                 f"{path} has nothing for this model: it holds {_some(file.all_names())}; "
@@ -176,12 +180,7 @@ class _OpenTensors:
             handle: Any = safe_open(str(self._path), framework="pt")
             return handle.__enter__()
         except (SafetensorError, OSError) as error:
-            if start.startswith((b"PK\x03\x04", b"\x80\x02")):
-                raise CheckpointError(
-                    f"{self._path} is a file of torch.save, which may hold code, and no "
-                    "safetensors file. Where you trust it, convert it with "
-                    "safetensors.torch.save_file(state_dict, path)."
-                ) from error
+            refuse_pickle(self._path, start)
             raise CheckpointError(f"{self._path} is no sound safetensors file: {error}.") from error
 
     def __enter__(self) -> _OpenTensors:

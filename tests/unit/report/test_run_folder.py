@@ -112,3 +112,13 @@ def test_training_time_leaves_start_up_out(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits", step_s=0.1))
     assert folder.training_seconds() == pytest.approx(4.8, abs=0.1)
     assert folder.seconds > START_UP_S + 4.8
+
+
+def test_a_damaged_record_cannot_make_a_run_seem_longer_than_it_can_be(tmp_path):
+    path = make_run(tmp_path / "digits", steps=21, outcome=None)
+    ledger = np.fromfile(path / "ledger.bin", LEDGER)
+    ledger["step"][-1], ledger["stop"][-1] = 2**50, 2**60
+    ledger.tofile(path / "ledger.bin")
+    folder = RunFolder(path)
+    assert folder.last_step == 20
+    assert folder.audit.exact

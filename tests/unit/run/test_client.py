@@ -2,11 +2,15 @@
 
 import functools
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save_file
 
 from instep import spec_file
 from instep.comm.messages import Failed
-from instep.errors import RecipeError, RunError, SpecError
+from instep.errors import CheckpointError, RecipeError, RunError, SpecError
 from instep.run.client import about, check_job, failure, reference_to
 from instep.run.decide import Blame
 from instep.run.folder import make_run_folder
@@ -79,6 +83,40 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(changes, error, wo
 
 def test_a_job_that_can_be_run_is_not_refused():
     check_job(job())
+
+
+@pytest.mark.parametrize("model", ["mine.safetensors", "a_run", "torch.safetensors"])
+def test_a_sound_model_to_start_from_is_not_refused(tmp_path, model):
+    (tmp_path / "a_run").mkdir()
+    save_file({}, tmp_path / "mine.safetensors")
+    save_file({"a": np.ones(3)}, tmp_path / "a_run" / "model.safetensors", {"step": "3"})
+    torch_save_file({"b": torch.ones(3)}, tmp_path / "torch.safetensors")
+    check_job(job(start={"model": str(tmp_path / model)}))
+
+
+def test_a_job_that_goes_on_needs_its_first_file_no_longer(tmp_path):
+    gone = job(start={"model": str(tmp_path / "gone.safetensors")})
+    check_job(gone, resumed=True)
+    with pytest.raises(SpecError, match="there is no such file"):
+        check_job(gone)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        bytes(8),
+        b"\x02" + bytes(7) + b"[]",
+        b"\xff" * 99,
+        b"\x02" + bytes(7) + b"{}x",
+    ],
+)
+def test_a_file_that_cannot_be_a_model_is_refused_before_anything_starts(tmp_path, data):
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"m\.safetensors is no (sound )?safetensors file"):
+        check_job(job(start={"model": str(file)}))
 
 
 def test_a_run_tells_where_and_how_it_was_made():
