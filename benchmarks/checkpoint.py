@@ -1,29 +1,84 @@
-"""How long does a checkpoint hold training, against one copy of the state in memory?
+"""How long does a checkpoint hold training, and what does the writing cost the steps after it?
 
-    python benchmarks/checkpoint.py [--megabytes 256] [--tensors 200] [--repeats 9]
+    python benchmarks/checkpoint.py [--megabytes 4 40 256] [--tensors 192] [--json FILE]
 
-Copies and saves take turns in one process, so that a busy machine slows both.
-The first save takes its staging memory and is compared with a copy that takes
-new memory too; every later one with a copy into memory that is there. Each
-save is finished before the next begins. Prints a table; writes nothing else.
+A small network is trained with AdamW. Its parameters and moments lie in one
+flat piece of memory, so that one `copy_` of that piece into memory that is
+mapped already moves the very bytes that a save moves. Copies and saves take
+turns in one process, each just after a training step, and each save is
+finished before the next begins; a busy machine slows both. `held` is the whole
+time that training stands still: gathering the state (`run/saving.py`) and
+taking it (`state/save.py`). Then the same steps are timed with and without a
+checkpoint being written beside them, in turns. Figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from instep.state.save import CheckpointWriter
-from instep.state.snapshot import Snapshot
+from instep.data.order import Position
+from instep.run.replica import Clock
+from instep.run.saving import Saver
+from instep.run.update import Update
+from instep.spec import CheckpointSpec, JobSpec
 from instep.units import readable_bytes, readable_seconds
+
+
+class Trained:
+    """A network, its optimizer, and the flat memory that all their state lies in."""
+
+    def __init__(self, megabytes: int, tensors: int) -> None:
+        layers = max(1, tensors // 8)  # weight and bias, each with two moments and a step
+        width = round((megabytes * 1e6 / 12 / layers) ** 0.5)
+        parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+        self.model = nn.Sequential(*parts)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self._inputs = torch.randn(64, width)
+        self.step()
+        self.flat = self._lay_out()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self._inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def _lay_out(self) -> Tensor:
+        states = [list(state.values()) for state in self.optimizer.state.values()]
+        found = [p.data for p in self.model.parameters()] + [t for state in states for t in state]
+        found.sort(key=lambda tensor: -tensor.numel())  # the single numbers last: all else aligned
+        flat = torch.empty(sum(tensor.numel() for tensor in found))
+        places = flat.split([tensor.numel() for tensor in found])
+        by_memory = {tensor.data_ptr(): place for tensor, place in zip(found, places, strict=True)}
+        for tensor in [*self.model.parameters(), *(t for state in states for t in state)]:
+            place = by_memory[tensor.data_ptr()].view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensor.data = place
+        self.tensors = len(found)
+        return flat
+
+
+def saver_of(trained: Trained, folder: Path) -> tuple[Saver, Any]:
+    """What worker 0 of a run saves with, and stand-ins for what it is told of the run."""
+    job = JobSpec(recipe="none.py:recipe", checkpoint=CheckpointSpec(every_steps=1))
+    member: Any = SimpleNamespace(job=job, run=folder, emit=lambda *_, **__: None)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    parameters = list(trained.model.parameters())
+    update = Update(trained.optimizer, None, parameters, seed=0, clip_norm=None, scaler=scaler)
+    replica: Any = SimpleNamespace(
+        strategy=SimpleNamespace(state=dict), clock=Clock(), ledger_bytes=0
+    )
+    return Saver(member, trained.model, update), replica
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -32,46 +87,69 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def state_of(megabytes: int, tensors: int) -> dict[str, Tensor]:
-    """Parameters as a network has them: half of them large, half of them small."""
-    large = megabytes * 1_000_000 // 4 // max(1, tensors // 2)
-    return {f"{n}": torch.randn(large if n % 2 == 0 else 64) for n in range(tensors)}
+def measure(megabytes: int, tensors: int, turns: int, folder: Path) -> dict[str, Any]:
+    trained = Trained(megabytes, tensors)
+    saver, replica = saver_of(trained, folder)
+    target = torch.zeros_like(trained.flat)
+    copies, held, quiet, beside, written = [], [], [], [], []
 
+    def save(step: int) -> float:
+        return seconds_of(lambda: saver.after_step(step, Position(0, 0, step), replica, last=False))
 
-def copy_into(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
-    for name, tensor in source.items():
-        target[name].copy_(tensor)
+    for turn in range(1, turns + 2):
+        quiet.append(seconds_of(trained.step))
+        copies.append(seconds_of(lambda: target.copy_(trained.flat)))
+        trained.step()
+        held.append(save(turn))
+        begin = time.perf_counter()
+        while not saver._writer._writing.done():
+            beside.append(seconds_of(trained.step))
+        written.append(time.perf_counter() - begin)
+        quiet.append(seconds_of(trained.step))
+    saver._writer.finish()
+    copy_s, held_s = statistics.median(copies[1:]), statistics.median(held[1:])
+    return {
+        "bytes": trained.flat.nbytes,
+        "tensors": trained.tensors,
+        "copy_s": copy_s,
+        "held_s": held_s,
+        "ratio": statistics.median(h / c for h, c in zip(held[1:], copies[1:], strict=True)),
+        "beyond_the_copy_s": held_s - copy_s,
+        "first_held_s": held[0],
+        "written_after_s": statistics.median(written[1:]),
+        "step_s": statistics.median(quiet),
+        "step_beside_a_write_s": statistics.median(beside),
+        "turns": turns,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[4, 40, 256])
+    parser.add_argument("--tensors", type=int, default=192)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1, help="of the training")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder if absent")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     args = parser.parse_args()
 
-    state = state_of(args.megabytes, args.tensors)
-    target: dict[str, Tensor] = {}
-    fresh_s = seconds_of(lambda: target.update((n, t.clone()) for n, t in state.items()))
-    copies, held, written = [], [], []
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        writer = CheckpointWriter(Path(folder))
-        for step in range(args.repeats + 1):
-            copies.append(seconds_of(lambda: copy_into(target, state)))
-            held.append(writer.save(Snapshot(step=step, tensors={"model": state}, facts={})))
-            writer.finish()
-            written += [saved.seconds for saved in writer.poll()]
-    copy_s, held_s = statistics.median(copies[1:]), statistics.median(held[1:])
-    size = sum(tensor.nbytes for tensor in state.values())
-    print(f"state           {readable_bytes(size)} in {len(state)} tensors")
-    print(f"one copy        {readable_seconds(copy_s)}")
-    print(f"held by a save  {readable_seconds(held_s)}   {held_s / copy_s:.2f} times one copy")
-    print(
-        f"the first save  {readable_seconds(held[0])}   "
-        f"{held[0] / fresh_s:.2f} times one copy into new memory"
-    )
-    print(f"until on disk   {readable_seconds(statistics.median(written))}")
+    torch.set_num_threads(args.threads)
+    rows = []
+    for megabytes in args.megabytes:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            row = measure(megabytes, args.tensors, args.turns, Path(folder))
+        rows.append(row)
+        slower = row["step_beside_a_write_s"] / row["step_s"]
+        print(f"state           {readable_bytes(row['bytes'])} in {row['tensors']} tensors")
+        print(f"one copy        {readable_seconds(row['copy_s'])}")
+        print(f"held by a save  {readable_seconds(row['held_s'])}   {row['ratio']:.2f} copies")
+        print(f"the first save  {readable_seconds(row['first_held_s'])}   takes its memory")
+        print(f"until on disk   {readable_seconds(row['written_after_s'])}")
+        print(f"a step beside   {slower:.2f} times {readable_seconds(row['step_s'])}\n")
+    if args.json:
+        where = {"date": time.strftime("%Y-%m-%d"), "torch": str(torch.__version__)}
+        text = json.dumps({**where, "threads": args.threads, "results": rows}, indent=1)
+        args.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

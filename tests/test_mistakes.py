@@ -96,6 +96,14 @@ IN_A_JOB_FILE = [
     Job('[data]\nloaders = "many"', ['data.loaders = "many": needs to be', "'auto'"]),
     Job("[data]\nloaders = -1", ["data.loaders = -1: needs to be at least 0"]),
     Job("[checkpoint]\nkeep_last = 0", ["checkpoint.keep_last = 0: needs to be at least 1"]),
+    Job(
+        "[checkpoint]\nevery_steps = 300\nkeep_every = 1000",
+        ["keep_every = 1000 but every_steps = 300", "a multiple of every_steps"],
+    ),
+    Job(
+        '[checkpoint]\nbest_mode = "largest"',
+        ['checkpoint.best_mode = "largest": needs to be ', "'auto'", "'min'", "'max'"],
+    ),
     Job('[report]\ntensorboard = "yes"', ["report.tensorboard", "needs to be true or false"]),
     Job(
         '[sync]\nname = "allreduce"',

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -130,30 +131,46 @@ def audit(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy the trained model out of a run, as one safetensors file that anything can read."""
+    """Copy a model out of a run, as one safetensors file that anything can read."""
     from instep.errors import RunError
     from instep.report.run_folder import RunFolder
+    from instep.state.best import Best
+    from instep.state.export import choose, copy_model
 
     target = Path(args.to)
     if target.suffix != ".safetensors":
         raise SpecError(f"--to {args.to!r}: the file's name needs to end in .safetensors.")
     folder = RunFolder(Path(args.run))
     model = Path(args.run) / "model.safetensors"
-    if not model.is_file():
-        raise RunError(f"{args.run} has no model: the run is {folder.outcome}. Nothing to export.")
+    kept = None
+    if args.best or args.step is not None:
+        best = replace(Best.by(folder.spec.checkpoint), count=1)
+        kept = choose(Path(args.run) / "checkpoints", step=args.step, best=best)
+    elif not model.is_file():
+        raise RunError(
+            f"{args.run} has no model: the run is {folder.outcome}. Where a checkpoint was "
+            "kept, --step or --best exports its model."
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(target.name + f".{os.getpid()}.part")
-        shutil.copyfile(model, beside)
-        beside.replace(target)
+        if kept is not None:
+            copy_model(kept, target)
+        else:
+            beside = target.with_name(target.name + f".{os.getpid()}.part")
+            shutil.copyfile(model, beside)
+            beside.replace(target)
     except OSError as error:
         raise RunError(
             f"{target} cannot be written: {error.strerror}. Choose another --to."
         ) from None
     if args.json:
-        print(json.dumps({"model": str(target), "size_bytes": target.stat().st_size}))
+        source = str(kept) if kept else str(model)
+        said = {"model": str(target), "size_bytes": target.stat().st_size, "from": source}
+        print(json.dumps(said))
     else:
         print(f"model  {target}")
+        if kept is not None:
+            print(f"from   {kept}")
         print(f"next   safetensors.torch.load_file({str(target)!r})")
     return 0
 
@@ -224,6 +241,11 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "export")
     one.add_argument("run", help="run folder")
     one.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
+    which = one.add_mutually_exclusive_group()
+    which.add_argument(
+        "--best", action="store_true", help="of the kept checkpoint that did best in validation"
+    )
+    which.add_argument("--step", type=int, metavar="N", help="of the kept checkpoint of this step")
     return parser
 
 

@@ -251,6 +251,27 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
     keep_last: Positive = 2
     """Checkpoints to keep; older ones are deleted once a newer one is whole."""
 
+    keep_every: Natural = 0
+    """Above 0: checkpoints of steps that are multiples of it are kept for good."""
+
+    keep_best: Natural = 0
+    """How many of the best are kept too; a validation that is among the best so far
+    is saved at once, whatever `every_steps` says."""
+
+    best_metric: str = "loss"
+    """What tells the best: `loss`, of the validation, or a metric of the recipe."""
+
+    best_mode: Literal["auto", "min", "max"] = "auto"
+    """Whether small or large is good; `auto` takes the smallest loss, the largest of all else."""
+
+    def __post_init__(self) -> None:
+        if self.keep_every and (not self.every_steps or self.keep_every % self.every_steps):
+            raise ValueError(
+                f"keep_every = {self.keep_every} but every_steps = {self.every_steps}: no "
+                "checkpoint is saved at some of these steps. Make keep_every a multiple of "
+                "every_steps."
+            )
+
 
 class ReportSpec(Section, frozen=True, kw_only=True):
     """What is written for people, beside the report itself."""

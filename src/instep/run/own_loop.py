@@ -28,6 +28,7 @@ from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.stopping import Stopping
 from instep.run.update import Update
 from instep.spec import StartSpec
+from instep.state.best import best_of
 from instep.sync.base import make_strategy
 
 
@@ -53,6 +54,7 @@ class OwnLoop:
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
                 "Leave the key out, and use torch.autocast around your forward pass."
             )
+        best_of(self.job.checkpoint, ())  # your validation is not seen from here
         if self.job.start != StartSpec():
             raise SpecError(
                 "[start] is set, but your own loop makes model and optimizer. Leave it out; load "

@@ -6,6 +6,7 @@ same commit, all that a run needs to go on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,10 +21,12 @@ from instep.run.member import Member
 from instep.run.replica import Replica
 from instep.run.update import Update
 from instep.spec_file import dump
+from instep.state.best import Best, facts_of
 from instep.state.load import load
 from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import (
+    Packer,
     Snapshot,
     model_tensors,
     pack_state,
@@ -79,14 +82,22 @@ class Saver:
         member: for the job, the run folder and the log.
         model: of this worker.
         update: moves it; has the optimizer, the scheduler and the scaler of the loss.
+        best: which checkpoints are kept for their validation.
     """
 
-    def __init__(self, member: Member, model: nn.Module, update: Update) -> None:
+    def __init__(
+        self, member: Member, model: nn.Module, update: Update, best: Best | None = None
+    ) -> None:
         self._member, self._model, self._update = member, model, update
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
+        self._pack_optimizer = Packer()
+        self._job = dump(member.job)
         self._writer = CheckpointWriter(
-            member.run / "checkpoints", keep_last=member.job.checkpoint.keep_last
+            member.run / "checkpoints",
+            keep_last=member.job.checkpoint.keep_last,
+            keep_every=member.job.checkpoint.keep_every,
+            best=best,
         )
 
     def after_step(
@@ -97,6 +108,7 @@ class Saver:
         *,
         last: bool,
         epoch_so_far: tuple[float, int] = (0.0, 0),
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Save if it is time to; tell of what has been published since.
 
@@ -106,12 +118,15 @@ class Saver:
             replica: has the strategy, the clock and the ledger.
             last: whether it is the last of this start.
             epoch_so_far: of an unfinished epoch, loss times samples, and samples.
+            metrics: of the validation that followed this step, if one did.
         """
-        if last or (self._every and step % self._every == 0):
+        due = last or (self._every and step % self._every == 0)
+        if due or self._writer.is_best(step, metrics):
             try:
-                replica.clock.save += self._writer.save(
-                    self._snapshot(step, where, replica, epoch_so_far)
-                )
+                since = time.perf_counter()
+                snapshot = self._snapshot(step, where, replica, epoch_so_far)
+                snapshot.facts.update(facts_of(metrics))
+                replica.clock.save += self._writer.save(snapshot, since=since)
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         self._tell()
@@ -120,7 +135,7 @@ class Saver:
         self, step: int, where: Position, replica: Replica, epoch_so_far: tuple[float, int]
     ) -> Snapshot:
         """Everything of one commit."""
-        optimizer, skeleton = pack_state(self._update.optimizer.state_dict())
+        optimizer, skeleton = self._pack_optimizer(self._update.optimizer.state_dict())
         facts: dict[str, Any] = {
             "epoch": where.epoch,
             "next_position": where.stop,
@@ -128,7 +143,7 @@ class Saver:
             "epoch_so_far": pack_state(list(epoch_so_far))[1],
             "optimizer": skeleton,
             "scaler": self._update.scaler.state_dict(),
-            "job": dump(self._member.job),
+            "job": self._job,
         }
         tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
         if (scheduler := self._update.scheduler) is not None:

@@ -32,6 +32,7 @@ from instep.run.saving import Saver, TakenUp, take_up
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
 from instep.spec import JobSpec
+from instep.state.best import best_of
 from instep.sync.base import make_strategy
 
 
@@ -66,6 +67,8 @@ class Training:
         self.phase, self.step = "building", 0
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
+        measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
+        self._best = best_of(self.job.checkpoint, measured)
         self.samples = len(recipe.train)
         self.last_step = length(self.job, self.samples)
         fresh = member.checkpoint is None  # else it has what the model is by now
@@ -126,7 +129,9 @@ class Training:
         check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
         self._stopping = Stopping(self.member, comm, self.device)
         self._verdict = self._try_merging()
-        self._saver = Saver(self.member, built.model, self._update) if comm.rank == 0 else None
+        self._saver = (
+            Saver(self.member, built.model, self._update, self._best) if comm.rank == 0 else None
+        )
         self.member.phases["group"] = time.time() - began
         self._announce()
 
@@ -225,7 +230,12 @@ class Training:
             if self._saver is not None and not self._stopping.spoilt:
                 so_far = self._epoch_loss, self._epoch_samples
                 self._saver.after_step(
-                    self.step, where, self.replica, last=last, epoch_so_far=so_far
+                    self.step,
+                    where,
+                    self.replica,
+                    last=last,
+                    epoch_so_far=so_far,
+                    metrics=metrics,
                 )
             yield Step(self.step, where.epoch, loss, metrics)
             if last:

@@ -16,24 +16,29 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import shutil
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state import manifest as page
+from instep.state.best import Best, facts_of, measured
 from instep.state.retain import to_delete
 from instep.state.snapshot import (
     DTYPES,
     RESERVED,
+    Skeleton,
     Snapshot,
     check_tensor,
     model_tensors,
@@ -43,6 +48,7 @@ from instep.state.snapshot import (
 SAVING = ".saving-"
 DELETING = ".deleting-"
 _CHUNK_BYTES = 1 << 24
+_DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
 
 
 class Saved(NamedTuple):
@@ -64,15 +70,21 @@ class CheckpointWriter:
         folder: where they go; created if missing. What a killed run left half
             written or half deleted there is cleared away.
         keep_last: how many to keep; older ones go once a newer one is whole.
+        keep_every: above 0, those of its multiples are kept for good.
+        best: which did best in validation; they are kept as well.
 
     Raises:
         CheckpointError: the folder cannot be made or cleared.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2) -> None:
-        self._folder, self._keep_last = folder, keep_last
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_every: int = 0, best: Best | None = None
+    ) -> None:
+        self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
+        self._best = best
         self._staged: dict[str, _Staged] = {}
-        self._thread: threading.Thread | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self._outcomes: SimpleQueue[Saved | Exception] = SimpleQueue()
         self._saved: list[Saved] = []
         self._held_s: dict[int, float] = {}
@@ -83,9 +95,22 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"checkpoints cannot be kept in {folder}: {page.reason(error)}."
             ) from error
+        self._values = measured(folder, best) if best else {}
 
-    def save(self, snapshot: Snapshot) -> float:
+    def is_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        """Whether a step with these figures would be one of the best there are so far."""
+        value = self._best.value(facts_of(metrics)) if self._best else None
+        if self._best is None or value is None:
+            return False
+        before = {known: each for known, each in self._values.copy().items() if known < step}
+        return step in self._best.choose(before | {step: value})
+
+    def save(self, snapshot: Snapshot, *, since: float | None = None) -> float:
         """Copy the state now, write it later; waits first for the save before.
+
+        Args:
+            snapshot: the state; it may change as soon as this returns.
+            since: of `perf_counter`, when training stopped for it; else now.
 
         Returns:
             Seconds for which training was held.
@@ -94,14 +119,14 @@ class CheckpointWriter:
             CheckpointError: the snapshot holds what no checkpoint can. What
                 goes wrong while writing is raised by `poll`.
         """
-        begin = time.perf_counter()
-        self.finish()
+        begin = time.perf_counter() if since is None else since
+        self._wait()
         facts = _plain_facts(snapshot.facts)
         self._stage(snapshot.tensors)
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot.step, facts, begin), name="checkpoint"
-        )
-        self._thread.start()
+        if self._worker is None:  # stays until finish(): starting a thread takes time
+            self._worker = ThreadPoolExecutor(1, "checkpoint", initializer=_yield_to_others)
+        self._note_value(snapshot)
+        self._writing = self._worker.submit(self._write, snapshot.step, facts, begin)
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
 
@@ -123,9 +148,24 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait for what is being written; how that went is told by `poll`."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._wait()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _note_value(self, snapshot: Snapshot) -> None:
+        """Remember how well this step did; what lies beyond it is no part of this course."""
+        if self._best is None:
+            return
+        step = snapshot.step
+        self._values = {known: each for known, each in self._values.items() if known < step}
+        if (value := self._best.value(snapshot.facts)) is not None:
+            self._values[step] = value
 
     def _stage(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         before, self._staged = self._staged, {}
@@ -139,7 +179,7 @@ class CheckpointWriter:
             self._staged[name] = staged
 
     def _write(self, step: int, facts: dict[str, Any], begin: float) -> None:
-        """The life of the background thread: one checkpoint, one outcome."""
+        """What the background thread does: one checkpoint, one outcome."""
         final = self._folder / page.folder_name(step)
         beside = self._folder / (SAVING + final.name)
         try:
@@ -147,6 +187,7 @@ class CheckpointWriter:
             _publish(beside, final)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
+            self._values.pop(step, None)
             self._outcomes.put(
                 CheckpointError(
                     f"the checkpoint of step {step} was not saved in {self._folder}: "
@@ -160,7 +201,7 @@ class CheckpointWriter:
         seconds = time.perf_counter() - begin
         self._outcomes.put(Saved(step, final, size, 0.0, seconds))
         try:
-            _retain(self._folder, step, self._keep_last)
+            self._retain(step)
         except OSError as error:
             self._outcomes.put(
                 CheckpointError(
@@ -168,6 +209,24 @@ class CheckpointWriter:
                     f"deleted from {self._folder}: {page.reason(error)}."
                 )
             )
+
+    def _retain(self, current: int) -> None:
+        """Delete what need not be kept, now that the checkpoint of `current` is whole."""
+        found = list(page.published(self._folder))
+        steps = {step for step, _ in found}
+        values = {step: value for step, value in self._values.items() if step in steps}
+        doomed = to_delete(
+            steps,
+            current=current,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            keep_best=self._best.choose(values) if self._best else (),
+        )
+        plain = {path.name for _, path in found}
+        for step, path in found:
+            replaced = path.name.endswith(page.REPLACED) and page.folder_name(step) in plain
+            if step in doomed or replaced:
+                _delete(path)
 
     def _write_files(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
         """Fill the folder `beside` and sync it; returns its size in bytes."""
@@ -233,7 +292,7 @@ class _Staged:
             if name == RESERVED:
                 raise CheckpointError(f"a tensor is called {RESERVED!r}: safetensors forbids it.")
         self._kinds, self._tied = _kinds(tensors), tied_names(tensors)
-        self._seen = _memory(tensors)
+        self._forms = _forms(tensors)
         kept = {name: tensor for name, tensor in tensors.items() if name not in self._tied}
         spans = _spans(kept)
         self._header = _header(kept, spans, metadata | self._tied)
@@ -248,15 +307,26 @@ class _Staged:
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether names, types, shapes and ties are still those laid out for."""
-        seen = _memory(tensors)
-        if seen == self._seen:  # the very same memory: the common case, and the quick one
-            return True
-        self._seen = seen
+        try:
+            forms = _forms(tensors)
+        except (RuntimeError, NotImplementedError):  # no dense tensor any more
+            return False
+        if forms == self._forms and self._ties_hold(tensors):
+            return True  # the very same memory: the common case, and the quick one
+        self._forms = forms
         return self._kinds == _kinds(tensors) and self._tied == tied_names(tensors)
+
+    def _ties_hold(self, tensors: Mapping[str, Tensor]) -> bool:
+        names = [*self._tied, *self._tied.values()]
+        return not names or tied_names({n: tensors[n] for n in tensors if n in names}) == self._tied
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the values; when it returns, `tensors` may change."""
+        if self._places and not self._devices:
+            values = [tensors[name] for name in self._places]
+            torch._foreach_copy_(list(self._places.values()), values)
+            return
         for name, place in self._places.items():
             place.copy_(tensors[name], non_blocking=True)
         for device in self._devices:
@@ -279,11 +349,14 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.
     return {name: (t.dtype, t.shape, t.device) for name, t in tensors.items()}
 
 
-def _memory(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
-        for name, t in tensors.items()
-    }
+def _forms(tensors: Mapping[str, Tensor]) -> tuple[list[Any], ...]:
+    """What tells a layout, gathered at the speed of C: a save in training passes here."""
+    values = [*tensors.values()]
+    return (
+        [*tensors],
+        [*map(Tensor.data_ptr, values)],
+        [*map(_DTYPE_AND_SHAPE, values)],
+    )
 
 
 def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -313,6 +386,18 @@ def _header(
 
 def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """A copy of `facts` that later changes cannot reach, if it is JSON and nothing else."""
+    skeletons = {key: fact for key, fact in facts.items() if type(fact) is Skeleton}
+    facts = {key: fact for key, fact in facts.items() if key not in skeletons}
+    try:
+        copy: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(facts))
+        if copy == facts:
+            return copy | skeletons
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
+        pass  # it cannot say what is wrong, and knows no integers beyond 64 bits
+    return _plain_facts_or_why(facts) | skeletons
+
+
+def _plain_facts_or_why(facts: dict[str, Any]) -> dict[str, Any]:
     try:
         copy = json.loads(json.dumps(facts, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -338,16 +423,6 @@ def _publish(beside: Path, final: Path) -> None:
         final.rename(old)
     beside.rename(final)
     _sync_folder(final.parent)
-
-
-def _retain(folder: Path, current: int, keep_last: int) -> None:
-    found = list(page.published(folder))
-    doomed = to_delete((step for step, _ in found), current=current, keep_last=keep_last)
-    plain = {path.name for _, path in found}
-    for step, path in found:
-        replaced = path.name.endswith(page.REPLACED) and page.folder_name(step) in plain
-        if step in doomed or replaced:
-            _delete(path)
 
 
 def _delete(checkpoint: Path) -> None:
@@ -387,6 +462,17 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _yield_to_others() -> None:
+    """Have this thread never push training off its core; its share of the cores stays whole.
+
+    A lower priority instead would let it be held up for long, at times with the
+    interpreter's lock in its hands.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # where a sandbox forbids it, nothing is lost but a little time
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0 is the calling thread
 
 
 def _version() -> str:

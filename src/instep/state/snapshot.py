@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +57,8 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
 }
 _DEEPEST = 100  # levels; a state that holds itself would never end
 _EXACT = 2**53  # integers above are not exact in every reader of JSON
+_STRIDED = torch.strided
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 Path = tuple[Any, ...]
 
@@ -73,6 +77,13 @@ class Snapshot:
     """Everything else, plain JSON: data position, skeletons of packed states, versions."""
 
 
+class Skeleton(dict[str, Any]):
+    """What `pack_state` left of a state: plain JSON by its making, and never changed.
+
+    So a checkpoint in the making need neither check nor copy it.
+    """
+
+
 def pack_state(state: Any) -> tuple[dict[str, Tensor], Any]:
     """Take a state dict apart into tensors and JSON, losing nothing but memory layout.
 
@@ -82,13 +93,68 @@ def pack_state(state: Any) -> tuple[dict[str, Tensor], Any]:
 
     Returns:
         The tensors, named by their place (`state.0.exp_avg`), not copied; and
-        the skeleton, plain JSON, which refers to them.
+        the skeleton, plain JSON, which refers to them (a `Skeleton`, unless
+        the state is a mere number, list or the like). It is not to be changed.
 
     Raises:
         CheckpointError: something else is in there; the text says where.
     """
     tensors: dict[str, Tensor] = {}
-    return tensors, _pack(state, (), tensors)
+    skeleton = _pack(state, (), tensors)
+    return tensors, Skeleton(skeleton) if type(skeleton) is dict else skeleton
+
+
+class Packer:
+    """`pack_state` for one state that is packed again and again, such as an optimizer's.
+
+    Where a part of the state still has the same tensors at the same places, as
+    after every step but the first, what was made of that part is given again.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+
+    def __call__(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+        """As `pack_state(dict(state))`; the dicts returned are not to be changed.
+
+        Raises:
+            CheckpointError: as `pack_state`.
+        """
+        before, self._parts = self._parts, {}
+        tensors: dict[str, Tensor] = {}
+        skeleton = {}
+        for key, value in state.items():
+            leaves = _leaves(value)
+            part = before.get(key)
+            if part is None or leaves is None or not part.is_of(leaves):
+                found: dict[str, Tensor] = {}
+                part = _Part(leaves or [], found, _pack(value, (key,), found))
+            if leaves is not None:
+                self._parts[key] = part
+            if type(key) is not str or tensors.keys() & part.tensors.keys():
+                return pack_state(dict(state))  # which tells apart two places with one name
+            tensors |= part.tensors
+            skeleton[key] = part.skeleton
+        return tensors, Skeleton({"dict": skeleton})
+
+
+class _Part(NamedTuple):
+    leaves: list[Any]
+    tensors: dict[str, Tensor]
+    skeleton: Any
+
+    def is_of(self, leaves: list[Any]) -> bool:
+        return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
+
+
+def _leaves(value: Any) -> list[Any] | None:
+    """Keys and tensors of a dict of dicts of tensors, in order; None of anything else."""
+    if type(value) is not dict or set(map(type, value.values())) != {dict}:
+        return None
+    tensors = [*chain.from_iterable(map(dict.values, value.values()))]
+    if set(map(type, tensors)) != {Tensor} or any(map(_REQUIRES_GRAD, tensors)):
+        return None
+    return [*value, *map(len, value.values()), *chain.from_iterable(value.values()), *tensors]
 
 
 def unpack_state(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
@@ -101,7 +167,8 @@ def unpack_state(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
         CheckpointError: the skeleton is none, or does not fit the tensors.
     """
     used: set[str] = set()
-    state = _unpack(skeleton, (), tensors, used)
+    plain = dict(skeleton) if type(skeleton) is Skeleton else skeleton
+    state = _unpack(plain, (), tensors, used)
     if left := sorted(tensors.keys() - used):
         raise CheckpointError(
             f"a packed state comes with {len(left)} tensors that it has no place for, "
@@ -126,7 +193,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} of the model is a {_type_name(value)}: extra state can be kept only "
                 "as a tensor. Let get_extra_state() return one."
             )
-        check_tensor(value, f"{name} of the model")
+        if not _is_plain(value):  # asked first, as a save in training passes here
+            check_tensor(value, f"{name} of the model")
         tensors[name] = value
     return tensors
 
@@ -164,6 +232,10 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return tied
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype in DTYPES and tensor.layout is _STRIDED and not tensor.is_meta
+
+
 def check_tensor(tensor: Tensor, where: str) -> None:
     """Raise `CheckpointError` unless a safetensors file can hold `tensor`."""
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -192,6 +264,8 @@ def _pack(value: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
         raise CheckpointError(f"a state is nested deeper than {_DEEPEST} levels at {_at(path)}.")
     if kind in (Tensor, nn.Parameter):
         return {"tensor": _keep(value, path, tensors)}
+    if kind is list and set(map(type, value)) == {int} and max(map(abs, value)) <= _EXACT:
+        return [*value]  # an optimizer's numbers of parameters, by the hundred
     if kind in (list, tuple):
         parts = [_pack(part, (*path, place), tensors) for place, part in enumerate(value)]
         return parts if kind is list else {"tuple": parts}
@@ -224,7 +298,7 @@ def _keep(tensor: Tensor, path: Path, tensors: dict[str, Tensor]) -> str:
     name = ".".join(map(str, path)) or "tensor"
     while name in tensors or name == RESERVED:
         name += "'"  # {"a.b": x, "a": {"b": y}} has one name for two places
-    tensors[name] = tensor.detach()
+    tensors[name] = tensor.detach() if tensor.requires_grad else tensor
     return name
 
 

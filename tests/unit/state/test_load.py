@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
 import random
 import shutil
@@ -15,8 +17,10 @@ from torch import nn
 from instep.errors import CheckpointError
 from instep.state.load import LoadReport, latest, load, load_model
 from instep.state.manifest import seal
+from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
+from instep.state.sound import newest_sound
 
 
 @pytest.fixture
@@ -81,13 +85,23 @@ def take_from_another_step(folder, draw):
 def remove_or_replace(folder, draw):
     path = folder / draw.choice(FILES)
     path.unlink()
-    match draw.randrange(4):
+    match draw.randrange(9):
         case 0:
             path.mkdir()
         case 1:
             path.symlink_to(folder)
         case 2:
             path.write_bytes(pickle.dumps({"w": [1.0, 2.0]}))
+        case 3:
+            os.mkfifo(path)
+        case 4:
+            path.symlink_to(path)
+        case 5:
+            path.symlink_to("/dev/zero")
+        case 6:
+            path.symlink_to(folder / "nowhere")
+        case 7:
+            save_model(path, nn.Linear(5, 3), {})
 
 
 def edit_the_manifest(folder, draw):
@@ -106,7 +120,7 @@ def forge_the_manifest(folder, draw):
     del entries["seal"]
     files = entries["files"]
     name = draw.choice(list(files))
-    match draw.randrange(5):
+    match draw.randrange(8):
         case 0:
             files[name]["size_bytes"] += draw.choice([-1, 1])
         case 1:
@@ -117,7 +131,81 @@ def forge_the_manifest(folder, draw):
             files["more.safetensors"] = files[name]
         case 4:
             entries["step"] += 1
+        case 5:
+            entries["version"] += draw.randrange(1, 9)
+        case 6:
+            entries["format"] = "checkpoint of another program"
+        case 7:
+            path.write_bytes(b'{"facts": ' * 100_000)
+            return
     path.write_bytes(seal((json.dumps(entries)[:-1] + ',\n"seal": "').encode()))
+
+
+def reseal(folder):
+    """Make the manifest agree with the model's file, whatever that is now."""
+    path = folder / "manifest.json"
+    entries = json.loads(path.read_bytes())
+    del entries["seal"]
+    data = (folder / "model.safetensors").read_bytes()
+    entry = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    entries["files"]["model.safetensors"] = entry
+    path.write_bytes(seal((json.dumps(entries)[:-1] + ',\n"seal": "').encode()))
+
+
+def forge_a_header(folder, draw):
+    """A dtype, a shape, a place or a name is changed in the model's file; every SHA-256 fits."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = draw.choice([key for key in header if key != "__metadata__"])
+    entry = header[name]
+    match draw.randrange(8):
+        case 0:
+            entry["dtype"] = draw.choice(["F64", "I32", "BF16", "BOOL", "X9", "", None, 7])
+        case 1:
+            entry["shape"] = draw.choice([[2], [-1], [1, *entry["shape"]], [2**62, 4], "x", None])
+        case 2:
+            entry["data_offsets"] = draw.choice([[0, 1], [4, 0], [0, 2**63], [-4, 8], [], None])
+        case 3:
+            header[name + "x"] = header.pop(name)
+        case 4:
+            header.pop(name)
+        case 5:
+            header["__metadata__"] = draw.choice([{"more": name}, {"a": 1}, [], None, {"a": {}}])
+            header[name + "y"] = header.pop(name)
+        case 6:
+            entry["more"] = 1
+            entry["shape"] = [*entry["shape"][::-1], 1]
+        case 7:
+            header = draw.choice([[], 7, None, {}, {name: None}, {name: []}])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    reseal(folder)
+
+
+def forge_a_file(folder, draw):
+    """The model's file is another kind of file altogether; every SHA-256 fits."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    deep = b"[" * 200_000
+    match draw.randrange(7):
+        case 0:
+            length = draw.choice([2**64 - 1, 2**63, 2**40, len(data), len(data) - 7, 0])
+            path.write_bytes(length.to_bytes(8, "little") + data[8:])
+        case 1:
+            path.write_bytes(len(deep).to_bytes(8, "little") + deep)
+        case 2:
+            path.write_bytes(data[: draw.randrange(len(data))])
+        case 3:
+            torch.save({"weight": torch.ones(3, 5)}, path)
+        case 4:
+            safetensors.torch.save_file({"a": torch.ones(2)}, path)  # of another program
+        case 5:
+            path.write_bytes(draw.randbytes(draw.randrange(200)))
+        case 6:
+            save_model(path, nn.Linear(5, 4), {})  # of another run
+    reseal(folder)
 
 
 MUTATIONS = [
@@ -129,6 +217,8 @@ MUTATIONS = [
     remove_or_replace,
     edit_the_manifest,
     forge_the_manifest,
+    forge_a_header,
+    forge_a_file,
 ]
 
 
@@ -140,10 +230,46 @@ def test_a_thousand_damaged_checkpoints_give_checkpoint_errors_only(whole, tmp_p
         shutil.copytree(whole, copy)
         mutate = MUTATIONS[number % len(MUTATIONS)]
         mutate(copy, draw)
+        model = nn.Linear(5, 3)
+        before = parameters_sha256(model)
         with pytest.raises(CheckpointError) as caught:
-            load(copy)
-        assert str(tmp_path) in str(caught.value), "the message must say which file"
+            restore(load(copy).tensors["model"], model)
+        text = str(caught.value)
+        assert str(tmp_path) in text or "now builds another model" in text, "it must say which file"
+        assert "\n" not in text
+        assert parameters_sha256(model) == before
+        found, sentences = newest_sound(tmp_path)
+        if mutate not in (forge_a_header, forge_a_file):  # which only loading can see
+            assert found is None
+            assert str(copy) in sentences[0]
         shutil.rmtree(copy)
+    assert load(whole).step == 2
+
+
+def test_the_checkpoint_of_another_run_is_read_and_not_restored(whole, tmp_path):
+    writer = CheckpointWriter(tmp_path / "other")
+    tensors = {"model": model_tensors(nn.Linear(5, 4))}
+    writer.save(Snapshot(step=2, tensors=tensors, facts={}))
+    writer.finish()
+    shutil.rmtree(whole)
+    shutil.copytree(tmp_path / "other" / whole.name, whole)
+    with pytest.raises(
+        CheckpointError, match=r"another model than .* weight \(\[4, 5\] when saved"
+    ):
+        restore(load(whole).tensors["model"], nn.Linear(5, 3))
+
+
+def test_a_folder_of_a_newer_format_is_refused_with_both_versions(whole):
+    path = whole / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(CheckpointError, match=r"has format version 2; this instep reads version 1"):
+        load(whole)
+
+
+def test_a_link_to_the_very_bytes_that_were_saved_is_as_good_as_the_file(whole, tmp_path):
+    file = whole / "model.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
     assert load(whole).step == 2
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from instep.errors import CheckpointError
 from instep.state.snapshot import (
+    Packer,
     model_tensors,
     pack_state,
     parameters_sha256,
@@ -224,6 +225,59 @@ def test_an_optimizer_goes_on_to_the_bit(make):
     train(model, optimizer, None, 3)
     train(twin, other, None, 3)
     assert parameters_sha256(twin) == parameters_sha256(model)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_packer_gives_what_pack_state_gives_however_the_state_moves(make):
+    model, pack = small_model(), Packer()
+    optimizer = make(model.parameters())
+
+    def check():
+        state = optimizer.state_dict()
+        for _ in range(2):
+            tensors, skeleton = pack(state)
+            wanted, plain = pack_state(state)
+            assert skeleton == plain
+            assert {name: id(t) for name, t in tensors.items()} == {
+                name: id(t) for name, t in wanted.items()
+            }
+
+    check()
+    for steps in (1, 2):
+        train(model, optimizer, None, steps)
+        check()
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+    check()
+    first = next(iter(optimizer.state.values()), {})
+    first["more"] = torch.ones(3)
+    check()
+    first["more"] = torch.ones(3)
+    check()
+    first["again"] = first.pop("more")
+    check()
+    first["again"] = "no tensor"
+    check()
+    optimizer.state.clear()
+    check()
+
+
+def test_a_packer_sees_memory_that_was_exchanged_behind_a_tensor():
+    pack, state = Packer(), {"state": {0: {"m": torch.zeros(2)}}}
+    pack(state)
+    state["state"][0]["m"].data = torch.ones(2)
+    assert pack(state)[0]["state.0.m"].tolist() == [1, 1]
+    grown = {"state": {0: {"m": nn.Parameter(torch.zeros(2))}}}
+    pack(grown)
+    grown["state"][0]["m"].data = torch.ones(2)
+    assert pack(grown)[0]["state.0.m"].tolist() == [1, 1]
+
+
+def test_a_packer_keeps_places_with_one_name_apart():
+    state = {"a": {0: {"b.c": torch.tensor(1)}}, "a.0": {"b": {"c": torch.tensor(2)}}}
+    assert same(unpack_state(*Packer()(state)), state)
+    assert Packer()(state)[0].keys() == pack_state(state)[0].keys()
+    assert same(unpack_state(*Packer()({1: torch.tensor(3)})), {1: torch.tensor(3)})
 
 
 schedules = torch.optim.lr_scheduler

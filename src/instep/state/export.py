@@ -1,0 +1,96 @@
+"""Take the model out of a checkpoint that was kept, every byte of it checked.
+
+It imports no torch: a file is copied, and hashed on the way. Way in: `choose`,
+then `copy_model`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import IO
+
+from instep.errors import CheckpointError
+from instep.state.best import Best, measured
+from instep.state.manifest import (
+    file_name,
+    open_regular,
+    published,
+    read_manifest,
+    reason,
+)
+
+_CHUNK_BYTES = 1 << 20
+
+
+def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -> Path:
+    """The checkpoint of a step, or the best one by a metric.
+
+    Args:
+        folder: where the checkpoints of a run lie.
+        step: whose checkpoint; or
+        best: by what the best is told.
+
+    Raises:
+        CheckpointError: there is none; the text says which there are.
+    """
+    kept = sorted({number for number, _ in published(folder)})
+    there = f"{folder} has those of step {', '.join(map(str, kept))}" if kept else "none was kept"
+    if step is not None:
+        if step not in kept:
+            raise CheckpointError(f"there is no checkpoint of step {step}: {there}.")
+        return next(path for number, path in published(folder) if number == step)
+    assert best is not None
+    values = measured(folder, best)
+    if not values:
+        raise CheckpointError(
+            f"no checkpoint tells the best by {best.metric!r}: {there}, and a figure is kept only "
+            "where a validation came at the same step. Set checkpoint.keep_best, or name a --step."
+        )
+    return choose(folder, step=best.choose(values)[0])
+
+
+def copy_model(checkpoint: Path, target: Path) -> int:
+    """Write the model of a checkpoint to `target`, whole or not at all.
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        CheckpointError: the checkpoint has no model, or its bytes are not those
+            that were saved; nothing is written.
+        OSError: `target` cannot be written.
+    """
+    name = file_name("model")
+    entry = read_manifest(checkpoint).files.get(name)
+    if entry is None:
+        raise CheckpointError(f"{checkpoint} has no {name}: it is the checkpoint of no model.")
+    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with open_regular(checkpoint / name) as source, beside.open("wb") as copy:
+            size, found = _copy(source, copy, checkpoint / name)
+        if (size, found) != (entry.size_bytes, entry.sha256):
+            raise CheckpointError(
+                f"{checkpoint / name} is damaged: it has {size} bytes with SHA-256 "
+                f"{found[:12]}... and should have {entry.size_bytes} with {entry.sha256[:12]}..."
+            )
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return size
+
+
+def _copy(source: IO[bytes], copy: IO[bytes], name: Path) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    while piece := _read(source, name):
+        digest.update(piece)
+        size += copy.write(piece)
+    return size, digest.hexdigest()
+
+
+def _read(source: IO[bytes], name: Path) -> bytes:
+    try:
+        return source.read(_CHUNK_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {reason(error)}.") from error
