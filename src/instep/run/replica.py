@@ -194,6 +194,12 @@ class Replica:
         assert self._ledger is not None, "rank 0 writes the ledger"
         return self._ledger.size_bytes
 
+    def abandon(self) -> None:
+        """The step under way will not be: undo what its passes did to buffers and gradients."""
+        self.buffers.undo()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     def close(self) -> None:
         """Let go of model and group."""
         self.strategy.stop()
@@ -214,7 +220,14 @@ def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") 
     assert form is not None
     if len(form.members) == 1:
         return AloneComm()
-    return TorchComm(member.store(), form.rank, len(form.members), device=device, address=address)
+    return TorchComm(
+        member.store(),
+        form.rank,
+        len(form.members),
+        device=device,
+        address=address,
+        patience_s=form.patience_s,
+    )
 
 
 def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
