@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
-from instep.events import LEDGER, read_events, read_records
+from instep.events import LEDGER, STEPS, read_events, read_records
 
 RECIPES = Path(__file__).parent / "recipes"
 PATIENCE_S = 90.0
@@ -116,7 +116,10 @@ class Started:
     def is_training(self) -> bool:
         """Whether both workers have told of a step."""
         made = (self.work / "runs").is_dir() and any((self.work / "runs").iterdir())
-        return made and len(np.unique(self.ledger["worker"])) > 1
+        if not made:
+            return False
+        timed = read_records(self.run / "steps.bin", STEPS)
+        return len(np.unique(timed["worker"])) > 1
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Watch it until a condition holds, and note what it listens on meanwhile."""

@@ -55,7 +55,7 @@ def check_stopped_and_saved(program: Started, by: str) -> None:
     assert (program.run / "checkpoints" / f"step-{step:08d}" / "manifest.json").is_file()
     assert (program.run / "model.safetensors").is_file()
     assert [event["by"] for event in program.events("stop_requested")] == [by]
-    assert f"next    instep report {program.run}" in program.stdout
+    assert f"next    instep resume {program.run}" in program.stdout
     assert "Traceback" not in program.stderr
     program.check_nothing_is_left()
 

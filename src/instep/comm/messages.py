@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 """Of the messages below; both ends of a channel must have the same."""
 
 
