@@ -156,6 +156,8 @@ class State:
     phase: Literal["gathering", "training", "releasing", "ending", "ended"] = "gathering"
     joined: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
+    spoke: frozenset[int] = frozenset()
+    """Who has had a last word."""
     done: dict[int, Done] = field(default_factory=dict)
     generation: int = 0
     since: float = 0.0
@@ -214,6 +216,7 @@ def _joined(state: State, now: float) -> tuple[State, list[Action]]:
 
 
 def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[State, list[Action]]:
+    state = replace(state, spoke=state.spoke | {worker})
     if isinstance(word, Done):
         return _done(replace(state, done=state.done | {worker: word}), now)
     blame = Blame(worker, word)
@@ -229,9 +232,17 @@ def _done(state: State, now: float) -> tuple[State, list[Action]]:
 
 
 def _suspect(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:
-    if state.phase in ("ending", "releasing") or state.suspect is not None:
+    if state.phase in ("ending", "releasing") or _is_likelier(state.suspect, blame, state):
         return state, []
     return replace(state, suspect=blame, deadline=now + SECOND_THOUGHT_S), []
+
+
+def _is_likelier(suspect: Blame | None, other: Blame, state: State) -> bool:
+    """Whether `suspect` stands: an echo gives way to a worker that ended without a word."""
+    if suspect is None:
+        return False
+    silent = other.failed.kind == "exit" and other.worker not in state.spoke
+    return not (silent and suspect.failed.kind == "PeerError")
 
 
 def _fail(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:

@@ -461,3 +461,16 @@ TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadli
 def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
     _, actions = after(*everybody_joined(), Interrupted("SIGINT", ready=False))
     assert KillAll() in actions
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [Said(0, ECHO), Ended(1, 3, 4)],
+        [Ended(1, 3, 4), Said(0, ECHO)],
+        [Said(0, ECHO), Ended(0, 1, 4), Ended(1, 3, 4)],
+    ],
+)
+def test_a_worker_that_ends_in_silence_is_the_cause_though_its_echo_came_first(order):
+    _, actions = after(*everybody_joined(), *order, SECOND_THOUGHT_S)
+    assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "exit")]
