@@ -91,6 +91,7 @@ class Member:
     def broken(self) -> None:
         """Tell that the group has come apart, and that this worker waits for the next."""
         assert self.form is not None, "no generation yet"
+        self.flush()
         self._channel.send(Broken(generation=self.form.generation))
 
     def store(self) -> ChannelStore:
