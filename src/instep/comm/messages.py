@@ -75,6 +75,10 @@ class KillAll(Message, frozen=True):
 # ---- master and worker: a generation and its work
 
 
+class Built(Message, frozen=True):
+    """From a worker: it has all that it needs but the others."""
+
+
 class Form(Message, frozen=True):
     """To a worker: build the group of this generation."""
 
@@ -183,6 +187,7 @@ AnyMessage: TypeAlias = (
     | StartWorker
     | Exited
     | KillAll
+    | Built
     | Form
     | Broken
     | StoreSet

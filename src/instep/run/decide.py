@@ -52,6 +52,13 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Built:
+    """A worker has all that it needs but the others."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Said:
     """A worker's last word: it has finished, or it cannot go on."""
 
@@ -106,7 +113,7 @@ class Broke:
     generation: int
 
 
-News: TypeAlias = Joined | Said | Ended | HostLost | Interrupted | Fired | Broke | Tick
+News: TypeAlias = Joined | Built | Said | Ended | HostLost | Interrupted | Fired | Broke | Tick
 
 # ---- actions: what can be done
 
@@ -183,6 +190,9 @@ class State:
     """Whether a worker that is lost is replaced."""
     phase: Literal["gathering", "training", "releasing", "ending", "ended"] = "gathering"
     joined: frozenset[int] = frozenset()
+    """Who has introduced itself, and lives."""
+    built: frozenset[int] = frozenset()
+    """Who is ready to be in a group."""
     ended: frozenset[int] = frozenset()
     spoke: frozenset[int] = frozenset()
     """Who has had a last word."""
@@ -215,7 +225,9 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         return state, []
     match news:
         case Joined(worker):
-            return _joined(replace(state, joined=state.joined | {worker}), now)
+            return replace(state, joined=state.joined | {worker}), []
+        case Built(worker):
+            return _built(replace(state, built=state.built | {worker}), now)
         case Said(worker, word):
             return _said(state, worker, word, now)
         case Ended(worker, code, step, committed):
@@ -232,8 +244,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _tick(state, step, now)
 
 
-def _joined(state: State, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "gathering" or len(state.joined) < state.workers:
+def _built(state: State, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "gathering" or len(state.built) < state.workers:
         return state, []
     return _next_generation(state, now)
 
@@ -352,6 +364,7 @@ def _replace(state: State, blame: Blame, committed: int, now: float) -> tuple[St
         state,
         phase="gathering",
         joined=state.joined - {worker},
+        built=state.built - {worker},
         spoke=state.spoke - {worker},
         since=since if state.formed else state.since,
         why=f"worker {worker} was lost: {word.cause}",

@@ -211,6 +211,8 @@ class Master:
                 self._emit(name, fields)
             case m.Figures():
                 self._judge(peer, message)
+            case m.Built():
+                self._think(mind.Built(number))
             case m.Broken(generation=generation):
                 self._think(mind.Broke(number, generation))
             case m.Done() | m.Failed():

@@ -22,6 +22,7 @@ from instep.comm.channel import Channel
 from instep.comm.channel_store import ChannelStore
 from instep.comm.messages import (
     Broken,
+    Built,
     Done,
     Emit,
     Failed,
@@ -76,6 +77,8 @@ class Member:
 
     def wait_for_group(self) -> Form:
         """The members of the next generation, once all have come."""
+        if self.form is None:
+            self._channel.send(Built())
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             self._next = self._channel.wait_for(Form)

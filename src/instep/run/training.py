@@ -135,7 +135,7 @@ class Training:
         Raises:
             InstepError: the workers cannot train together.
         """
-        self.phase, began = "joining", time.time()
+        began = time.time()
         self._verdict = self._try_merging()
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -143,6 +143,7 @@ class Training:
 
     def _regroup(self) -> None:
         """Be a member of the next generation that holds together until it has formed."""
+        self.phase = "joining"
         while True:
             self.member.wait_for_group()
             try:
@@ -326,7 +327,6 @@ class Training:
             except PeerError:
                 if not self.member.recovers:
                     raise
-            self.phase = "joining"
             self._leave()
             self._regroup()
 
