@@ -70,6 +70,8 @@ EVENTS = {
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
+    "worker_lost": "worker, step, cause",
+    "went_back": "resumed_step, path (of a checkpoint: nobody was left to go on with)",
     "process_ended": "worker, pid, code",
     "warning": "text",
     "run_finished": "outcome (completed, stopped, failed, interrupted), rule, step, seconds",

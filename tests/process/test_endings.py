@@ -4,7 +4,6 @@ Every worker has a loader process too, so that grandchildren are left over if an
 """
 
 import json
-import os
 import signal
 import time
 
@@ -88,20 +87,6 @@ def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start)
     assert program.summary["outcome"] == "interrupted"
     assert program.summary["repeated_samples"] == 0
     assert "Traceback" not in program.stderr
-    program.check_nothing_is_left()
-
-
-def test_a_worker_that_is_killed_ends_the_run_and_is_named_with_the_signal(run: Start) -> None:
-    program = training(run)
-    os.kill(pid_of_worker(program, 1), signal.SIGKILL)
-    assert program.end() == 5
-    assert program.error.startswith("instep: worker 1 failed at step ")
-    assert "the process was killed by SIGKILL (signal 9)" in program.error
-    assert "went away" not in program.error
-    assert program.summary["outcome"] == "failed"
-    (failure,) = program.events("worker_failed")
-    assert (failure["worker"], failure["kind"]) == (1, "killed")
-    assert (program.run / "report.html").is_file()
     program.check_nothing_is_left()
 
 

@@ -13,7 +13,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from instep.comm.channel import Channel
-from instep.comm.messages import StoreGet, StoreSet, StoreValue
+from instep.comm.messages import Form, StoreGet, StoreSet, StoreValue
+from instep.errors import PeerError
 
 
 class ChannelStore(Store):
@@ -35,12 +36,15 @@ class ChannelStore(Store):
         self._channel.send(StoreSet(key=self._prefix + key, value=data))
 
     def get(self, key: str) -> bytes:
-        """A value, once somebody has left it."""
+        """A value, once somebody has left it; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
             self._channel.send(StoreGet(key=name))
             while name not in self._known:
-                answer = self._channel.wait_for(StoreValue)
+                answer = self._channel.wait_for_either(StoreValue, Form)
+                if isinstance(answer, Form):  # somebody is gone: this group will never form
+                    self._channel.put_back(answer)
+                    raise PeerError("the members changed while the group was forming.")
                 self._known[answer.key] = answer.value
         return self._known[name]
 

@@ -45,6 +45,8 @@ class Welcome(Message, frozen=True):
     """Unix seconds at which the user's command began."""
     checkpoint: str = ""
     """Folder of the checkpoint that the run goes on from; empty at a beginning."""
+    recovers: bool = False
+    """Whether a worker that is lost is replaced, and the others go on with it."""
 
 
 # ---- master and host: processes
@@ -73,6 +75,10 @@ class KillAll(Message, frozen=True):
 # ---- master and worker: a generation and its work
 
 
+class Built(Message, frozen=True):
+    """From a worker: it has all that it needs but the others."""
+
+
 class Form(Message, frozen=True):
     """To a worker: build the group of this generation."""
 
@@ -80,6 +86,14 @@ class Form(Message, frozen=True):
     rank: int
     members: list[int]
     """Worker numbers in rank order."""
+    patience_s: float = 1800.0
+    """How long the members may take to find each other."""
+
+
+class Broken(Message, frozen=True):
+    """From a worker: the group of this generation has come apart; it waits for the next."""
+
+    generation: int
 
 
 class StoreSet(Message, frozen=True):
@@ -173,7 +187,9 @@ AnyMessage: TypeAlias = (
     | StartWorker
     | Exited
     | KillAll
+    | Built
     | Form
+    | Broken
     | StoreSet
     | StoreGet
     | StoreValue

@@ -33,6 +33,7 @@ class TorchComm:
         size: processes in the group.
         device: where the tensors live; picks gloo or NCCL.
         address: the local address that gloo listens on.
+        patience_s: how long the ranks may take to find each other.
 
     Raises:
         PeerError: the group could not be formed.
@@ -46,11 +47,16 @@ class TorchComm:
         *,
         device: torch.device | None = None,
         address: str = "127.0.0.1",
+        patience_s: float = PATIENCE.total_seconds(),
     ) -> None:
         self._rank, self._size = rank, size
         cuda = device is not None and device.type == "cuda"
         try:
-            group = _nccl(store, rank, size) if cuda else _gloo(store, rank, size, address)
+            patience = timedelta(seconds=patience_s)
+            if cuda:
+                group = _nccl(store, rank, size)
+            else:
+                group = _gloo(store, rank, size, address, patience)
         except RuntimeError as error:
             raise PeerError(f"the group of {size} workers did not form: {error}") from error
         self._group: Any = group
@@ -103,12 +109,14 @@ class TorchWork:
             raise PeerError(_broken(error)) from error
 
 
-def _gloo(store: Store, rank: int, size: int, address: str) -> Any:
+def _gloo(store: Store, rank: int, size: int, address: str, patience: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = PATIENCE
-    return gloo(store, rank, size, options)
+    options._timeout = patience  # a member that dies now is waited for so long
+    group = gloo(store, rank, size, options)
+    group._set_default_timeout(PATIENCE)
+    return group
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:

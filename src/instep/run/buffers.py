@@ -142,6 +142,14 @@ class Buffers:
         self._proposed.clear()
 
     @torch.no_grad()
+    def undo(self) -> None:
+        """Give every buffer its committed value: a pass may have ended in the middle."""
+        self._proposed.clear()
+        for index, (module, name) in enumerate(self._owners):
+            if module._buffers[name] is not None:
+                self._restore(index)
+
+    @torch.no_grad()
     def commit(self, marks: list[float], comm: Comm) -> None:
         """Agree on every buffer that some rank's passes moved.
 

@@ -26,6 +26,15 @@ from instep.units import readable_seconds
 SECOND_THOUGHT_S = 1.0
 """How long a suspected consequence waits for its cause."""
 
+BROKEN_S = 0.3
+"""How long a group that came apart waits for word of a process that has ended."""
+
+FIRST_MEETING_S, MEETING_S = 30.0, 2.0
+"""How long the members of the first, and of a later generation may take to find each other."""
+
+MOST_LOSSES = 10
+"""A worker that is lost so often while no step is committed is not replaced again."""
+
 FAREWELL_S = 5.0
 """How long processes may take to end after they were told to."""
 
@@ -38,6 +47,13 @@ TOLD = "told"
 @dataclass(frozen=True)
 class Joined:
     """A worker has introduced itself."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A worker has all that it needs but the others."""
 
     worker: int
 
@@ -58,6 +74,8 @@ class Ended:
     code: int
     step: int
     """The step that it was computing, as far as is known; 0 before the first."""
+    committed: int = 0
+    """The last step that any worker has committed, as far as is known."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,15 @@ class Tick:
     """The last that is known to have been committed."""
 
 
-News: TypeAlias = Joined | Said | Ended | HostLost | Interrupted | Fired | Tick
+@dataclass(frozen=True)
+class Broke:
+    """A worker's group has come apart."""
+
+    worker: int
+    generation: int
+
+
+News: TypeAlias = Joined | Built | Said | Ended | HostLost | Interrupted | Fired | Broke | Tick
 
 # ---- actions: what can be done
 
@@ -114,6 +140,13 @@ class KillAll:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Bring up a process under this worker's number."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Finish:
     """The run is over."""
 
@@ -124,7 +157,7 @@ class Finish:
     exit_code: int
 
 
-Action: TypeAlias = Send | Log | KillAll | Finish
+Action: TypeAlias = Send | Log | KillAll | Start | Finish
 
 # ---- state
 
@@ -153,15 +186,28 @@ class State:
     """All that the master knows of a run's members."""
 
     workers: int
+    recovers: bool = False
+    """Whether a worker that is lost is replaced."""
     phase: Literal["gathering", "training", "releasing", "ending", "ended"] = "gathering"
     joined: frozenset[int] = frozenset()
+    """Who has introduced itself, and lives."""
+    built: frozenset[int] = frozenset()
+    """Who is ready to be in a group."""
     ended: frozenset[int] = frozenset()
     spoke: frozenset[int] = frozenset()
     """Who has had a last word."""
     done: dict[int, Done] = field(default_factory=dict)
     generation: int = 0
+    formed: bool = False
+    """Whether there has been a generation in this session."""
     since: float = 0.0
     """When members began to be gathered for the next generation."""
+    why: str = "start"
+    """What made the next generation necessary."""
+    lost: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Worker to the committed step when it was lost last, and how often it was lost there."""
+    broken: int = 0
+    """How often groups have come apart since somebody was lost last."""
     asked: int = 0
     """How often a stop was asked for from outside."""
     stop: str = ""
@@ -179,40 +225,55 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         return state, []
     match news:
         case Joined(worker):
-            return _joined(replace(state, joined=state.joined | {worker}), now)
+            return replace(state, joined=state.joined | {worker}), []
+        case Built(worker):
+            return _built(replace(state, built=state.built | {worker}), now)
         case Said(worker, word):
             return _said(state, worker, word, now)
-        case Ended(worker, code, step):
-            return _ended(state, worker, code, step, now)
+        case Ended(worker, code, step, committed):
+            return _ended(state, worker, code, step, committed, now)
         case HostLost(code, detail):
             return _host_lost(state, code, detail, now)
         case Interrupted():
             return _interrupted(state, news, now)
         case Fired():
             return _fired(state, news)
+        case Broke(_, generation):
+            return _broke(state, generation, now)
         case Tick(step):
             return _tick(state, step, now)
 
 
-def _joined(state: State, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "gathering" or len(state.joined) < state.workers:
+def _built(state: State, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "gathering" or len(state.built) < state.workers:
         return state, []
+    return _next_generation(state, now)
+
+
+def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     members = sorted(state.joined)
     generation = state.generation + 1
+    patience_s = FIRST_MEETING_S if not state.formed else MEETING_S * 2 ** min(state.broken, 6)
     sends: list[Action] = [
-        Send(worker, Form(generation=generation, rank=rank, members=members))
+        Send(
+            worker,
+            Form(generation=generation, rank=rank, members=members, patience_s=patience_s),
+        )
         for rank, worker in enumerate(members)
     ]
+    if state.stop:  # whoever is new has not heard of it
+        sends += _stops(state, state.stop)
     log = Log(
         "generation_started",
         {
             "generation": generation,
             "members": members,
-            "reason": "start",
+            "reason": state.why,
             "seconds": now - state.since,
         },
     )
-    return replace(state, phase="training", generation=generation), [log, *sends]
+    after = replace(state, phase="training", generation=generation, formed=True, done={})
+    return replace(after, suspect=None, deadline=None), [log, *sends]
 
 
 def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[State, list[Action]]:
@@ -274,8 +335,12 @@ def _end(state: State, now: float, *before: Action) -> tuple[State, list[Action]
 
 
 def _ended(
-    state: State, worker: int, code: int, step: int, now: float
+    state: State, worker: int, code: int, step: int, committed: int, now: float
 ) -> tuple[State, list[Action]]:
+    if worker in state.done and state.phase == "training":
+        return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
+    if code < 0 and state.recovers and state.phase in ("gathering", "training"):
+        return _replace(state, Blame(worker, _by_signal(-code, step)), committed, now)
     state = replace(state, ended=state.ended | {worker})
     gone = len(state.ended) >= max(len(state.joined), 1)
     if state.phase in ("releasing", "ending"):
@@ -283,6 +348,40 @@ def _ended(
     if code < 0:  # a signal is a cause in itself
         return _fail(state, Blame(worker, _by_signal(-code, step)), now)
     return _suspect(state, Blame(worker, _without_word(code, step)), now)
+
+
+def _replace(state: State, blame: Blame, committed: int, now: float) -> tuple[State, list[Action]]:
+    """Somebody was lost: bring up another in its place, unless that has been of no use."""
+    worker, word = blame.worker, blame.failed
+    before, times = state.lost.get(worker, (-1, 0))
+    times = times + 1 if committed <= before else 1
+    if times >= MOST_LOSSES:
+        cause = f"{word.cause} It happened {times} times and no step was committed."
+        state = replace(state, ended=state.ended | {worker})
+        return _fail(state, Blame(worker, _failed(word.kind, cause, word.step)), now)
+    since = state.since if state.phase == "gathering" and state.formed else now
+    after = replace(
+        state,
+        phase="gathering",
+        joined=state.joined - {worker},
+        built=state.built - {worker},
+        spoke=state.spoke - {worker},
+        since=since if state.formed else state.since,
+        why=f"worker {worker} was lost: {word.cause}",
+        lost=state.lost | {worker: (committed, times)},
+        broken=0,
+        suspect=None,
+        deadline=None,
+    )
+    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
+    return after, [log, Start(worker)]
+
+
+def _broke(state: State, generation: int, now: float) -> tuple[State, list[Action]]:
+    """A group came apart. As a rule a process has ended, and its parent is about to say so."""
+    if state.phase != "training" or generation != state.generation or state.deadline is not None:
+        return state, []
+    return replace(state, deadline=now + BROKEN_S), []
 
 
 def _by_signal(number: int, step: int) -> Failed:
@@ -329,7 +428,8 @@ def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, li
         return state, []
     fields = {"rule": "interrupted", "step": news.step, "why": f"{news.by} arrived"}
     log = Log("stop_requested", {"by": news.by, **fields})
-    if state.asked > 1 or state.phase == "gathering" or not news.ready:  # or nothing to save yet
+    nothing_yet = not state.formed or (state.phase == "training" and not news.ready)
+    if state.asked > 1 or nothing_yet:
         return _end(state, now, log)
     return replace(state, stop=state.stop or "interrupted"), [log, *_stops(state, "interrupted")]
 
@@ -367,8 +467,10 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     if state.phase in ("releasing", "ending"):
         ended, finish = _finish(state)
         return ended, [KillAll(), *finish]
-    assert state.suspect is not None
-    return _fail(state, state.suspect, now)
+    if state.suspect is not None:
+        return _fail(state, state.suspect, now)
+    why = "the group came apart, and every process lives"
+    return _next_generation(replace(state, why=why, broken=state.broken + 1), now)
 
 
 def _finish(state: State) -> tuple[State, list[Action]]:

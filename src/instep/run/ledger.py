@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from instep.errors import RunError
-from instep.events import LEDGER
+from instep.events import LEDGER, read_records
 
 
 class Ledger:
@@ -70,6 +70,32 @@ class Ledger:
 
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(f"{self._path} cannot be written: {error.strerror}. Make room, or access.")
+
+
+def mend(path: Path, step: int, shares: Sequence[tuple[int, ...]]) -> None:
+    """Make a ledger end with `step`, whose writer may have died before or after writing it.
+
+    Args:
+        path: the file; nobody writes it now.
+        step: the last one that counts.
+        shares: its records, values in the order of `LEDGER`'s fields.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    ledger = Ledger(path)
+    try:
+        records = read_records(path, LEDGER)
+        later = np.flatnonzero(records["step"] > step)
+        if len(later):  # a step that nobody who is left has committed
+            records = records[: later[0]]
+        os.truncate(path, records.nbytes)
+        if step and (not len(records) or int(records["step"][-1]) < step):
+            ledger.append(shares)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}.") from None
+    finally:
+        ledger.close()
 
 
 def cut_back(path: Path, size_bytes: int) -> None:

@@ -25,6 +25,7 @@ from instep.report.live import View
 from instep.run import decide as mind
 from instep.run.folder import BEGINNING, Origin
 from instep.run.launch.base import Launcher, Switchboard
+from instep.run.resume import go_back
 from instep.run.stop_rules import Rules
 from instep.spec import JobSpec, as_table
 
@@ -72,7 +73,11 @@ class Master:
         now, limit_s = time.monotonic(), job.stop.time_limit_s
         limit = mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None
         self._state = mind.State(
-            workers=job.workers, since=now, generation=origin.generations, time_limit=limit
+            workers=job.workers,
+            recovers=launcher is not None,
+            since=now,
+            generation=origin.generations,
+            time_limit=limit,
         )
         self._rules = Rules(job.stop)
         self._rules.replay(origin.heard)
@@ -151,17 +156,35 @@ class Master:
                 run=str(self._run),
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
+                recovers=self._state.recovers,
             ),
         )
         if hello.role == "host":
             for number in range(self._job.workers):
-                log = str(self._run / "logs" / f"worker-{number}.log")
-                self._hub.send(peer, m.StartWorker(number=number, log=log))
+                self._start_worker(number)
             return
         self._peers[hello.number] = peer
         seconds = time.time() - self._started
         self._emit("worker_joined", {"worker": hello.number, "pid": hello.pid, "seconds": seconds})
         self._think(mind.Joined(hello.number))
+
+    def _start_worker(self, number: int) -> None:
+        """Have the host bring up a process under this number."""
+        log = str(self._run / "logs" / f"worker-{number}.log")
+        for peer, (role, _) in self._names.items():
+            if role == "host":
+                self._hub.send(peer, m.StartWorker(number=number, log=log))
+
+    def _replace_worker(self, number: int) -> None:
+        """Another process takes a lost worker's place; from a checkpoint, if nobody is left."""
+        self._ready.discard(number)
+        if not self._state.joined and self._state.formed:
+            self._origin = go_back(self._run, self._job)
+            self._rules = Rules(self._job.stop)
+            self._rules.replay(self._origin.heard)
+            path = str(self._origin.checkpoint or "")
+            self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
+        self._start_worker(number)
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether nobody sits there yet: one host, and one process for each worker's number."""
@@ -188,11 +211,18 @@ class Master:
                 self._emit(name, fields)
             case m.Figures():
                 self._judge(peer, message)
+            case m.Built():
+                self._think(mind.Built(number))
+            case m.Broken(generation=generation):
+                self._think(mind.Broke(number, generation))
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
             case m.Exited(number=worker, pid=pid, code=code):
+                if worker in self._peers:  # a child of it may hold its connection open
+                    self._hub.drop(self._peers[worker])
+                    self._names.pop(self._peers.pop(worker), None)
                 self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-                self._think(mind.Ended(worker, code, self._in_flight(worker)))
+                self._think(mind.Ended(worker, code, self._in_flight(worker), self._committed))
             case _:
                 self._hub.drop(peer)
                 self._hung_up(peer)
@@ -245,6 +275,8 @@ class Master:
                     elif self._launcher is None:
                         self._hub.drop(peer)  # it takes a lost master for the end
                         self._hung_up(peer)
+            case mind.Start(worker):
+                self._replace_worker(worker)
             case mind.Finish():
                 raise Outcome(action, self._state.blame)
 

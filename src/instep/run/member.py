@@ -21,6 +21,8 @@ from instep import spec_file
 from instep.comm.channel import Channel
 from instep.comm.channel_store import ChannelStore
 from instep.comm.messages import (
+    Broken,
+    Built,
     Done,
     Emit,
     Failed,
@@ -64,7 +66,9 @@ class Member:
         self.started = welcome.started
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
+        self.recovers = welcome.recovers
         self.form: Form | None = None
+        self._next: Form | None = None
         self._stop: Stop | None = None
         self._verdicts: deque[Verdict] = deque()
         self._ledger = bytearray()
@@ -72,9 +76,26 @@ class Member:
         self._flushed = self._metered = time.monotonic()
 
     def wait_for_group(self) -> Form:
-        """The members of the generation that is about to begin, once all have come."""
-        self.form = self._channel.wait_for(Form)
+        """The members of the next generation, once all have come."""
+        if self.form is None:
+            self._channel.send(Built())
+        present = self.form.generation if self.form else -1
+        while not self._next or self._next.generation <= present:
+            self._next = self._channel.wait_for(Form)
+        self.form, self._next = self._next, None
         return self.form
+
+    @property
+    def superseded(self) -> bool:
+        """Whether another generation is to begin, so that the present one can end nothing more."""
+        self._listen()
+        return self._next is not None
+
+    def broken(self) -> None:
+        """Tell that the group has come apart, and that this worker waits for the next."""
+        assert self.form is not None, "no generation yet"
+        self.flush()
+        self._channel.send(Broken(generation=self.form.generation))
 
     def store(self) -> ChannelStore:
         """The meeting place of the present generation."""
@@ -84,12 +105,17 @@ class Member:
     @property
     def stop_rule(self) -> str | None:
         """Why the master wants to stop, if it has said so; listens without waiting."""
+        self._listen()
+        return self._stop.rule if self._stop else None
+
+    def _listen(self) -> None:
         while (message := self._channel.poll()) is not None:
             if isinstance(message, Stop):
                 self._stop = message
             elif isinstance(message, Verdict):
                 self._verdicts.append(message)
-        return self._stop.rule if self._stop else None
+            elif isinstance(message, Form):
+                self._next = message
 
     def tell(self, figures: Figures) -> None:
         """Figures for the master to judge; `verdict` gives the answer."""
@@ -139,12 +165,21 @@ class Member:
         self.flush()
         self._channel.send(word)
 
-    def done(self, step: int, rule: str) -> None:
-        """Say that all is done, and wait until everyone else is: peers may still read from us."""
+    def done(self, step: int, rule: str) -> bool:
+        """Say that all is done, and wait until everyone else is: peers may still read from us.
+
+        Returns:
+            False where another generation begins instead: somebody was lost before the end.
+        """
         self.flush()
         self.meter()
         self._channel.send(Done(step=step, rule=rule))
-        self._channel.wait_for(Release)
+        if self._next is None:
+            answer = self._channel.wait_for_either(Release, Form)
+            if isinstance(answer, Release):
+                return True
+            self._next = answer
+        return False
 
     def close(self) -> None:
         """Hang up."""

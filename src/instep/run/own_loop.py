@@ -24,7 +24,7 @@ from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
 from instep.run.recipe import check_optimizer, set_generators
 from instep.run.replica import Replica, check_lengths, make_comm
-from instep.run.saving import Saver, TakenUp, take_up
+from instep.run.saving import Saver, taken_up
 from instep.run.stopping import Stopping
 from instep.run.update import Update
 from instep.spec import StartSpec
@@ -71,7 +71,7 @@ class OwnLoop:
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
-        before = take_up(member.checkpoint, model, self._update) if member.checkpoint else TakenUp()
+        before = taken_up(member.checkpoint, model, self._update)
         self.step = before.step
         member.wait_for_group()
         device = parameters[0].device

@@ -70,6 +70,8 @@ class Replica:
         parameters: those that are trained, in the same order in every worker.
         strategy: how the copies agree.
         comm: the workers of this generation.
+        compare: whether to make sure that all hold the same; not where they have
+            just been given it.
 
     Raises:
         RecipeError: the workers built different parameters.
@@ -82,9 +84,12 @@ class Replica:
         parameters: list[nn.Parameter],
         strategy: Strategy,
         comm: Comm,
+        *,
+        compare: bool = True,
     ) -> None:
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
-        _check_equal(model, comm)
+        if compare:
+            _check_equal(model, comm)
         self._parts = member.job.train.micro_batches
         exact = self._parts if member.job.train.determinism == "bits" else 0
         self.buffers = Buffers(model, parts=exact)
@@ -92,6 +97,7 @@ class Replica:
         self._notes = _OWN + comm.size + self._parts + len(self.buffers)
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
+        self._last: tuple[int, Position] | None = None
         strategy.start(parameters, comm, notes=self._notes, parts=exact)
 
     def before_backward(self, weight: float, *, last: bool) -> None:
@@ -170,29 +176,37 @@ class Replica:
             gradient_norm: of the agreed gradient, if it was computed.
         """
         self.strategy.after_step(step)
-        form = self.member.form
-        assert form is not None
-        done = b""
-        if self._ledger is not None:
-            parts = parts_of(position, self.member.job.train)
-            done = self._ledger.append(
-                [
-                    (step, position.epoch, worker, form.generation, *share)
-                    for worker, share in zip(
-                        form.members, ranges_of(position, parts, self.comm.size), strict=True
-                    )
-                ]
-            )
+        self._last = (step, position)
+        done = self._ledger.append(self.shares()) if self._ledger is not None else b""
         times = astuple(self.clock)
         norm = _as_recorded(gradient_norm)
         self.member.record(done, (step, self.member.number, samples, loss, *times, norm))
         self.clock = Clock(begin=time.time())
+
+    def shares(self) -> list[tuple[int, ...]]:
+        """Who did what in the last committed step: records of `LEDGER`, one for each worker."""
+        form = self.member.form
+        if form is None or self._last is None:
+            return []
+        step, where = self._last
+        parts = parts_of(where, self.member.job.train)
+        ranges = ranges_of(where, parts, len(form.members))
+        return [
+            (step, where.epoch, worker, form.generation, *share)
+            for worker, share in zip(form.members, ranges, strict=True)
+        ]
 
     @property
     def ledger_bytes(self) -> int:
         """How long the ledger is with the last commit; on rank 0, which writes it."""
         assert self._ledger is not None, "rank 0 writes the ledger"
         return self._ledger.size_bytes
+
+    def abandon(self) -> None:
+        """The step under way will not be: undo what its passes did to buffers and gradients."""
+        self.buffers.undo()
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def close(self) -> None:
         """Let go of model and group."""
@@ -214,7 +228,14 @@ def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") 
     assert form is not None
     if len(form.members) == 1:
         return AloneComm()
-    return TorchComm(member.store(), form.rank, len(form.members), device=device, address=address)
+    return TorchComm(
+        member.store(),
+        form.rank,
+        len(form.members),
+        device=device,
+        address=address,
+        patience_s=form.patience_s,
+    )
 
 
 def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,32 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str) -> Origin:
         SpecError: the run is complete already, or has used up its time.
     """
     run = RunFolder(folder)
+    _check_time(run, job)
+    before = run.last("run_started").get("recipe_sha256")
+    origin = go_back(folder, job, check=lambda step: _check_unfinished(run, job, step))
+    warnings = list(origin.warnings)
+    if before and before != recipe_sha256:
+        warnings.append(
+            f"{job.recipe.rpartition(':')[0]} has changed since the run was started; "
+            "it goes on with what it is now."
+        )
+    _replace(folder / "job.toml", spec_file.dump(job))
+    return replace(origin, warnings=tuple(warnings))
+
+
+def go_back(folder: Path, job: JobSpec, check: Callable[[int], None] = lambda _: None) -> Origin:
+    """Go back to the newest sound checkpoint: the ledger ends with its step again.
+
+    Args:
+        folder: of the run.
+        job: as it goes on.
+        check: given the step before anything is changed; may raise.
+
+    Raises:
+        RunError: what was committed can no longer be told, or the folder cannot be written.
+        CheckpointError: no checkpoint can be believed, although there are some.
+    """
+    run = RunFolder(folder)
     checkpoint, refused = newest_sound(folder / "checkpoints")
     step = size_bytes = 0
     if checkpoint is None and refused:
@@ -133,18 +160,10 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str) -> Origin:
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
         step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
-    _check_unfinished(run, job, step)
-    _check_time(run, job)
+    check(step)
     warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused]
-    before = run.last("run_started").get("recipe_sha256")
-    if before and before != recipe_sha256:
-        warnings.append(
-            f"{job.recipe.rpartition(':')[0]} has changed since the run was started; "
-            "it goes on with what it is now."
-        )
     with _nobody_writes(folder / "ledger.bin"):
         cut_back(folder / "ledger.bin", size_bytes)
-    _replace(folder / "job.toml", spec_file.dump(job))
     watched = job.stop.by_step or job.stop.by_metric
     heard = tuple(recorded(run.steps, run.validations, step)) if watched else ()
     return Origin(step, checkpoint, len(run.generations), tuple(warnings), heard, run.seconds)

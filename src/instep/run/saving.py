@@ -47,14 +47,44 @@ class TakenUp(NamedTuple):
     """Of the epoch that was not finished: loss times samples, and samples."""
 
 
-def take_up(checkpoint: Path, model: nn.Module, update: Update) -> TakenUp:
-    """Give model, optimizer, scheduler and scaler the state of a checkpoint.
+def gather(carried: TakenUp, model: nn.Module, update: Update, pack: Packer) -> Snapshot:
+    """Everything of one commit that the next step builds on.
+
+    Args:
+        carried: the step, and what is carried on beside model and optimizer.
+        model: as that step left it.
+        update: has its optimizer, scheduler and scaler.
+        pack: takes the optimizer's state apart.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another model or optimizer.
+        CheckpointError: something in it cannot be kept.
     """
-    device = next(model.parameters()).device
-    snapshot = load(checkpoint, device)
+    optimizer, skeleton = pack(update.optimizer.state_dict())
+    facts: dict[str, Any] = {
+        "epoch_so_far": pack_state([carried.epoch_loss, carried.epoch_samples])[1],
+        "optimizer": skeleton,
+        "scaler": update.scaler.state_dict(),
+    }
+    tensors = {"model": model_tensors(model), "optimizer": optimizer}
+    if update.scheduler is not None:
+        tensors["scheduler"], facts["scheduler"] = pack_state(update.scheduler.state_dict())
+    if carried.strategy:
+        tensors["strategy"] = dict(carried.strategy)
+    return Snapshot(step=carried.step, tensors=tensors, facts=facts)
+
+
+def take_up(snapshot: Snapshot, source: object, model: nn.Module, update: Update) -> TakenUp:
+    """Give model, optimizer, scheduler and scaler the state of another commit.
+
+    Args:
+        snapshot: as `gather` made it.
+        source: where it is from, for messages.
+        model: as the recipe builds it.
+        update: with an optimizer and a scheduler as the recipe makes them.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer.
+    """
     tensors, facts = snapshot.tensors, snapshot.facts
     restore(tensors["model"], model)
     try:
@@ -69,10 +99,22 @@ def take_up(checkpoint: Path, model: nn.Module, update: Update) -> TakenUp:
         loss, samples = unpack_state({}, facts["epoch_so_far"])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{checkpoint} is of another optimizer or scheduler than the recipe now makes: "
+            f"{source} is of another optimizer or scheduler than the recipe now makes: "
             f"{sentence(error)}"
         ) from error
     return TakenUp(snapshot.step, tensors.get("strategy", {}), loss, samples)
+
+
+def taken_up(checkpoint: Path | None, model: nn.Module, update: Update) -> TakenUp:
+    """The state of a checkpoint on disk, taken up; without one, that of a beginning.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model or optimizer.
+    """
+    if checkpoint is None:
+        return TakenUp()
+    snapshot = load(checkpoint, next(model.parameters()).device)
+    return take_up(snapshot, checkpoint, model, update)
 
 
 class Saver:
@@ -135,22 +177,15 @@ class Saver:
         self, step: int, where: Position, replica: Replica, epoch_so_far: tuple[float, int]
     ) -> Snapshot:
         """Everything of one commit."""
-        optimizer, skeleton = self._pack_optimizer(self._update.optimizer.state_dict())
-        facts: dict[str, Any] = {
-            "epoch": where.epoch,
-            "next_position": where.stop,
-            "ledger_bytes": replica.ledger_bytes,
-            "epoch_so_far": pack_state(list(epoch_so_far))[1],
-            "optimizer": skeleton,
-            "scaler": self._update.scaler.state_dict(),
-            "job": self._job,
-        }
-        tensors = {"model": model_tensors(self._model), "optimizer": optimizer}
-        if (scheduler := self._update.scheduler) is not None:
-            tensors["scheduler"], facts["scheduler"] = pack_state(scheduler.state_dict())
-        if strategy := replica.strategy.state():
-            tensors["strategy"] = strategy
-        return Snapshot(step=step, tensors=tensors, facts=facts)
+        carried = TakenUp(step, replica.strategy.state(), *epoch_so_far)
+        snapshot = gather(carried, self._model, self._update, self._pack_optimizer)
+        snapshot.facts.update(
+            epoch=where.epoch,
+            next_position=where.stop,
+            ledger_bytes=replica.ledger_bytes,
+            job=self._job,
+        )
+        return snapshot
 
     def _tell(self) -> None:
         try:

@@ -40,6 +40,10 @@ class Stopping:
         self.spoilt = False
         """Whether the parameters are past saving: the last checkpoint is better than a new one."""
 
+    def regroup(self, comm: Comm) -> None:
+        """Another generation begins; verdicts that were asked for may still come."""
+        self._comm = comm
+
     def told(self) -> bool:
         """Whether this worker was told to stop; waits for the verdict on the step before.
 

@@ -13,26 +13,30 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from instep.comm.base import Comm
 from instep.data.loader import Loader
 from instep.data.order import Position, key, position, steps_in_epoch
-from instep.errors import SpecError
+from instep.errors import PeerError, SpecError
 from instep.run.decide import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
+from instep.run.ledger import mend
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
-from instep.run.saving import Saver, TakenUp, take_up
+from instep.run.saving import Saver, gather, take_up, taken_up
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
 from instep.spec import JobSpec
+from instep.state import peers
 from instep.state.best import best_of
+from instep.state.snapshot import Packer, pack_state, unpack_state
 from instep.sync.base import make_strategy
 
 
@@ -48,6 +52,19 @@ class Step:
     """Mean over the global batch."""
     metrics: dict[str, float] | None
     """Of the validation that followed this step, if one did."""
+
+
+class Committed(NamedTuple):
+    """The last commit, as far as what follows it must know."""
+
+    step: int
+    loss: float
+    norm: float | None
+    """Of the agreed gradient, where it was computed."""
+    told: bool
+    """Whether the workers were told to stop."""
+    ends: bool
+    """Whether this start of the run ends with it."""
 
 
 class Training:
@@ -91,15 +108,15 @@ class Training:
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._verdict = Verdict(False, "")
         self._replica: Replica | None = None
+        self._stopping: Stopping | None = None
+        self._saver: Saver | None = None
         self._warned: set[str] = set()
-        self._before = (
-            take_up(member.checkpoint, built.model, self._update)
-            if member.checkpoint
-            else TakenUp()
-        )
-        self.step = self._before.step
-        self._epoch_loss, self._epoch_samples = self._before[2:]
-        self._norm: float | None = None  # of the last agreed gradient
+        self._carried = taken_up(member.checkpoint, built.model, self._update)
+        self.step = self._carried.step
+        self._newcomer = True  # until it has been in a group
+        self._last: Committed | None = None
+        self._settled = self.step  # what follows a commit has been done up to this step
+        self._last_shares: list[tuple[int, ...]] = []
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -118,22 +135,102 @@ class Training:
         Raises:
             InstepError: the workers cannot train together.
         """
-        self.phase, began = "joining", time.time()
-        self.member.wait_for_group()
-        address = address_towards(self.member.master_host)
-        comm = make_comm(self.member, self.device, address)
-        strategy = make_strategy(self.job.sync.name, self.job.sync.options)
-        strategy.load_state(self._before.strategy)
-        built = self._built
-        self._replica = Replica(self.member, built.model, built.parameters, strategy, comm)
-        check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
-        self._stopping = Stopping(self.member, comm, self.device)
+        began = time.time()
         self._verdict = self._try_merging()
-        self._saver = (
-            Saver(self.member, built.model, self._update, self._best) if comm.rank == 0 else None
-        )
+        self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()
+
+    def _regroup(self) -> None:
+        """Be a member of the next generation that holds together until it has formed."""
+        self.phase = "joining"
+        while True:
+            self.member.wait_for_group()
+            try:
+                self._form()
+                return
+            except PeerError:
+                if not self.member.recovers:
+                    raise
+                self._leave()
+
+    def _leave(self) -> None:
+        """The group has come apart: keep what was committed, undo the rest, tell the master."""
+        if self._replica is not None:
+            self._last_shares = self._replica.shares() or self._last_shares
+            strategy = self._replica.strategy.state()
+            self._carried = self._carried._replace(strategy=strategy)
+            self._replica.abandon()
+            self._replica.close()
+            self._replica = None
+        self.step = self._carried.step
+        self.member.broken()
+
+    def _form(self) -> None:
+        """Form the group, agree on where training stands, and be ready for the next step.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        member, built = self.member, self._built
+        comm = make_comm(member, self.device, address_towards(member.master_host))
+        try:
+            check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
+            given = self._catch_up(comm)
+            strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+            strategy.load_state(self._carried.strategy)
+            self._replica = Replica(
+                member, built.model, built.parameters, strategy, comm, compare=not given
+            )
+        except PeerError:
+            comm.close()
+            raise
+        self.step = self._carried.step
+        self._newcomer = False
+        if self._stopping is None:
+            self._stopping = Stopping(member, comm, self.device)
+        self._stopping.regroup(comm)
+        if comm.rank == 0 and self._saver is None:
+            self._saver = Saver(member, built.model, self._update, self._best)
+
+    def _catch_up(self, comm: Comm) -> bool:
+        """Bring every member to the highest committed step; whether anybody was given state.
+
+        Those that were in the group before have its parameters; whoever is new, or
+        missed the last commit, takes them from the lowest rank that has them.
+        """
+        mine = (-1, -1) if self._newcomer else (self._carried.step, self._settled)
+        table = torch.zeros(comm.size, 2, dtype=torch.int64, device=self.device)
+        table[comm.rank] = torch.tensor(mine)
+        comm.all_reduce(table).wait()
+        steps, settled = table.T.tolist()
+        newest = int(max(steps))
+        if newest < 0:
+            return False  # all have just come, from the same place
+        root = steps.index(newest)
+        if comm.rank == root:
+            mend(self.member.run / "ledger.bin", newest, self._last_shares)
+        if min(steps) < newest:
+            self._take_from(comm, root)
+        self._settled = min(step for step in settled if step >= 0)
+        if newest in (self.last_step, self.job.train.stop_after_steps) and min(steps) < 0:
+            self._settled = newest - 1  # whoever saved at the end may be gone
+        return bool(min(steps) < newest)
+
+    def _take_from(self, comm: Comm, root: int) -> None:
+        """Give the root's state to all, or take it."""
+        own = None
+        if comm.rank == root:
+            own = gather(self._carried, self._built.model, self._update, Packer())
+            own.facts["last"] = pack_state(list(self._last or ()))[1]
+            own.facts["verdict"] = list(self._verdict)
+        taken = peers.share(own, comm, root, self.device)
+        if comm.rank == root or (taken.step == self._carried.step and not self._newcomer):
+            return
+        self._carried = take_up(taken, "a peer's state", self._built.model, self._update)
+        last = unpack_state({}, taken.facts["last"])
+        self._last = Committed(*last) if last else None
+        self._verdict = Verdict(*taken.facts["verdict"])
 
     @property
     def _validation_samples(self) -> int:
@@ -144,6 +241,12 @@ class Training:
         """This worker's copy of the model; there once the group has formed."""
         assert self._replica is not None, "join() comes first"
         return self._replica
+
+    @property
+    def stopping(self) -> Stopping:
+        """The rules of `[stop]`; there once the group has formed."""
+        assert self._stopping is not None, "join() comes first"
+        return self._stopping
 
     @property
     def in_flight(self) -> int:
@@ -212,53 +315,82 @@ class Training:
     # ---- the loop
 
     def steps(self) -> Iterator[Step]:
-        """Train; yields after each commit. Stops at the end, or where all were told to."""
+        """Train; yields after each commit. Stops at the end, or where all were told to.
+
+        Where a member is lost and will be replaced, goes on with the others from
+        the highest step that one of them has committed.
+        """
+        while True:
+            try:
+                yield from self._steps()
+                return
+            except PeerError:
+                if not self.member.recovers:
+                    raise
+            self._leave()
+            self._regroup()
+
+    def _steps(self) -> Iterator[Step]:
+        """The steps of one generation."""
+        self._built.model.train()
+        if self._settled < self.step and self._last is not None:
+            yield self._settle(self._last)
+            if self._last.ends:
+                return
         first = self.step + 1
         loads = self._loader.load(
             part.samples for _, share in self._plan(first) for part in share.passes
         )
-        self._built.model.train()
-        for where, share in self._plan(first):
-            self.step += 1
-            loss, told = self._one_step(where, share, loads)
-            self._tally(where, loss)
-            last = told or self.step in (self.last_step, self.job.train.stop_after_steps)
-            self._stopping.after_commit(self.step, loss, self._norm, last=last)
-            metrics = self._validate(where) if last or self._is_time(where) else None
-            if metrics is not None and not last:
-                last = told = self._stopping.after_validation(self.step, metrics)
-            if self._saver is not None and not self._stopping.spoilt:
-                so_far = self._epoch_loss, self._epoch_samples
-                self._saver.after_step(
-                    self.step,
-                    where,
-                    self.replica,
-                    last=last,
-                    epoch_so_far=so_far,
-                    metrics=metrics,
-                )
-            yield Step(self.step, where.epoch, loss, metrics)
-            if last:
-                self._why(told)
-                break
-        loads.close()
+        try:
+            for where, share in self._plan(first):
+                self.step += 1
+                self._last = self._one_step(where, share, loads)
+                yield self._settle(self._last)
+                if self._last.ends:
+                    break
+        finally:
+            loads.close()
+
+    def _settle(self, done: Committed) -> Step:
+        """What follows a commit: judge it, validate, save; done again if a member is lost in it."""
+        where = position(done.step, self.samples, self.job.train.global_batch)
+        self._tell_epoch(where)
+        self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
+        metrics = self._validate(where) if done.ends or self._is_time(where) else None
+        if metrics is not None and not done.ends:
+            told = self.stopping.after_validation(done.step, metrics)
+            self._last = done = done._replace(told=told, ends=told)
+        if self._saver is not None and not self.stopping.spoilt:
+            self._saver.after_step(
+                done.step,
+                where,
+                self.replica,
+                last=done.ends,
+                epoch_so_far=(self._carried.epoch_loss, self._carried.epoch_samples),
+                metrics=metrics,
+            )
+        if done.ends:
+            self._why(done.told)
+        self._settled = done.step
+        return Step(done.step, where.epoch, done.loss, metrics)
 
     def _tally(self, where: Position, loss: float) -> None:
-        """Count a step towards its epoch's mean loss, and tell that at the epoch's end."""
-        count = where.stop - where.first
-        self._epoch_loss += loss * count
-        self._epoch_samples += count
-        if where.stop < self.samples:
-            return
-        if self.replica.comm.rank == 0:
+        """Count a step towards its epoch's mean loss."""
+        count, carried = where.stop - where.first, self._carried
+        before = (0.0, 0) if where.first == 0 else (carried.epoch_loss, carried.epoch_samples)
+        self._carried = carried._replace(
+            step=self.step, epoch_loss=before[0] + loss * count, epoch_samples=before[1] + count
+        )
+
+    def _tell_epoch(self, where: Position) -> None:
+        if where.stop == self.samples and self.replica.comm.rank == 0:
             self.member.emit(
                 "epoch_finished",
                 epoch=where.epoch,
                 step=self.step,
-                loss=self._epoch_loss / self._epoch_samples,
-                samples=self._epoch_samples,
+                loss=self._carried.epoch_loss / self._carried.epoch_samples,
+                samples=self._carried.epoch_samples,
             )
-        self._epoch_loss, self._epoch_samples = 0.0, 0
 
     def _why(self, told: bool) -> None:
         if self.step == self.last_step:
@@ -275,8 +407,8 @@ class Training:
             merge=self._verdict.merge,
         )
 
-    def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> tuple[float, bool]:
-        """From samples to a commit: the mean loss of the global batch, and whether to stop."""
+    def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> Committed:
+        """From samples to a commit."""
         replica = self.replica
         agreed = self._agree(where, share, loads)
         if agreed is None:  # the gradients did not fit: the same passes, on a coarser lattice
@@ -284,19 +416,23 @@ class Training:
             agreed = self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
         self.phase, since = "update", time.perf_counter()
-        self._norm = self._update.apply(self.step)
+        norm = self._update.apply(self.step)
         replica.clock.lap(since, "update")
-        replica.commit(self.step, where, share.stop - share.first, agreed.loss, self._norm)
+        replica.commit(self.step, where, share.stop - share.first, agreed.loss, norm)
+        self._tally(where, agreed.loss)
         stops = self.job.stop.non_finite and self.step != self.last_step
         if not (math.isfinite(agreed.loss) or stops):
             self._warn_of_loss(agreed.loss)
-        return agreed.loss, agreed.stop
+        ends = agreed.stop or self.step in (self.last_step, self.job.train.stop_after_steps)
+        return Committed(self.step, agreed.loss, norm, agreed.stop, ends)
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Any]) -> Agreement | None:
         """Run this worker's passes, and agree on what came of them."""
         replica, clock = self.replica, self.replica.clock
         losses = {}
         for number, part in enumerate(share.passes):
+            if self.member.superseded:
+                raise PeerError("the members have changed in the middle of a step.")
             since = time.perf_counter()
             self.phase = "loading"
             batch = next(loads)
@@ -314,7 +450,7 @@ class Training:
             replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
         self.phase = "exchange"
-        return replica.agree(losses, stop=self._stopping.told())
+        return replica.agree(losses, stop=self.stopping.told())
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:
@@ -355,13 +491,21 @@ class Training:
 
     # ---- the end
 
-    def finish(self) -> None:
-        """Save the model and leave, together with the others."""
+    def finish(self) -> bool:
+        """Save the model and leave, together with the others.
+
+        Returns:
+            False where a member was lost before all had ended: train on, then finish again.
+        """
         self.phase = "saving"
         if self._saver is not None:
             self._saver.finish(self.step)
-        self.member.done(self.step, self.rule)
+        if not self.member.done(self.step, self.rule):
+            self._leave()
+            self._regroup()
+            return False
         self.close()
+        return True
 
     def close(self) -> None:
         """Let go of loaders and group."""

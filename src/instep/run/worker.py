@@ -38,9 +38,11 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     try:
         training = prepare(member, number)
         training.join()
-        for _ in training.steps():
-            pass
-        training.finish()
+        while True:
+            for _ in training.steps():
+                pass
+            if training.finish():
+                break
     except BaseException as error:
         with suppress(OSError):  # a full disk must not hide the cause
             traceback.print_exc()  # to the log, and first: once it has reported, it is killed

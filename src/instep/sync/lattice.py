@@ -72,6 +72,7 @@ class Lattice:
         self._whole = [WHOLE[dtype] for dtype in self._types]
         self._spare_bits = math.ceil(math.log2(parts))
         self._levels = [_UNKNOWN] * len(tensors)
+        self._committed = list(self._levels)  # as the last agreed sums left them
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -209,16 +210,22 @@ class Lattice:
                 size = int(top).bit_length() - self._bits(index)
                 fitting = _EIGHTHS * (self._room(index) - _GROWTH_BITS - size)
                 self._levels[index] = min(fitting, self._levels[index] + 1)
+        self._committed = list(self._levels)
 
     # ---- what survives a restart
 
     def state(self) -> Tensor:
-        """[tensors] int32: how fine each lattice is."""
-        return torch.tensor(self._levels, dtype=torch.int32)
+        """[tensors] int32: how fine each lattice is since the last commit.
+
+        Room that was made in a step that then did not happen is not in it: not
+        every rank may have made it.
+        """
+        return torch.tensor(self._committed, dtype=torch.int32)
 
     def load_state(self, levels: Tensor) -> None:
         """Take up what `state` gave."""
         self._levels = [int(level) for level in levels.tolist()]
+        self._committed = list(self._levels)
 
 
 def _together(numbers: list[Tensor]) -> list[float]:

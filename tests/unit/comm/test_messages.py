@@ -12,6 +12,7 @@ EXAMPLES = {
     str: "text é",
     int: 7,
     float: 0.5,
+    bool: True,
     float | None: 0.25,
     bytes: b"\x00\xff",
     list[int]: [2, 0, 1],

@@ -10,9 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from instep.comm.messages import Done, Failed, Form, Release, Stop
 from instep.errors import INTERRUPTED
 from instep.run.decide import (
+    BROKEN_S,
     FAREWELL_S,
+    FIRST_MEETING_S,
+    MEETING_S,
+    MOST_LOSSES,
     SECOND_THOUGHT_S,
     TOLD,
+    Broke,
+    Built,
     Ended,
     Finish,
     HostLost,
@@ -22,6 +28,7 @@ from instep.run.decide import (
     Log,
     Said,
     Send,
+    Start,
     State,
     Tick,
     TimeLimit,
@@ -39,15 +46,22 @@ def failed(kind="error", cause="ValueError: no", step=4, exit_code=5):
 ECHO = failed("PeerError", "another worker went away in the middle of a collective.")
 
 
-def after(*news, workers=2, time_limit=None):
-    """State and actions after pieces of news; a number lets that many seconds pass."""
-    state, now, actions = State(workers=workers, time_limit=time_limit), 0.0, []
+def after(*news, workers=2, time_limit=None, recovers=False):
+    """State and actions after pieces of news; a number lets that many seconds pass.
+
+    A worker that joins is built at once.
+    """
+    state = State(workers=workers, time_limit=time_limit, recovers=recovers)
+    now, actions = 0.0, []
     for piece in news:
         if isinstance(piece, (int, float)):
             now += piece
             piece = Tick(step=5)
         state, follows = decide(state, piece, now)
         actions += follows
+        if isinstance(piece, Joined):
+            state, follows = decide(state, Built(piece.worker), now)
+            actions += follows
     return state, actions
 
 
@@ -81,7 +95,8 @@ def test_once_all_have_joined_each_is_told_its_rank_in_order_of_numbers():
     assert state.phase == "training"
     assert [a.worker for a in actions if isinstance(a, Send)] == [0, 1, 2]
     forms = [a.message for a in actions if isinstance(a, Send)]
-    assert forms == [Form(generation=1, rank=n, members=[0, 1, 2]) for n in range(3)]
+    told = {"generation": 1, "members": [0, 1, 2], "patience_s": FIRST_MEETING_S}
+    assert forms == [Form(rank=n, **told) for n in range(3)]
 
 
 def test_the_log_says_how_long_gathering_took():
@@ -400,18 +415,34 @@ RULE = st.sampled_from(["epochs", "steps", "own loop", "stop_after_steps", "inte
 class AnyStory(RuleBasedStateMachine):
     """Whatever happens, in whatever order, the mind neither raises nor ends twice."""
 
+    recovers = False
+
     def __init__(self):
         super().__init__()
         limit = TimeLimit(4.0, began=0.0)
-        self.state, self.now, self.finishes = State(workers=WORKERS, time_limit=limit), 0.0, 0
+        self.state = State(workers=WORKERS, time_limit=limit, recovers=self.recovers)
+        self.now, self.finishes = 0.0, 0
 
     def hears(self, news):
+        generation = self.state.generation
         self.state, actions = decide(self.state, news, self.now)
         self.finishes += len(ends(actions))
+        forms = [a for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
+        assert {form.message.generation for form in forms} <= {generation + 1}
+        assert not forms or [form.worker for form in forms] == list(range(WORKERS))
 
     @rule(worker=NUMBER)
     def joins(self, worker):
         self.hears(Joined(worker))
+
+    @rule(worker=NUMBER)
+    def is_built(self, worker):
+        if worker in self.state.joined:
+            self.hears(Built(worker))
+
+    @rule(worker=NUMBER, late=st.integers(0, 2))
+    def breaks(self, worker, late):
+        self.hears(Broke(worker, self.state.generation - late))
 
     @rule(worker=NUMBER, step=st.integers(0, 5), why=RULE)
     def is_done(self, worker, step, why):
@@ -447,6 +478,8 @@ class AnyStory(RuleBasedStateMachine):
         assert self.finishes == (self.state.phase == "ended")
 
     def teardown(self):
+        self.hears(Interrupted("SIGINT"))
+        self.hears(Interrupted("SIGINT"))
         for worker in range(WORKERS):
             self.hears(Ended(worker, 0, 1))
         for _ in range(4):
@@ -454,6 +487,16 @@ class AnyStory(RuleBasedStateMachine):
         assert self.finishes == 1, f"all processes have ended and the run has not: {self.state}"
 
 
+class AnyStoryThatRecovers(AnyStory):
+    """And where the lost are replaced."""
+
+    recovers = True
+
+
+TestAnyStoryThatRecovers = AnyStoryThatRecovers.TestCase
+TestAnyStoryThatRecovers.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None
+)
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
@@ -474,3 +517,115 @@ def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
 def test_a_worker_that_ends_in_silence_is_the_cause_though_its_echo_came_first(order):
     _, actions = after(*everybody_joined(), *order, SECOND_THOUGHT_S)
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "exit")]
+
+
+# ---- where the lost are replaced
+
+KILL = Ended(1, -9, 4, committed=3)
+
+
+def started(actions):
+    return [a.worker for a in actions if isinstance(a, Start)]
+
+
+def formed(actions):
+    return [
+        (a.worker, a.message.generation, a.message.rank)
+        for a in actions
+        if isinstance(a, Send) and isinstance(a.message, Form)
+    ]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_next_generation_formed_with_it():
+    state, actions = after(*everybody_joined(), KILL, recovers=True)
+    assert started(actions) == [1]
+    assert state.phase == "gathering"
+    assert formed(actions) == [(0, 1, 0), (1, 1, 1)]
+    _, actions = after(*everybody_joined(), KILL, Joined(1), recovers=True)
+    assert formed(actions)[2:] == [(0, 2, 0), (1, 2, 1)]
+    reasons = [a.fields["reason"] for a in actions if isinstance(a, Log) and "reason" in a.fields]
+    assert reasons[0] == "start"
+    assert "worker 1 was lost: the process was killed by SIGKILL" in reasons[1]
+
+
+def test_nobody_forms_a_group_with_a_worker_that_is_not_built():
+    state, _ = after(*everybody_joined(), KILL, recovers=True)
+    state, follows = decide(state, Joined(1), 1.0)
+    assert formed(follows) == []
+    assert len(formed(decide(state, Built(1), 1.0)[1])) == 2
+
+
+def test_a_worker_that_is_killed_while_the_group_forms_leads_to_one_more_generation():
+    news = [*everybody_joined(), KILL, Joined(1), Ended(0, -9, 4, committed=3), Joined(0)]
+    _, actions = after(*news, recovers=True)
+    assert [generation for _, generation, _ in formed(actions)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
+    news = [piece for _ in range(MOST_LOSSES) for piece in (KILL, Joined(1))]
+    _, actions = after(*everybody_joined(), *news, recovers=True)
+    assert len(started(actions)) == MOST_LOSSES - 1
+    assert (
+        f"It happened {MOST_LOSSES} times and no step was committed" in blamed(actions)[0]["cause"]
+    )
+
+
+def test_a_worker_that_is_lost_as_often_but_with_commits_between_is_replaced_each_time():
+    news = [p for n in range(40) for p in (Ended(1, -9, n, committed=n), Joined(1))]
+    _, actions = after(*everybody_joined(), *news, recovers=True)
+    assert len(started(actions)) == 40
+
+
+def test_a_group_that_comes_apart_forms_again_when_no_process_is_found_to_have_ended():
+    broken = [*everybody_joined(), Broke(0, 1)]
+    assert len(formed(after(*broken, BROKEN_S * 0.9, recovers=True)[1])) == 2
+    _, actions = after(*broken, Broke(1, 1), BROKEN_S, recovers=True)
+    assert formed(actions)[2:] == [(0, 2, 0), (1, 2, 1)]
+    patience = [a.message.patience_s for a in actions if isinstance(a, Send)]
+    assert patience == [FIRST_MEETING_S] * 2 + [2 * MEETING_S] * 2
+
+
+def test_a_group_that_comes_apart_waits_for_the_replacement_of_who_was_killed():
+    news = [*everybody_joined(), Broke(0, 1), KILL, BROKEN_S, Joined(1)]
+    _, actions = after(*news, recovers=True)
+    assert [generation for _, generation, _ in formed(actions)] == [1, 1, 2, 2]
+
+
+def test_word_of_an_earlier_generation_is_not_heard():
+    news = [*everybody_joined(), KILL, Joined(1), Broke(0, 1), 10 * BROKEN_S]
+    assert after(*news, recovers=True)[0].generation == 2
+
+
+def test_a_worker_that_is_killed_after_its_last_word_needs_no_replacement():
+    first, last = everybody_done()
+    _, actions = after(
+        *everybody_joined(), last, Ended(1, -9, 9, 9), first, Ended(0, 0, 9), recovers=True
+    )
+    assert started(actions) == []
+    assert [end.outcome for end in ends(actions)] == ["completed"]
+
+
+def test_who_had_finished_before_somebody_was_lost_must_finish_again():
+    first, _ = everybody_done()
+    state, _ = after(*everybody_joined(), first, KILL, Joined(1), recovers=True)
+    assert state.done == {}
+    assert state.phase == "training"
+
+
+def test_a_newcomer_is_told_of_a_stop_that_was_asked_for_before_it_came():
+    news = [*everybody_joined(), Interrupted("SIGINT"), KILL, Joined(1)]
+    _, actions = after(*news, recovers=True)
+    stops = [a.worker for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]
+    assert stops == [0, 1, 0, 1]
+
+
+def test_an_interrupt_while_a_replacement_comes_waits_for_the_commit():
+    state, actions = after(*everybody_joined(), KILL, Interrupted("SIGINT"), recovers=True)
+    assert ends(actions) == []
+    assert KillAll() not in actions
+    assert KillAll() in decide(state, Interrupted("SIGINT"), 9.0)[1]
+
+
+def test_what_a_worker_raises_still_ends_the_run():
+    _, actions = after(*everybody_joined(), Said(1, failed()), recovers=True)
+    assert blamed(actions)[0]["cause"] == "ValueError: no"

@@ -1,0 +1,118 @@
+"""Whoever is killed, whenever: the run goes on, and leaves what an undisturbed one leaves."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from started import RECIPES, Start, Started
+
+import instep
+from instep.report.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    train = {"steps": STEPS, "global_batch": 16, "determinism": "bits", "validate_every": 40}
+    runs = tmp_path_factory.mktemp("undisturbed")
+    recipe = f"{RECIPES / 'tiny.py'}:recipe"
+    return instep.train(
+        recipe, name="w", runs=runs, seed=5, train=train, workers=1, quiet=True
+    ).path
+
+
+def begin(start: Start, folder: Path, workers: int, recipe: str = "slow_tiny.py") -> Started:
+    job = folder / "job.toml"
+    job.write_text(
+        f'name = "disturbed"\nrecipe = "{RECIPES / recipe}:recipe"\nworkers = {workers}\nseed = 5\n'
+        f'[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeterminism = "bits"\nvalidate_every = 40\n'
+        "[checkpoint]\nevery_steps = 25\n"
+    )
+    return start("-m", "instep", "run", job)
+
+
+def newest_pids(program: Started) -> dict[int, int]:
+    """The process of each worker, as the log knows it."""
+    return {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
+
+
+def has_saved_twice(program: Started) -> bool:
+    made = (program.work / "runs" / "disturbed" / "events.jsonl").is_file()
+    return made and len(program.events("checkpoint_saved")) > 1
+
+
+def kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False  # it is being replaced already
+    return True
+
+
+def check_as_if_nothing_had_been(program: Started, undisturbed: Path) -> None:
+    run, wanted = RunFolder(program.run), RunFolder(undisturbed)
+    assert run.outcome == "completed"
+    assert program.summary["steps"] == STEPS
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    assert run.audit.sha256 == wanted.audit.sha256
+    sums = [f.last("model_saved")["parameters_sha256"] for f in (run, wanted)]
+    assert sums[0] == sums[1]
+    metrics = [{e["step"]: e["metrics"] for e in f.validations} for f in (run, wanted)]
+    assert metrics[0] == metrics[1]
+    program.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(60, marks=pytest.mark.slow)])
+def test_workers_that_are_killed_at_random_moments_leave_no_trace(
+    start: Start, tmp_path: Path, undisturbed: Path, kills: int
+) -> None:
+    draw = random.Random(kills)
+    program = begin(start, tmp_path, 3)
+    program.until(program.is_training, "training")
+    killed = 0
+    while killed < kills and program.process.poll() is None:
+        time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
+        killed += kill(draw.choice(list(newest_pids(program).values())))
+    assert program.end(300) == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    assert len(program.events("worker_lost")) == killed >= min(kills, 8)
+    generations = RunFolder(program.run).generations
+    assert all(
+        "was lost: the process was killed by SIGKILL" in g["reason"] for g in generations[1:]
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
+    start: Start, tmp_path: Path, undisturbed: Path, workers: int
+) -> None:
+    program = begin(start, tmp_path, workers)
+    program.until(lambda: has_saved_twice(program), "saved")
+    pids = newest_pids(program)
+    assert [kill(pid) for pid in pids.values()] == [True] * workers
+    assert program.end() == 0, program.stderr
+    (back,) = program.events("went_back")
+    assert back["resumed_step"] % 25 == 0
+    assert back["resumed_step"] > 0
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
+def test_a_run_that_has_lost_a_worker_still_stops_when_it_is_asked_to(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, 2)
+    program.until(program.is_training, "training")
+    kill(newest_pids(program)[0])
+    program.until(lambda: len(program.events("generation_started")) > 1, "formed again")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
+    assert program.summary["outcome"] == "interrupted"
+    assert program.summary["repeated_samples"] == 0
+    assert (program.run / "model.safetensors").is_file()
+    program.check_nothing_is_left()
