@@ -171,7 +171,10 @@ class Built:
 
 def seed_everything(seed: int) -> None:
     """Set torch's, numpy's and Python's own generators from one number."""
-    torch.manual_seed(seed)
+    if torch.backends.cuda.is_built():
+        torch.manual_seed(seed)
+    else:  # the same, but torch.manual_seed spends 0.25 ms on a traceback for each absent device
+        torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
