@@ -9,6 +9,7 @@ figure is the median of these ratios. What is compared is not known here.
 
 import datetime
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -36,6 +37,8 @@ class Program:
         silent = subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdout=silent, stderr=silent)
         self.turns: list[tuple[float, float]] = []
+        self.cpu_s: list[float] = []
+        """Of each turn, all processes together."""
 
     def _everyone(self) -> list[psutil.Process]:
         root = psutil.Process(self._process.pid)
@@ -45,13 +48,17 @@ class Program:
         for process in self._everyone():
             process.suspend()
 
+    def _cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._everyone())
+
     def turn(self, seconds: float) -> None:
-        begin = time.time()
+        begin, before = time.time(), self._cpu_s()
         for process in self._everyone():
             process.resume()
         time.sleep(seconds)
         self.hold()
         self.turns.append((begin, time.time()))
+        self.cpu_s.append(self._cpu_s() - before)
 
     def end(self) -> None:
         everyone = self._everyone()
@@ -109,15 +116,25 @@ def take_turns(programs: Mapping[str, Program], turn_s: float, windows: int) -> 
 
 
 def steps_s(times: np.ndarray, turns: list[tuple[float, float]]) -> list[float]:
-    """Seconds of a step inside each turn; its first step may have begun in the turn before."""
+    """Seconds of a step inside each turn; NaN where fewer than two began in it."""
     inside = [times[(times > begin) & (times < end)] for begin, end in turns]
-    return [float((of_turn[-1] - of_turn[0]) / (len(of_turn) - 1)) for of_turn in inside]
+    return [
+        float((of_turn[-1] - of_turn[0]) / (len(of_turn) - 1)) if len(of_turn) > 1 else math.nan
+        for of_turn in inside
+    ]
+
+
+def cpu_steps_s(steps: list[float], program: Program) -> list[float]:
+    """CPU seconds of a step in each turn: of both workers, and moved less by other work."""
+    turns = zip(steps, program.turns, program.cpu_s, strict=False)
+    return [step * cpu / (end - begin) for step, (begin, end), cpu in turns]
 
 
 def over(times: list[float], base: list[float]) -> list[float]:
-    """Each of `times` over the mean of `base` before and after it; both in turns."""
+    """Each of `times` over the mean of `base` before and after it, where all three are known."""
     around = [(before + after) / 2 for before, after in pairwise(base)]
-    return [time / mean for time, mean in zip(times, around, strict=False)]
+    ratios = [time / mean for time, mean in zip(times, around, strict=False)]
+    return [ratio for ratio in ratios if math.isfinite(ratio)]
 
 
 def summed_up(ratios: list[float]) -> dict[str, object]:
