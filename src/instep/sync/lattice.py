@@ -83,6 +83,10 @@ class Lattice:
         self._spare_bits = math.ceil(math.log2(parts))
         self._levels = [_UNKNOWN] * len(tensors)
         self._committed = list(self._levels)  # as the last agreed sums left them
+        # kept, since the system hands out fresh memory slower than it is computed with
+        self._blocks_on_cpu = {
+            whole: _room_for(_BLOCK, whole, torch.device("cpu")) for whole in set(self._whole)
+        }
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -131,15 +135,16 @@ class Lattice:
         self, index: int, values: Tensor, sums: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Blocks of values and of sums, and for each one room for scaled and for whole numbers."""
-        size = min(_BLOCK, len(values)) if values.device.type == "cpu" else len(values)
-        if not size:
+        if not len(values):
             return
-        whole = torch.empty(size, dtype=self._whole[index], device=values.device)
-        wide = torch.float64 if whole.dtype == torch.int64 else torch.float32
-        scaled = torch.empty(size, dtype=wide, device=values.device)
+        if values.device.type == "cpu":
+            size, room = _BLOCK, self._blocks_on_cpu[self._whole[index]]
+        else:
+            size = len(values)
+            room = _room_for(size, self._whole[index], values.device)
         for part, total in zip(values.split(size), sums.split(size), strict=True):
             count = len(part)
-            yield part, total, scaled[:count], whole[:count]
+            yield part, total, room[0][:count], room[1][:count]
 
     def _limit(self, index: int) -> float:
         """How large a pass may be, so that no sum of all passes leaves the type.
@@ -268,6 +273,12 @@ class Lattice:
         """Take up what `state` gave."""
         self._levels = [int(level) for level in levels.tolist()]
         self._committed = list(self._levels)
+
+
+def _room_for(size: int, kind: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if kind == torch.int64 else torch.float32
+    whole = torch.empty(size, dtype=kind, device=device)
+    return torch.empty_like(whole, dtype=wide), whole
 
 
 def _together(numbers: list[Tensor]) -> list[float]:
