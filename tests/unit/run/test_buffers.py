@@ -228,3 +228,15 @@ def test_statistics_that_move_only_in_a_later_pass_are_seen():
     model(torch.rand(4, 2) + 1)
     assert buffers.after_pass(0.5, 1)
     assert torch.equal(model.norm.running_mean, torch.zeros(2))
+
+
+def test_a_pass_that_broke_off_leaves_no_trace():
+    model = nn.BatchNorm1d(2).train()
+    buffers = Buffers(model)
+    model(torch.rand(4, 2) + 1)
+    buffers.after_pass(0.5, 0)
+    model(torch.rand(4, 2) + 1)  # and the backward pass after it raises
+    buffers.undo()
+    assert torch.equal(model.running_mean, torch.zeros(2))
+    assert model.num_batches_tracked == 0
+    assert buffers.marks() == [0.0] * 3

@@ -208,6 +208,16 @@ def test_several_gradients_of_a_pass_are_judged_together():
     assert lattice.report().too_large == [1.0]
 
 
+def test_room_that_was_made_in_a_step_that_did_not_happen_is_not_remembered():
+    lattice = Lattice([torch.empty(2)], 1)
+    one_step([lattice], [[torch.ones(2)]], torch.float32)
+    before = lattice.state()
+    lattice.fit([0], [1e9])
+    assert torch.equal(lattice.state(), before)
+    one_step([lattice], [[torch.full((2,), 1e9)]], torch.float32)
+    assert not torch.equal(lattice.state(), before)
+
+
 # ---- inside the strategy
 
 
