@@ -67,7 +67,7 @@ def disturb(folder: Path, kills: int, workers: int, seed: int) -> Path:
             killed += 1
             print(f"\r{killed} of {kills} killed", end="", file=sys.stderr, flush=True)
         time.sleep(3)
-        program.send_signal(signal.SIGINT)
+        program.send_signal(signal.SIGTERM)
         program.wait(60)
     finally:
         program.kill()
