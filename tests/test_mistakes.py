@@ -36,6 +36,10 @@ class Job(NamedTuple):
 
 
 IN_A_JOB_FILE = [
+    Job(
+        '[train]\ndeterminism = "bits"\nmerge = "always"',
+        ["merge = 'always' with determinism = 'bits'", "Leave merge out."],
+    ),
     Job("name = ", ["job.toml is not valid TOML", "line 1"]),
     Job('name = "é', ["job.toml is not valid TOML"]),
     Job('name = "x"', ["job.toml: the key 'recipe' is missing", "`file.py:function`"]),

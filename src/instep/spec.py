@@ -84,6 +84,11 @@ class TrainSpec(Section, frozen=True, kw_only=True):
                 f"both epochs = {self.epochs} and steps = {self.steps} are given: "
                 "a run has one length. Leave one of them out."
             )
+        if self.determinism == "bits" and self.merge == "always":
+            raise ValueError(
+                "merge = 'always' with determinism = 'bits': the same bits need each micro-batch "
+                "computed apart. Leave merge out."
+            )
         if self.clip_norm is not None and not math.isfinite(self.clip_norm):
             raise ValueError(f"clip_norm = {self.clip_norm}: needs to be a finite number.")
         if self.micro_batches > self.global_batch:

@@ -88,6 +88,15 @@ class Form(Message, frozen=True):
     """Worker numbers in rank order."""
     patience_s: float = 1800.0
     """How long the members may take to find each other."""
+    checkpoint: str | None = None
+    """Folder of the checkpoint that all take up, empty for a beginning; None where the highest
+    step that a member has committed counts."""
+
+
+class Formed(Message, frozen=True):
+    """From a worker: it is in the group of this generation, and holds its state."""
+
+    generation: int
 
 
 class Broken(Message, frozen=True):
@@ -189,6 +198,7 @@ AnyMessage: TypeAlias = (
     | KillAll
     | Built
     | Form
+    | Formed
     | Broken
     | StoreSet
     | StoreGet

@@ -11,8 +11,9 @@ Buffers that nothing changes cost nothing.
 A change is seen by torch's version counter, which costs no look at the values.
 But batch normalisation moves its running statistics without counting (torch
 2.11 to 2.13). So values are compared too: of all buffers after the first pass,
-of a module's other buffers where one was seen to move. What was once found to
-move uncounted is from then on taken to move in every pass.
+of a module's other buffers where one was seen to move, and always of what has
+the form of such statistics. What was once found to move uncounted is from then
+on taken to move in every pass.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Buffers:
         counted = {i for i in present if self._counted(i)}
         modules = {id(self._owners[i][0]) for i in counted}
         for i in set(present) - counted - self._uncounted:
-            if not self._compared or id(self._owners[i][0]) in modules:
+            if not self._compared or id(self._owners[i][0]) in modules or self._like_statistics(i):
                 self._uncounted |= {i} if self._differs(i) else set()
         self._compared = True
         return [i for i in present if i in counted or i in self._uncounted]
@@ -122,6 +123,9 @@ class Buffers:
         module, name = self._owners[index]
         now = module._buffers[name]
         return now is not self._live[index] or now._version != self._versions[index]
+
+    def _like_statistics(self, index: int) -> bool:
+        return self._live[index].dim() == 1 and self._live[index].is_floating_point()
 
     def _differs(self, index: int) -> bool:
         return not torch.equal(self._live[index], self._committed[index])

@@ -106,6 +106,21 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Formed:
+    """A worker is in the group of a generation, and holds its state."""
+
+    worker: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """The run's files are those of this checkpoint again; empty for the beginning."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True)
 class Broke:
     """A worker's group has come apart."""
 
@@ -113,7 +128,19 @@ class Broke:
     generation: int
 
 
-News: TypeAlias = Joined | Built | Said | Ended | HostLost | Interrupted | Fired | Broke | Tick
+News: TypeAlias = (
+    Joined
+    | Built
+    | Formed
+    | Said
+    | Ended
+    | HostLost
+    | Interrupted
+    | Fired
+    | Broke
+    | WentBack
+    | Tick
+)
 
 # ---- actions: what can be done
 
@@ -140,6 +167,11 @@ class KillAll:
 
 
 @dataclass(frozen=True)
+class GoBack:
+    """Take back what was committed after the newest checkpoint: nobody is left who has it."""
+
+
+@dataclass(frozen=True)
 class Start:
     """Bring up a process under this worker's number."""
 
@@ -157,7 +189,7 @@ class Finish:
     exit_code: int
 
 
-Action: TypeAlias = Send | Log | KillAll | Start | Finish
+Action: TypeAlias = Send | Log | KillAll | GoBack | Start | Finish
 
 # ---- state
 
@@ -204,6 +236,12 @@ class State:
     """When members began to be gathered for the next generation."""
     why: str = "start"
     """What made the next generation necessary."""
+    origin: str = ""
+    """The checkpoint that a generation begins from where no member holds state."""
+    from_origin: bool = True
+    """Whether the next generation begins there."""
+    holders: frozenset[int] = frozenset()
+    """Who holds the state of the run."""
     lost: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Worker to the committed step when it was lost last, and how often it was lost there."""
     broken: int = 0
@@ -240,6 +278,10 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _fired(state, news)
         case Broke(_, generation):
             return _broke(state, generation, now)
+        case Formed(worker, generation):
+            return _formed(state, worker, generation), []
+        case WentBack(checkpoint):
+            return replace(state, origin=checkpoint), []
         case Tick(step):
             return _tick(state, step, now)
 
@@ -257,7 +299,13 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     sends: list[Action] = [
         Send(
             worker,
-            Form(generation=generation, rank=rank, members=members, patience_s=patience_s),
+            Form(
+                generation=generation,
+                rank=rank,
+                members=members,
+                patience_s=patience_s,
+                checkpoint=state.origin if state.from_origin else None,
+            ),
         )
         for rank, worker in enumerate(members)
     ]
@@ -274,6 +322,12 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     )
     after = replace(state, phase="training", generation=generation, formed=True, done={})
     return replace(after, suspect=None, deadline=None), [log, *sends]
+
+
+def _formed(state: State, worker: int, generation: int) -> State:
+    if generation != state.generation or worker not in state.joined:
+        return state  # from before it was lost, or before the run went back
+    return replace(state, holders=state.holders | {worker}, from_origin=False)
 
 
 def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[State, list[Action]]:
@@ -365,6 +419,7 @@ def _replace(state: State, blame: Blame, committed: int, now: float) -> tuple[St
         phase="gathering",
         joined=state.joined - {worker},
         built=state.built - {worker},
+        holders=state.holders - {worker},
         spoke=state.spoke - {worker},
         since=since if state.formed else state.since,
         why=f"worker {worker} was lost: {word.cause}",
@@ -374,7 +429,9 @@ def _replace(state: State, blame: Blame, committed: int, now: float) -> tuple[St
         deadline=None,
     )
     log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
-    return after, [log, Start(worker)]
+    if after.holders or not after.formed:
+        return after, [log, Start(worker)]
+    return replace(after, from_origin=True), [log, GoBack(), Start(worker)]
 
 
 def _broke(state: State, generation: int, now: float) -> tuple[State, list[Action]]:

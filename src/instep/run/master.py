@@ -77,10 +77,12 @@ class Master:
             recovers=launcher is not None,
             since=now,
             generation=origin.generations,
+            origin=str(origin.checkpoint or ""),
             time_limit=limit,
         )
         self._rules = Rules(job.stop)
         self._rules.replay(origin.heard)
+        self._judged: dict[tuple[int, bool], str] = {}
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._store: dict[str, bytes] = {}
@@ -175,16 +177,15 @@ class Master:
             if role == "host":
                 self._hub.send(peer, m.StartWorker(number=number, log=log))
 
-    def _replace_worker(self, number: int) -> None:
-        """Another process takes a lost worker's place; from a checkpoint, if nobody is left."""
-        self._ready.discard(number)
-        if not self._state.joined and self._state.formed:
-            self._origin = go_back(self._run, self._job)
-            self._rules = Rules(self._job.stop)
-            self._rules.replay(self._origin.heard)
-            path = str(self._origin.checkpoint or "")
-            self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
-        self._start_worker(number)
+    def _go_back(self) -> None:
+        """Begin again from the newest checkpoint: nobody is left who has more."""
+        self._origin = go_back(self._run, self._job)
+        self._rules = Rules(self._job.stop)
+        self._rules.replay(self._origin.heard)
+        self._judged.clear()
+        path = str(self._origin.checkpoint or "")
+        self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
+        self._think(mind.WentBack(path))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether nobody sits there yet: one host, and one process for each worker's number."""
@@ -213,6 +214,8 @@ class Master:
                 self._judge(peer, message)
             case m.Built():
                 self._think(mind.Built(number))
+            case m.Formed(generation=generation):
+                self._think(mind.Formed(number, generation))
             case m.Broken(generation=generation):
                 self._think(mind.Broke(number, generation))
             case m.Done() | m.Failed():
@@ -229,10 +232,15 @@ class Master:
 
     def _judge(self, peer: Peer, figures: m.Figures) -> None:
         """Let the rules decide on committed figures, and tell whoever sent them."""
-        fired = self._rules.hear(figures)
-        if fired is not None:
-            self._think(fired)
-        self._hub.send(peer, m.Verdict(step=figures.step, rule=fired.rule if fired else ""))
+        asked = figures.step, figures.metrics is not None
+        if asked not in self._judged:  # told again, where a member was lost after the commit
+            fired = self._rules.hear(figures)
+            if fired is not None:
+                self._think(fired)
+            self._judged[asked] = fired.rule if fired else ""
+        self._hub.send(peer, m.Verdict(step=figures.step, rule=self._judged[asked]))
+        for old in [each for each in self._judged if each[0] < figures.step - 1]:
+            del self._judged[old]
 
     @property
     def _committed(self) -> int:
@@ -275,8 +283,11 @@ class Master:
                     elif self._launcher is None:
                         self._hub.drop(peer)  # it takes a lost master for the end
                         self._hung_up(peer)
+            case mind.GoBack():
+                self._go_back()
             case mind.Start(worker):
-                self._replace_worker(worker)
+                self._ready.discard(worker)
+                self._start_worker(worker)
             case mind.Finish():
                 raise Outcome(action, self._state.blame)
 

@@ -28,6 +28,7 @@ from instep.comm.messages import (
     Failed,
     Figures,
     Form,
+    Formed,
     Hello,
     Records,
     Release,
@@ -90,6 +91,11 @@ class Member:
         """Whether another generation is to begin, so that the present one can end nothing more."""
         self._listen()
         return self._next is not None
+
+    def formed(self) -> None:
+        """Tell that this worker is in the group, and holds the state of the run."""
+        assert self.form is not None, "no generation yet"
+        self._channel.send(Formed(generation=self.form.generation))
 
     def broken(self) -> None:
         """Tell that the group has come apart, and that this worker waits for the next."""

@@ -182,8 +182,9 @@ def seed_everything(seed: int) -> None:
 
 
 def set_generators(number: int) -> None:
-    """The same for a pass or an update, where a step has many: a tenth of the time.
+    """The same for a pass or an update, of which a step has many, in a tenth of the time.
 
+    `torch.manual_seed` makes a traceback for each sort of device that is absent.
     The generators of GPUs are set where they exist by now.
     """
     keyed.set_from(number)

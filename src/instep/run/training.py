@@ -10,9 +10,12 @@ does worker 0 wait for word from the master (`stopping.py`).
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +33,7 @@ from instep.run.passes import OF_PASS, Merging, Share, may_merge, parts_of, plan
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
-from instep.run.saving import Saver, gather, take_up, taken_up
+from instep.run.saving import Saver, TakenUp, gather, take_up, taken_up
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
 from instep.spec import JobSpec
@@ -111,11 +114,10 @@ class Training:
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
         self._warned: set[str] = set()
-        self._carried = taken_up(member.checkpoint, built.model, self._update)
-        self.step = self._carried.step
+        self._carried = TakenUp()
         self._newcomer = True  # until it has been in a group
         self._last: Committed | None = None
-        self._settled = self.step  # what follows a commit has been done up to this step
+        self._settled = 0  # what follows a commit has been done up to this step
         self._last_shares: list[tuple[int, ...]] = []
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
@@ -176,7 +178,7 @@ class Training:
         comm = make_comm(member, self.device, address_towards(member.master_host))
         try:
             check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
-            given = self._catch_up(comm)
+            given = self._begin_or_catch_up(comm)
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
             strategy.load_state(self._carried.strategy)
             self._replica = Replica(
@@ -187,11 +189,27 @@ class Training:
             raise
         self.step = self._carried.step
         self._newcomer = False
+        member.formed()
         if self._stopping is None:
             self._stopping = Stopping(member, comm, self.device)
         self._stopping.regroup(comm)
         if comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, built.model, self._update, self._best)
+
+    def _begin_or_catch_up(self, comm: Comm) -> bool:
+        """Take up the state that the generation begins with; whether a peer gave it to somebody."""
+        form = self.member.form
+        assert form is not None, "no generation yet"
+        if form.checkpoint is None:
+            return self._catch_up(comm)
+        if not (form.checkpoint or self._newcomer):
+            os.kill(
+                os.getpid(), signal.SIGKILL
+            )  # a fresh process has the first state, not this one
+        checkpoint = Path(form.checkpoint) if form.checkpoint else None
+        self._carried = taken_up(checkpoint, self._built.model, self._update)
+        self._last, self._settled = None, self._carried.step
+        return False
 
     def _catch_up(self, comm: Comm) -> bool:
         """Bring every member to the highest committed step; whether anybody was given state.
@@ -206,15 +224,13 @@ class Training:
         steps, settled = table.T.tolist()
         newest = int(max(steps))
         if newest < 0:
-            return False  # all have just come, from the same place
+            raise PeerError("nobody in the group holds the state of the run.")
         root = steps.index(newest)
         if comm.rank == root:
             mend(self.member.run / "ledger.bin", newest, self._last_shares)
         if min(steps) < newest:
             self._take_from(comm, root)
         self._settled = min(step for step in settled if step >= 0)
-        if newest in (self.last_step, self.job.train.stop_after_steps) and min(steps) < 0:
-            self._settled = newest - 1  # whoever saved at the end may be gone
         return bool(min(steps) < newest)
 
     def _take_from(self, comm: Comm, root: int) -> None:
@@ -333,8 +349,8 @@ class Training:
     def _steps(self) -> Iterator[Step]:
         """The steps of one generation."""
         self._built.model.train()
-        if self._settled < self.step and self._last is not None:
-            yield self._settle(self._last)
+        if self._last is not None and (self._settled < self.step or self._last.ends):
+            yield self._settle(self._last)  # at the end too: whoever saved may be gone
             if self._last.ends:
                 return
         first = self.step + 1

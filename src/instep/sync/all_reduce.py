@@ -94,6 +94,7 @@ class AllReduce:
     def before_backward(self, weight: float, *, last: bool) -> None:
         """Remember the weight; on the last pass, full buckets may leave."""
         self._weight = weight
+        self._sums.begin_pass()
         self._sending = last and self._overlap and self._comm.size > 1
 
     def _catcher(self, index: int) -> Callable[[Tensor], None]:

@@ -7,11 +7,12 @@ integers; only the agreed sum becomes floating point again. The same bytes
 move as without it: int32 for float32.
 
 How fine the lattice of each tensor is follows from the sums of the steps
-before, which are the same everywhere. A pass whose gradient does not fit says
-so; the ranks then choose a coarser lattice together, from the largest values
-there are, and run the passes of the step again. Whether a gradient fits, and
-the largest value, are properties of single passes: they too are the same
-however the passes are dealt to ranks. The first step always goes this way.
+before, which are the same everywhere. A pass whose gradient is too large for
+its lattice says so, and one that is large enough says that; where one is too
+large, or none is large enough, the ranks choose another lattice together, from
+the largest values there are, and run the passes of the step again. All this is
+asked of single passes, so it is the same however they are dealt to ranks. The
+first step always goes this way.
 
 Nothing here knows buckets, ranks or networks.
 """
@@ -36,14 +37,21 @@ WHOLE = {
 _BLOCK = 1 << 16
 """Elements handled at once on a CPU: they stay in its cache from one operation to the next."""
 
-_EIGHTHS = 8
-"""Levels count eighths of a bit, so that a lattice can grow finer slowly."""
+_QUARTERS = 4
+"""Levels count quarters of a bit, so that a lattice grows finer slowly: what was large once
+may be so again soon, and to run a step again costs more than a few bits."""
 
 _UNKNOWN = 1 << 20
 """The level of a tensor that had no gradient other than zero yet."""
 
 _GROWTH_BITS = 2
 """A gradient may grow so far from one step to the next before it does not fit."""
+
+_LEAST_BITS = 14
+"""Of the largest number of a step's passes; with fewer, the lattice is too coarse."""
+
+_LARGE_ENOUGH, _NOT_ZERO = 1.0, 2.0**-12
+"""What a rank adds to a flag; up to 4,095 of the second are less than one of the first."""
 
 _BITS = {torch.int32: (-120, 100), torch.int64: (-1000, 900)}
 """Fractional bits, least and most, so that the scale is a number of the gradient's type."""
@@ -56,6 +64,8 @@ class Report(NamedTuple):
     """Above 0 where a gradient did not fit its lattice."""
     not_finite: list[float]
     """Above 0 where one held an infinity or no number."""
+    size: list[float]
+    """Above 0 where one was not zero; 1 or more where one was large enough for its lattice."""
 
 
 class Lattice:
@@ -73,15 +83,24 @@ class Lattice:
         self._spare_bits = math.ceil(math.log2(parts))
         self._levels = [_UNKNOWN] * len(tensors)
         self._committed = list(self._levels)  # as the last agreed sums left them
+        # kept, since the system hands out fresh memory slower than it is computed with
+        self._blocks_on_cpu = {
+            whole: _room_for(_BLOCK, whole, torch.device("cpu")) for whole in set(self._whole)
+        }
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget what the passes so far met; levels stay."""
-        self._met: list[tuple[int, float, Tensor]] = []  # tensor, scale, largest value on it
+        self._pass = 0
+        self._met: list[tuple[int, int, float, Tensor]] = []  # tensor, pass, weight, largest
         self._sums: list[tuple[int, Tensor]] = []
         self._peaks = [0.0] * len(self._types)
 
     # ---- on one rank, in a pass
+
+    def begin_pass(self) -> None:
+        """What is added from now on belongs to another pass."""
+        self._pass += 1
 
     @torch.no_grad()
     def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
@@ -98,11 +117,11 @@ class Lattice:
         values, sums = gradient.reshape(-1), into.view(-1)
         peaks: list[Tensor] = []
         for part, total, scaled, whole in self._blocks(index, values, sums):
+            peaks += torch.aminmax(part)
             if part.dtype == scaled.dtype:
                 torch.mul(part, scale, out=scaled)
             else:
                 scaled.copy_(part).mul_(scale)
-            peaks += torch.aminmax(scaled)
             scaled.round_()
             if fresh:
                 total.copy_(scaled)
@@ -110,28 +129,37 @@ class Lattice:
                 total.add_(whole.copy_(scaled))
         if peaks:
             # looked at in `report`, all at once: on a GPU, each look would wait for it
-            self._met.append((index, 2.0 ** self._bits(index), torch.stack(peaks).abs_().amax()))
+            self._met.append((index, self._pass, weight, torch.stack(peaks).abs_().amax()))
 
     def _blocks(
         self, index: int, values: Tensor, sums: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Blocks of values and of sums, and for each one room for scaled and for whole numbers."""
-        size = min(_BLOCK, len(values)) if values.device.type == "cpu" else len(values)
-        if not size:
+        if not len(values):
             return
-        whole = torch.empty(size, dtype=self._whole[index], device=values.device)
-        wide = torch.float64 if whole.dtype == torch.int64 else torch.float32
-        scaled = torch.empty(size, dtype=wide, device=values.device)
+        if values.device.type == "cpu":
+            size, room = _BLOCK, self._blocks_on_cpu[self._whole[index]]
+        else:
+            size = len(values)
+            room = _room_for(size, self._whole[index], values.device)
         for part, total in zip(values.split(size), sums.split(size), strict=True):
             count = len(part)
-            yield part, total, scaled[:count], whole[:count]
+            yield part, total, room[0][:count], room[1][:count]
 
     def _limit(self, index: int) -> float:
-        """How large a pass may be on the lattice, so that no sum of all passes leaves the type.
+        """How large a pass may be, so that no sum of all passes leaves the type.
 
         A little less than the power of two, which no float32 rounds up to.
         """
-        return 2.0 ** (self._room(index)) * (1 - 2.0**-20)
+        if self._levels[index] >= _UNKNOWN:
+            return 0.0
+        return math.ldexp(1 - 2.0**-20, self._room(index) - self._bits(index))
+
+    def _enough(self, index: int) -> float:
+        """How large some pass must be; nothing where the lattice cannot be finer."""
+        _, most = _BITS[self._whole[index]]
+        bits = self._bits(index)
+        return math.ldexp(1.0, _LEAST_BITS - bits) if bits < most else 0.0
 
     def _room(self, index: int) -> int:
         """Bits of a pass, without the sign."""
@@ -141,40 +169,59 @@ class Lattice:
         """Fractional bits: the lattice is the multiples of 2 to the minus this."""
         level = self._levels[index]
         least, most = _BITS[self._whole[index]]
-        return max(least, min(most, level // _EIGHTHS)) if level < _UNKNOWN else 0
+        return max(least, min(most, level // _QUARTERS)) if level < _UNKNOWN else 0
 
     # ---- between ranks
 
     def report(self) -> Report:
         """What this rank's passes met, to be summed over the ranks."""
         count = len(self._types)
-        report = Report([0.0] * count, [0.0] * count)
-        met = _together([peak for _, _, peak in self._met])
-        for (index, scale, _), peak in zip(self._met, met, strict=True):
+        report = Report([0.0] * count, [0.0] * count, [0.0] * count)
+        largest: dict[tuple[int, int], float] = {}  # a tensor may meet several gradients in a pass
+        for (index, number, weight, _), peak in zip(
+            self._met, _together([peak for *_, peak in self._met]), strict=True
+        ):
+            largest[index, number] = largest.get((index, number), 0.0) + weight * peak
+        for (index, _), peak in largest.items():
             if not math.isfinite(peak):
                 report.not_finite[index] = 1.0
                 continue
-            self._peaks[index] = max(self._peaks[index], peak / scale)
-            known = self._levels[index] < _UNKNOWN
-            if peak > (self._limit(index) if known else 0.0):
+            self._peaks[index] = max(self._peaks[index], peak)
+            if peak > self._limit(index):
                 report.too_large[index] = 1.0
+            if peak:
+                enough = peak >= self._enough(index)
+                report.size[index] = max(report.size[index], _LARGE_ENOUGH if enough else _NOT_ZERO)
         return report
 
     def peaks(self) -> list[float]:
         """[tensors]: the largest value of this rank's finite passes, weighted; after `report`."""
         return self._peaks
 
-    def coarsen(self, too_large: Sequence[float], peaks: Sequence[float]) -> None:
-        """Make room in the lattices that were too fine, before the passes run again.
+    def misfits(self, report: Report) -> list[int]:
+        """The tensors whose lattice was too fine or too coarse.
 
         Args:
-            too_large: of all ranks, summed.
-            peaks: of all ranks, the largest.
+            report: those of all ranks, summed.
         """
-        for index, (wrong, peak) in enumerate(zip(too_large, peaks, strict=True)):
-            if wrong and peak:
-                _, exponent = math.frexp(peak)
-                self._levels[index] = _EIGHTHS * (self._room(index) - 1 - exponent)
+        found = zip(report.too_large, report.not_finite, report.size, strict=True)
+        return [
+            index
+            for index, (too_large, not_finite, size) in enumerate(found)
+            if too_large or (0.0 < size < _LARGE_ENOUGH and not not_finite)
+        ]
+
+    def fit(self, misfits: Sequence[int], peaks: Sequence[float]) -> None:
+        """Choose other lattices for some tensors, before the passes run again.
+
+        Args:
+            misfits: the tensors.
+            peaks: [tensors], of all ranks, the largest.
+        """
+        for index in misfits:
+            if peaks[index]:
+                _, exponent = math.frexp(peaks[index])
+                self._levels[index] = _QUARTERS * (self._room(index) - 1 - exponent)
 
     # ---- the sum
 
@@ -208,7 +255,7 @@ class Lattice:
         for (index, _), top in zip(self._sums, tops, strict=True):
             if top:
                 size = int(top).bit_length() - self._bits(index)
-                fitting = _EIGHTHS * (self._room(index) - _GROWTH_BITS - size)
+                fitting = _QUARTERS * (self._room(index) - _GROWTH_BITS - size)
                 self._levels[index] = min(fitting, self._levels[index] + 1)
         self._committed = list(self._levels)
 
@@ -226,6 +273,12 @@ class Lattice:
         """Take up what `state` gave."""
         self._levels = [int(level) for level in levels.tolist()]
         self._committed = list(self._levels)
+
+
+def _room_for(size: int, kind: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if kind == torch.int64 else torch.float32
+    whole = torch.empty(size, dtype=kind, device=device)
+    return torch.empty_like(whole, dtype=wide), whole
 
 
 def _together(numbers: list[Tensor]) -> list[float]:

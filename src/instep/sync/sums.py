@@ -16,7 +16,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.errors import SpecError, WorkerError
-from instep.sync.lattice import WHOLE, Lattice
+from instep.sync.lattice import WHOLE, Lattice, Report
 
 
 class Sums(Protocol):
@@ -28,8 +28,11 @@ class Sums(Protocol):
     flags: int
     """How many numbers ride along for each parameter."""
 
+    def begin_pass(self) -> None:
+        """The gradients that come from now on are those of another pass."""
+
     def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
-        """Add a pass's gradient, weighted; where `fresh`, `into` holds nothing yet."""
+        """Add a gradient of the present pass, weighted; `fresh`: `into` holds nothing yet."""
 
     def raised(self) -> list[float]:
         """[flags * parameters]: what this rank has to tell the others, to be summed."""
@@ -55,6 +58,9 @@ class Plain:
 
     types: Mapping[torch.dtype, torch.dtype] = {}
     flags = 0
+
+    def begin_pass(self) -> None:
+        """All passes are alike."""
 
     def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
         """One multiplication, one addition; a sparse gradient touches only its rows."""
@@ -101,7 +107,7 @@ class Exact:
     """
 
     types: Mapping[torch.dtype, torch.dtype] = WHOLE
-    flags = 2  # too large, not finite
+    flags = 3  # too large, not finite, size
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm, parts: int) -> None:
         self._parameters, self._comm = list(parameters), comm
@@ -114,6 +120,10 @@ class Exact:
         self._finite = [True] * len(self._parameters)
         self._again = False
 
+    def begin_pass(self) -> None:
+        """What fits is asked of passes."""
+        self._lattice.begin_pass()
+
     def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
         """Round the gradient to its lattice, and add whole numbers."""
         if gradient.is_sparse:  # it travels dense in any case
@@ -123,29 +133,29 @@ class Exact:
     def raised(self) -> list[float]:
         """Which gradients did not fit, and which were not finite."""
         report = self._lattice.report()
-        return [*report.too_large, *report.not_finite]
+        return [*report.too_large, *report.not_finite, *report.size]
 
     def settle(self, raised: Sequence[float]) -> bool:
-        """False after making room, where some rank's gradient did not fit.
+        """False after other lattices were chosen, where some gradient did not fit its own.
 
         Raises:
             WorkerError: the same gradients still do not fit: they are not the same.
             PeerError: a rank went away.
         """
         count = len(self._parameters)
-        too_large, not_finite = raised[:count], raised[count:]
-        if any(too_large):
+        report = Report(*(list(raised[at : at + count]) for at in range(0, 3 * count, count)))
+        if misfits := self._lattice.misfits(report):
             if self._again:
                 raise WorkerError(
                     "a step was computed twice from the same samples and random state, and its "
                     "gradients differ: train.determinism = 'bits' needs a model that gives the "
                     "same again. To see where it does not: instep run JOB --check-determinism"
                 )
-            self._lattice.coarsen(too_large, self._largest(self._lattice.peaks()))
+            self._lattice.fit(misfits, self._largest(self._lattice.peaks()))
             self._lattice.begin_step()
             self._again = True
             return False
-        self._finite = [not number for number in not_finite]
+        self._finite = [not number for number in report.not_finite]
         self._again = False
         return True
 

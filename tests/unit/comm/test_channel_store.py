@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from instep import spec_file
-from instep.comm.channel import Channel
+from instep.comm.channel import Channel, Hub
 from instep.comm.channel_store import ChannelStore
-from instep.comm.messages import Done, Release
+from instep.comm.messages import Done, Form, Release, StoreGet
 from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
 from instep.run.launch.base import Switchboard
@@ -103,3 +103,21 @@ def test_a_master_that_hangs_up_ends_the_wait_for_a_key():
     with pytest.raises(PeerError, match="the master is gone"):
         ChannelStore(channel, "").get("never")
     channel.close()
+
+
+def test_a_newer_generation_ends_the_wait_for_a_key_and_is_heard_of_afterwards():
+    hub = Hub()
+    try:
+        channel = Channel.connect(hub.address)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ChannelStore(channel, "generation-1/").get, "never")
+            (peer, message) = next(each for _ in range(100) for each in hub.receive(0.1))
+            assert message == StoreGet(key="generation-1/never")
+            form = Form(generation=2, rank=0, members=[0])
+            hub.send(peer, form)
+            with pytest.raises(PeerError, match="members changed"):
+                waiting.result()
+        assert channel.poll() == form
+        channel.close()
+    finally:
+        hub.close()

@@ -14,6 +14,7 @@ EXAMPLES = {
     float: 0.5,
     bool: True,
     float | None: 0.25,
+    str | None: "text",
     bytes: b"\x00\xff",
     list[int]: [2, 0, 1],
 }

@@ -206,3 +206,37 @@ def test_what_workers_could_not_agree_on_is_refused(write, words):
         model(torch.ones(2))
     with pytest.raises(RecipeError, match=words):
         buffers.after_pass(1.0, 0)
+
+
+class Now(nn.Module):
+    """Batch normalisation in some passes only; torch does not count how its statistics move."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.norm.num_batches_tracked = None
+
+    def forward(self, inputs):
+        return self.norm(inputs) if inputs[0, 0] > 0 else inputs
+
+
+def test_statistics_that_move_only_in_a_later_pass_are_seen():
+    model = Now().train()
+    buffers = Buffers(model)
+    model(-torch.ones(4, 2))
+    assert not buffers.after_pass(0.5, 0)
+    model(torch.rand(4, 2) + 1)
+    assert buffers.after_pass(0.5, 1)
+    assert torch.equal(model.norm.running_mean, torch.zeros(2))
+
+
+def test_a_pass_that_broke_off_leaves_no_trace():
+    model = nn.BatchNorm1d(2).train()
+    buffers = Buffers(model)
+    model(torch.rand(4, 2) + 1)
+    buffers.after_pass(0.5, 0)
+    model(torch.rand(4, 2) + 1)  # and the backward pass after it raises
+    buffers.undo()
+    assert torch.equal(model.running_mean, torch.zeros(2))
+    assert model.num_batches_tracked == 0
+    assert buffers.marks() == [0.0] * 3

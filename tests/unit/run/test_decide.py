@@ -1,6 +1,7 @@
 """The master's mind: every story of a run as a line of news, and what follows from it."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,8 @@ from instep.run.decide import (
     Built,
     Ended,
     Finish,
+    Formed,
+    GoBack,
     HostLost,
     Interrupted,
     Joined,
@@ -32,6 +35,7 @@ from instep.run.decide import (
     State,
     Tick,
     TimeLimit,
+    WentBack,
     decide,
 )
 from instep.run.stop_rules import Fired
@@ -49,7 +53,7 @@ ECHO = failed("PeerError", "another worker went away in the middle of a collecti
 def after(*news, workers=2, time_limit=None, recovers=False):
     """State and actions after pieces of news; a number lets that many seconds pass.
 
-    A worker that joins is built at once.
+    A worker that joins is built at once, and one that is told to form a group does.
     """
     state = State(workers=workers, time_limit=time_limit, recovers=recovers)
     now, actions = 0.0, []
@@ -62,6 +66,9 @@ def after(*news, workers=2, time_limit=None, recovers=False):
         if isinstance(piece, Joined):
             state, follows = decide(state, Built(piece.worker), now)
             actions += follows
+        for a in follows:
+            if isinstance(a, Send) and isinstance(a.message, Form):
+                state, _ = decide(state, Formed(a.worker, a.message.generation), now)
     return state, actions
 
 
@@ -95,7 +102,7 @@ def test_once_all_have_joined_each_is_told_its_rank_in_order_of_numbers():
     assert state.phase == "training"
     assert [a.worker for a in actions if isinstance(a, Send)] == [0, 1, 2]
     forms = [a.message for a in actions if isinstance(a, Send)]
-    told = {"generation": 1, "members": [0, 1, 2], "patience_s": FIRST_MEETING_S}
+    told = {"generation": 1, "members": [0, 1, 2], "patience_s": FIRST_MEETING_S, "checkpoint": ""}
     assert forms == [Form(rank=n, **told) for n in range(3)]
 
 
@@ -441,6 +448,10 @@ class AnyStory(RuleBasedStateMachine):
             self.hears(Built(worker))
 
     @rule(worker=NUMBER, late=st.integers(0, 2))
+    def has_formed(self, worker, late):
+        self.hears(Formed(worker, self.state.generation - late))
+
+    @rule(worker=NUMBER, late=st.integers(0, 2))
     def breaks(self, worker, late):
         self.hears(Broke(worker, self.state.generation - late))
 
@@ -624,6 +635,41 @@ def test_an_interrupt_while_a_replacement_comes_waits_for_the_commit():
     assert ends(actions) == []
     assert KillAll() not in actions
     assert KillAll() in decide(state, Interrupted("SIGINT"), 9.0)[1]
+
+
+def origins(actions):
+    """The checkpoint that each generation begins from."""
+    forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
+    return [form.checkpoint for form in forms if form.rank == 0]
+
+
+def test_the_first_generation_begins_at_the_origin_and_later_ones_with_what_a_member_holds():
+    _, actions = after(*everybody_joined(), KILL, Joined(1), recovers=True)
+    assert origins(actions) == ["", None]
+    assert GoBack() not in actions
+
+
+def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_forms_again():
+    both = [Ended(n, -9, 4, committed=3) for n in range(2)]
+    news = [*everybody_joined(), *both, WentBack("step-2"), Joined(0), Joined(1)]
+    _, actions = after(*news, recovers=True)
+    assert origins(actions) == ["", "step-2"]
+    assert [type(a) for a in actions if isinstance(a, (GoBack, Start))] == [Start, GoBack, Start]
+
+
+def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
+    state, _ = after(*everybody_joined(), KILL, recovers=True)
+    for news in (Joined(1), Built(1)):  # told to form, and has not
+        state, _ = decide(state, news, 1.0)
+    assert state.holders == {0}
+    state, actions = decide(state, Ended(0, -9, 4, committed=3), 2.0)
+    assert actions[1:] == [GoBack(), Start(0)]
+
+
+def test_word_of_a_group_that_is_no_more_makes_nobody_a_holder():
+    state, _ = after(*everybody_joined(), KILL, Joined(1), recovers=True)
+    state, _ = decide(replace(state, holders=frozenset()), Formed(0, 1), 1.0)
+    assert state.holders == frozenset()
 
 
 def test_what_a_worker_raises_still_ends_the_run():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from instep import spec_file
 from instep.errors import RecipeError
-from instep.run.recipe import Recipe, build, call, load_function
+from instep.run.recipe import Recipe, build, call, load_function, set_generators
 from instep.run.training import Training
 
 DATA = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
@@ -244,3 +244,10 @@ def test_an_optimizer_of_tensors_outside_the_model_is_refused():
     groups = lambda model: [*model.parameters(), scale]  # noqa: E731
     with pytest.raises(RecipeError, match=r"1 tensors that are not the model's.*\[3\]"):
         build(recipe(parameters=groups), 0, CPU, 10)
+
+
+def test_torch_draws_what_it_draws_after_its_own_manual_seed():
+    set_generators(2**62 + 5)
+    ours = torch.rand(4)
+    torch.manual_seed(2**62 + 5)
+    assert torch.equal(ours, torch.rand(4))

@@ -13,7 +13,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
 from instep.sync.all_reduce import AllReduce
-from instep.sync.lattice import WHOLE, Lattice
+from instep.sync.lattice import WHOLE, Lattice, Report
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -34,15 +34,20 @@ def one_step(lattices, shares, dtype):
         for lattice, own in zip(lattices, shares, strict=True):
             total = torch.zeros(len(shares[0][0]) if shares[0] else 1, dtype=WHOLE[dtype])
             for number, gradient in enumerate(own):
+                lattice.begin_pass()
                 lattice.add(0, gradient, 1 / count, total, number == 0)
             sums.append(total)
         reports = [lattice.report() for lattice in lattices]
-        if not any(report.too_large[0] for report in reports):
+        summed = Report(
+            *([sum(each[0] for each in column)] for column in zip(*reports, strict=True))
+        )
+        misfits = lattices[0].misfits(summed)
+        if not misfits:
             break
         assert attempt == 0, "it must fit after one repetition"
         top = max(lattice.peaks()[0] for lattice in lattices)
         for lattice in lattices:
-            lattice.coarsen([1.0], [top])
+            lattice.fit(misfits, [top])
             lattice.begin_step()
     agreed = torch.stack(sums).sum(0, dtype=WHOLE[dtype])
     finite = not any(report.not_finite[0] for report in reports)
@@ -173,6 +178,45 @@ def test_what_it_has_learnt_survives_a_restart():
     assert torch.equal(
         one_step([first], [next_step], torch.float32), one_step([other], [next_step], torch.float32)
     )
+
+
+@pytest.mark.parametrize("times", [4.0, 1e3, 1e6, 1e12, 1e30])
+def test_a_spike_is_forgotten(times):
+    lattice = Lattice([torch.empty(200)], 4)
+    usual = [gradients(4, 200, step) for step in range(4)]
+    for parts in usual:
+        one_step([lattice], [parts], torch.float32)
+    one_step([lattice], [[part * times for part in usual[0]]], torch.float32)
+    for parts in usual:
+        result = one_step([lattice], [parts], torch.float32)
+        wanted = torch.stack([p.double() for p in parts]).mean(0)
+        assert (result.double() - wanted).abs().max() < 2e-4 * wanted.abs().max()
+
+
+def test_after_a_tiny_gradient_a_usual_one_is_too_large_and_no_nan():
+    lattice = Lattice([torch.empty(1)], 2)
+    one_step([lattice], [[torch.full((1,), 1e-35)] * 2], torch.float32)
+    assert one_step([lattice], [[torch.full((1,), 1e10)] * 2], torch.float32).item() == 1e10
+
+
+def test_several_gradients_of_a_pass_are_judged_together():
+    lattice = Lattice([torch.empty(2)], 1)
+    one_step([lattice], [[torch.ones(2)]], torch.float32)
+    total = torch.zeros(2, dtype=torch.int32)
+    lattice.begin_pass()
+    for number in range(20):  # each fits alone
+        lattice.add(0, torch.ones(2), 1.0, total, number == 0)
+    assert lattice.report().too_large == [1.0]
+
+
+def test_room_that_was_made_in_a_step_that_did_not_happen_is_not_remembered():
+    lattice = Lattice([torch.empty(2)], 1)
+    one_step([lattice], [[torch.ones(2)]], torch.float32)
+    before = lattice.state()
+    lattice.fit([0], [1e9])
+    assert torch.equal(lattice.state(), before)
+    one_step([lattice], [[torch.full((2,), 1e9)]], torch.float32)
+    assert not torch.equal(lattice.state(), before)
 
 
 # ---- inside the strategy

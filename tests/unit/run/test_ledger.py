@@ -1,0 +1,83 @@
+"""A ledger ends with the last step that counts, whoever died at what moment of writing it."""
+
+import numpy as np
+import pytest
+
+from instep.errors import RunError
+from instep.events import LEDGER, read_records
+from instep.run.ledger import Ledger, cut_back, mend
+
+
+def shares(step, workers=2):
+    """Records of one step of 10 samples, an even part for each worker."""
+    first = 10 * (step - 1)
+    cuts = [first + 10 * n // workers for n in range(workers + 1)]
+    return [(step, 0, n, 1, cuts[n], cuts[n + 1]) for n in range(workers)]
+
+
+def written(path, steps):
+    ledger = Ledger(path)
+    for step in range(1, steps + 1):
+        ledger.append(shares(step))
+    ledger.close()
+    return path
+
+
+def steps_in(path):
+    records = read_records(path, LEDGER)
+    assert len(records) * LEDGER.itemsize == path.stat().st_size
+    return records["step"].tolist()
+
+
+def test_what_is_appended_is_there_at_once_and_the_size_says_so(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.bin")
+    for step in range(1, 4):
+        data = ledger.append(shares(step, workers=3))
+        assert (tmp_path / "ledger.bin").read_bytes().endswith(data)
+        assert ledger.size_bytes == (tmp_path / "ledger.bin").stat().st_size
+    ledger.close()
+    assert steps_in(tmp_path / "ledger.bin") == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_two_cannot_write_one_ledger(tmp_path):
+    first = Ledger(tmp_path / "ledger.bin")
+    with pytest.raises(RunError, match="another process writes"):
+        Ledger(tmp_path / "ledger.bin")
+    first.close()
+    Ledger(tmp_path / "ledger.bin").close()
+
+
+@pytest.mark.parametrize(
+    ("in_file", "counts", "kept"),
+    [
+        (4, 4, [1, 1, 2, 2, 3, 3, 4, 4]),  # as it should be
+        (3, 4, [1, 1, 2, 2, 3, 3, 4, 4]),  # the writer died before it wrote its last commit
+        (5, 4, [1, 1, 2, 2, 3, 3, 4, 4]),  # it alone had committed one step more
+        (1, 0, []),
+        (0, 0, []),
+        (0, 1, [1, 1]),
+    ],
+)
+def test_it_is_made_to_end_with_the_last_step_that_counts(tmp_path, in_file, counts, kept):
+    path = written(tmp_path / "ledger.bin", in_file)
+    mend(path, counts, shares(counts) if counts else [])
+    assert steps_in(path) == kept
+    assert read_records(path, LEDGER)[-2:].tolist() == (shares(counts) if counts else [])
+
+
+def test_a_torn_record_at_its_end_is_taken_away(tmp_path):
+    path = written(tmp_path / "ledger.bin", 3)
+    with path.open("ab") as file:
+        file.write(np.array(shares(4), LEDGER).tobytes()[:-5])
+    mend(path, 4, shares(4))
+    assert len(steps_in(path)) in (7, 8)
+    assert read_records(path, LEDGER)["step"].max() == 4
+
+
+def test_it_is_cut_back_to_where_a_checkpoint_was_saved_and_never_made_longer(tmp_path):
+    path = written(tmp_path / "ledger.bin", 3)
+    cut_back(path, 4 * LEDGER.itemsize)
+    assert steps_in(path) == [1, 1, 2, 2]
+    with pytest.raises(RunError, match="can no longer be told"):
+        cut_back(path, 5 * LEDGER.itemsize)
+    cut_back(tmp_path / "none", 0)
