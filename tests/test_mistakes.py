@@ -94,6 +94,7 @@ IN_A_JOB_FILE = [
         '[stop]\ntime_limit = "soon"',
         ["[stop] time_limit = 'soon': needs a length of time above 0", "'90s', '30m' or '1h30m'"],
     ),
+    Job('[stop]\ntime_limit = "1h1h"', ["time_limit = '1h1h': needs a length of time above 0"]),
     Job('[stop]\ntime_limit = "0s"', ["time_limit = '0s': needs a length of time above 0"]),
     Job("[stop]\ntime_limit = -5", ["stop.time_limit = -5: needs to be above 0", "seconds"]),
     Job("[stop]\ntime_limit = true", ["time_limit = true: needs to be a number or text in quotes"]),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from instep import __version__
-from instep.errors import InstepError, RecipeError, SpecError, near_miss
+from instep.errors import INTERRUPTED, InstepError, RecipeError, SpecError, near_miss
 
 if TYPE_CHECKING:
     from instep.run.client import Run
@@ -53,14 +53,14 @@ def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
     """Say whether the job gives the same bits at two sizes; the exit code is that of a recipe."""
     from instep.run.check import check_determinism, words
 
-    verdict = check_determinism(job, lambda text: print(text, file=sys.stderr))
-    for line in words(verdict):
+    compared = check_determinism(job, lambda text: print(text, file=sys.stderr))
+    for line in words(compared):
         print(line, file=sys.stderr if args.json else sys.stdout)
     if args.json:
-        found = verdict.difference
-        answer = {**verdict._asdict(), "difference": found._asdict() if found else None}
+        found = compared.difference
+        answer = {**compared._asdict(), "difference": found._asdict() if found else None}
         print(json.dumps({"deterministic": found is None, **answer}))
-    return 0 if verdict.difference is None else RecipeError.exit_code
+    return 0 if compared.difference is None else RecipeError.exit_code
 
 
 def resume(args: argparse.Namespace) -> int:
@@ -283,5 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_main() -> NoReturn:
-    """The `instep` program."""
-    sys.exit(main())
+    """The `instep` program; Ctrl-C ends it with one line, however little it has begun with."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print("instep: interrupted.", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -98,6 +99,26 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
             target.pop(length, None)  # a run has one length, and the last word has it
 
 
+def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "") -> None:
+    """Lay nested tables of values over `table`, in place; None takes a key away.
+
+    A path (`os.PathLike`) becomes text. What the values may be is checked by
+    `build`. `section` is where in a job `table` stands.
+    """
+    for key, value in changes.items():
+        where = f"{section}.{key}".lstrip(".")
+        if value is None:
+            table.pop(key, None)
+        elif isinstance(value, Mapping):
+            under = table.get(key)
+            table[key] = under if isinstance(under, dict) else {}
+            lay_over(table[key], value, where)
+        else:
+            table[key] = os.fspath(value) if isinstance(value, os.PathLike) else value
+            if (length := _EITHER.get(where)) is not None and changes.get(length) is None:
+                table.pop(length, None)  # as above
+
+
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -114,6 +135,7 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
     """
     for place in ("arguments", "sync"):
         _check_holds(table.get(place), place, source)
+    _check_text(table, source)
     try:
         return msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as failure:
@@ -137,6 +159,22 @@ def _check_holds(value: Any, where: str, source: str) -> None:
             f"{source}: {where} is {value!r}, a {type(value).__name__}, which no job file "
             "can hold. Give text, numbers, true, false, dates, lists and tables of those."
         )
+
+
+def _check_text(value: Any, source: str) -> None:
+    """Refuse text that no file can hold: half a pair of surrogates, of a name that is not UTF-8."""
+    if isinstance(value, dict):
+        _check_text([*value.keys(), *value.values()], source)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _check_text(inner, source)
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise SpecError(
+                f"{source}: {value!a} is not text that UTF-8 can write. Give it another name."
+            ) from None
 
 
 _HOLDS = (str, bool, int, float, datetime.date, datetime.time)

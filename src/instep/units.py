@@ -41,11 +41,14 @@ def readable_seconds(seconds: float) -> str:
 
 _SECONDS_IN = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _NUMBER = r"\d+(?:\.\d+)?"
-_TIME = re.compile(rf"(?:{_NUMBER}\s*[dhms]\s*)+|{_NUMBER}")
+_PARTS = "".join(rf"(?:{_NUMBER}\s*{unit}\s*)?" for unit in _SECONDS_IN)
+_TIME = re.compile(rf"(?=\d)(?:{_PARTS}|{_NUMBER})")
 
 
 def seconds_in(text: str) -> float:
     """`'90s'` -> 90.0, `'1h30m'` -> 5400.0, `'90'` -> 90.0; days, hours, minutes, seconds.
+
+    Each unit at most once, the largest first.
 
     Raises:
         ValueError: it is no such text.

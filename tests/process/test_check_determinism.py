@@ -1,32 +1,62 @@
 """`instep run --check-determinism`: says yes where it is so, and otherwise what differs and why."""
 
 import json
+import os
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
-from started import RECIPES
+from started import RECIPES, Start
 
+from instep import spec_file
 from instep.cli import main
+from instep.run.check import check_determinism
 
 pytestmark = pytest.mark.process
 
 Out = pytest.CaptureFixture[str]
 
 
-def check(folder: Path, recipe: str, *options: str) -> int:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files of this process and its children go."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def job_file(folder: Path, recipe: str, batch: int = 16) -> Path:
     job = folder / "job.toml"
-    job.write_text(f'recipe = "{RECIPES / recipe}"\n[train]\nglobal_batch = 16\n')
-    return main(["run", str(job), "--check-determinism", *options])
+    job.write_text(f'recipe = "{RECIPES / recipe}"\n[train]\nglobal_batch = {batch}\n')
+    return job
 
 
-def test_a_recipe_that_gives_the_same_bits_is_told_so(tmp_path: Path, capsys: Out) -> None:
-    assert check(tmp_path, "tiny.py:recipe", "--workers", "3", "--json") == 0
+def check(folder: Path, recipe: str, *options: str) -> int:
+    return main(["run", str(job_file(folder, recipe)), "--check-determinism", *options])
+
+
+def test_a_recipe_that_gives_the_same_bits_is_told_so(
+    tmp_path: Path, temporary: Path, capsys: Out
+) -> None:
+    options = ("--workers", "3", "--json", "--set", "train.merge=always")
+    assert check(tmp_path, "tiny.py:recipe", *options) == 0
     said = capsys.readouterr()
     assert "the same bits on 1 and 3 workers: losses and 9 tensors, after each of 3" in said.err
     answer = json.loads(said.out)
     assert answer["deterministic"] is True
     assert answer["difference"] is None
-    assert list(tmp_path.iterdir()) == [tmp_path / "job.toml"]
+    assert list(temporary.iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "job.toml", temporary]
+
+
+def test_a_job_shorter_than_the_check_is_judged_on_its_whole_length(
+    tmp_path: Path, capsys: Out
+) -> None:
+    assert check(tmp_path, "tiny.py:recipe", "--set", "train.steps=2") == 0
+    assert "after each of 2 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -50,3 +80,48 @@ def test_one_micro_batch_cannot_be_compared(tmp_path: Path, capsys: Out) -> None
     options = ("--workers", "1", "--set", "train.micro_batches=1")
     assert check(tmp_path, "tiny.py:recipe", *options) == 2
     assert "there must be work for two workers" in capsys.readouterr().err
+
+
+def test_a_recipe_that_fails_is_told_with_its_output_as_the_log_is_gone(
+    tmp_path: Path, temporary: Path, capsys: Out
+) -> None:
+    assert check(tmp_path, "breaks.py:recipe", "--set", "arguments.at=forward") == 5
+    said = capsys.readouterr().err
+    assert "ValueError: the forward pass met the marked sample" in said
+    assert "the end of worker-0.log:\n" in said
+    assert "    Traceback (most recent call last):" in said
+    assert "instep-check-" not in said
+    assert list(temporary.iterdir()) == []
+
+
+def test_ctrl_c_in_a_run_ends_the_check_without_a_verdict(start: Start, tmp_path: Path) -> None:
+    job = job_file(tmp_path, "slow_tiny.py:recipe", batch=101)
+    slow = ("--set", "data.loaders=0", "--set", "train.threads=1")
+    program = start("-m", "instep", "run", job, "--check-determinism", *slow)
+    temporary = tmp_path / "program-0" / "temporary"
+    ledgers = "instep-check-*/0/*/ledger.bin"
+    program.until(lambda: any(f.stat().st_size for f in temporary.glob(ledgers)), "training")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
+    assert program.stdout == ""
+    assert program.stderr.splitlines()[-1] == "instep: interrupted."
+    assert "Traceback" not in program.stderr
+    assert "2 workers" not in program.stderr
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_or_between_the_runs_leaves_nothing(
+    tmp_path: Path, temporary: Path, number: signal.Signals
+) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    def say(text: str) -> None:
+        assert len(list(temporary.iterdir())) == 1
+        os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        check_determinism(spec_file.load(job_file(tmp_path, "tiny.py:recipe")), say)
+    assert list(temporary.iterdir()) == []
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before

@@ -67,6 +67,31 @@ def test_ctrl_c_once_stops_all_at_one_step_and_saves(run: Start) -> None:
     check_stopped_and_saved(program, "SIGINT")
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from instep.cli import run_main
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "instep.run.client":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+run_main()
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_ctrl_c_while_a_command_is_still_being_imported_is_one_line(
+    start: Start, command: str
+) -> None:
+    """The signal comes at the moment at which the client's module is looked for."""
+    program = start("-c", INTERRUPTED_IMPORT, command, "job.toml")
+    assert program.end() == 130
+    assert (program.stdout, program.stderr) == ("", "instep: interrupted.\n")
+    program.check_no_process_is_left()
+
+
 def test_sigterm_does_what_ctrl_c_does(run: Start) -> None:
     program = training(run, "train.merge=never")
     program.process.send_signal(signal.SIGTERM)

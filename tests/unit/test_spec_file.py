@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from instep.errors import SpecError
 from instep.spec import JobSpec
-from instep.spec_file import apply_overrides, build, dump, load
+from instep.spec_file import apply_overrides, build, dump, lay_over, load
 
 RECIPE = {"recipe": "a.py:f"}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -263,6 +263,63 @@ def test_a_length_laid_over_a_file_takes_the_place_of_the_other_length(tmp_path)
     assert (train.epochs, train.steps) == (None, 5)
     train = load(tmp_path / "job.toml", ["train.steps=5", "train.epochs=2"]).train
     assert (train.epochs, train.steps) == (2, None)
+
+
+def test_tables_are_laid_over_a_table_key_by_key_and_none_takes_a_key_away():
+    table = {
+        "recipe": "a.py:f",
+        "workers": 2,
+        "stop": {"target": 0.5, "patience": 3},
+        "train": {"global_batch": 16, "micro_batches": 4},
+        "checkpoint": {"every_steps": 9},
+    }
+    changes = {
+        "recipe": Path("b.py:f"),
+        "workers": None,
+        "stop": {"target": None, "window": 5},
+        "data": {"loaders": None},
+        "arguments": {"sizes": {"deep": [1, 2]}, "day": datetime.date(2026, 1, 2)},
+        "checkpoint": None,
+        "unheard_of": None,
+    }
+    lay_over(table, changes)
+    assert table == {
+        "recipe": "b.py:f",
+        "stop": {"patience": 3, "window": 5},
+        "train": {"global_batch": 16, "micro_batches": 4},
+        "data": {},
+        "arguments": {"sizes": {"deep": [1, 2]}, "day": datetime.date(2026, 1, 2)},
+    }
+    assert build(table, source="test").stop.patience == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"steps": 5}, {"steps": 5}),
+        ({"epochs": 5}, {"epochs": 5}),
+        ({"steps": 5, "epochs": None}, {"steps": 5}),
+        ({"steps": None}, {"epochs": 3}),
+        ({"steps": 5, "epochs": 4}, {"steps": 5, "epochs": 4}),  # refused when it is built
+    ],
+)
+def test_a_length_laid_over_a_table_takes_the_place_of_the_other_length(change, expected):
+    table = {"train": {"epochs": 3}}
+    lay_over(table, {"train": change})
+    assert table == {"train": expected}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"recipe": "r\udcff.py:f"},
+        {**RECIPE, "arguments": {"deep": [{"a": "\ud800"}]}},
+        {**RECIPE, "start": {"learning_rates": {"\udcff.*": 0.1}}},
+    ],
+)
+def test_text_that_no_file_can_hold_is_refused(table):
+    with pytest.raises(SpecError, match=r"instep.train: '.*\\ud.*UTF-8 can write"):
+        build(table, source="instep.train")
 
 
 def test_a_value_laid_over_a_file_is_checked_like_one_in_it(tmp_path):

@@ -89,7 +89,9 @@ def test_a_length_of_time_is_read_as_people_write_it(text, seconds):
     assert seconds_in(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "h", "30 min", "-5s", "1:30", "1e3", "5ss", "s5"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "h", "30 min", "-5s", "1:30", "1e3", "5ss", "s5", "1h1h", "30m1h", "1h30"]
+)
 def test_what_is_no_length_of_time_is_refused(text):
     with pytest.raises(ValueError, match="is no length of time"):
         seconds_in(text)

@@ -114,7 +114,12 @@ def audit_of_samples(folder: RunFolder) -> Html:
         note = "The size of the training set was not recorded, so nothing can be proved."
     head = ["epoch", "due", "used", "repeated", "missing", "not due"]
     rows = [_audit_row(group) for group in runs[:_MOST_ROWS]]
-    digest = tag("p", "order of the data, sha256 ", tag("code", proof.sha256), class_="note hash")
+    digest = tag(
+        "p",
+        "sha256 of every (epoch, position) used ",
+        tag("code", proof.sha256),
+        class_="note hash",
+    )
     rest = more(len(runs), _MOST_ROWS, "rows")
     return section("Audit of samples", table(head, rows), rest, digest, note=note)
 
@@ -220,7 +225,7 @@ def reproduce(folder: RunFolder, summary: dict[str, Any]) -> Html:
     hashes = [
         ("recipe", started.get("recipe_sha256")),
         ("model it started from", folder.last("model_loaded").get("sha256")),
-        ("order of the data", folder.audit.sha256 if folder.audit.epochs else None),
+        ("every (epoch, position) used", folder.audit.sha256 if folder.audit.epochs else None),
         ("parameters", summary["parameters_sha256"]),
     ]
     rows = [[name, tag("code", shortened(value))] for name, value in hashes if value]

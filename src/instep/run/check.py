@@ -8,23 +8,29 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
 
-from instep.errors import SpecError
+from instep.errors import InstepError, RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.client import run_job
+from instep.run.processes import on_signals
 from instep.spec import JobSpec, StopSpec
+from instep.state.header import spans
 from instep.state.manifest import SUFFIX, folder_name, read_manifest
 
 STEPS = 3
 """Steps of each run: the first two find what one pass does, the third what a step carries on."""
+
+_SHOWN = 40
+"""Lines of a failed worker's output that are shown, as its log goes with the folder."""
 
 
 class Difference(NamedTuple):
@@ -40,7 +46,7 @@ class Difference(NamedTuple):
     """How many differ after that step."""
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """What came of the trial."""
 
     sizes: tuple[int, int]
@@ -52,7 +58,7 @@ class Verdict(NamedTuple):
     """Whether two runs on the first size agree; tried only where the sizes differ."""
 
 
-def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Verdict:
+def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
     """Train a few steps of a job at two sizes to the bit, and compare.
 
     Args:
@@ -61,7 +67,8 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Verdict:
 
     Raises:
         SpecError: the job cannot run on two workers.
-        InstepError: a run failed; the text says why.
+        InstepError: a run failed; the text says why, with the end of the worker's output.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
     """
     sizes = (1, job.workers if job.workers > 1 else 2)
     if sizes[1] > job.train.micro_batches:
@@ -69,17 +76,16 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Verdict:
             f"train.micro_batches = {job.train.micro_batches}: to compare two sizes there must "
             "be work for two workers. Set train.micro_batches to 2 or more."
         )
-    with tempfile.TemporaryDirectory(prefix="instep-check-") as text:
-        runs = Path(text)
+    with _folder_for_runs() as runs:
         first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))
-        steps = min(RunFolder(first).last_step, RunFolder(second).last_step)
+        steps = RunFolder(first).last_step
         difference = _first_difference(first, second, steps)
         repeatable = True
         if difference is not None:
             again = _trained(job, sizes[0], runs / "again", say)
             repeatable = _first_difference(first, again, steps) is None
         tensors = sum(len(names) for _, names in _saved(first, steps))
-        return Verdict(sizes, steps, tensors, difference, repeatable)
+        return Comparison(sizes, steps, tensors, difference, repeatable)
 
 
 def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None]) -> Path:
@@ -87,11 +93,62 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
     small = msgspec.structs.replace(
         job,
         workers=workers,
-        train=msgspec.structs.replace(job.train, determinism="bits", stop_after_steps=STEPS),
+        train=msgspec.structs.replace(
+            job.train, determinism="bits", merge="auto", stop_after_steps=STEPS
+        ),
         stop=StopSpec(),
         checkpoint=msgspec.structs.replace(job.checkpoint, every_steps=1, keep_last=STEPS),
     )
-    return run_job(small, runs, named=False, views=[]).path
+    try:
+        done = run_job(small, runs, named=False, views=[])
+    except InstepError as error:
+        error.args = (_without_folder(str(error), runs),)
+        raise
+    if done.exit_code:
+        raise KeyboardInterrupt  # the signal was the run's, and means the whole check
+    check_length(RunFolder(done.path))
+    return done.path
+
+
+def check_length(run: RunFolder) -> None:
+    """Refuse to judge a run that ended before the steps that are compared, or its own length.
+
+    Raises:
+        RunError: it did.
+    """
+    due = min(STEPS, int(run.last("worker_ready")["last_step"]))
+    if run.last_step < due:
+        raise RunError(
+            f"a run on {run.spec.workers} workers ended after {run.last_step} of {due} steps "
+            f"({run.outcome}), so nothing can be compared. Check again."
+        )
+
+
+def _without_folder(text: str, runs: Path) -> str:
+    """An error's lines without those that name the folder, which goes; the log's end instead."""
+    cause, *lines = text.splitlines()
+    shown = [cause, *(line for line in lines if str(runs) not in line)]
+    for log in runs.glob("*/logs/*.log"):
+        if str(log) in text:
+            said = log.read_text(errors="replace").splitlines()[-_SHOWN:]
+            shown += [f"  the end of {log.name}:", *(f"    {line}" for line in said)]
+    return "\n".join(shown)
+
+
+@contextmanager
+def _folder_for_runs() -> Iterator[Path]:
+    """A folder that is gone afterwards, also where a signal ends the check at any moment."""
+
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with on_signals(stop):
+        folder = tempfile.TemporaryDirectory(prefix="instep-check-")
+        try:
+            yield Path(folder.name).resolve()
+        finally:
+            with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
+                folder.cleanup()
 
 
 def _first_difference(one: Path, other: Path, steps: int) -> Difference | None:
@@ -134,13 +191,8 @@ def _saved(run: Path, step: int) -> Iterator[tuple[str, Kept]]:
 
 
 def _read(file: Path) -> Kept:
-    """A safetensors file as bytes; one of our own, so its header is believed."""
     data = file.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header: dict[str, Any] = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    spans = {name: (entry["dtype"], *entry["data_offsets"]) for name, entry in header.items()}
-    return {name: (kind, data[start + a : start + b]) for name, (kind, a, b) in spans.items()}
+    return {name: (span.kind, data[span.start : span.stop]) for name, span in spans(file).items()}
 
 
 _FLOATS = {"F32": "<f4", "F64": "<f8"}
@@ -157,14 +209,14 @@ def _how(mine: tuple[str, bytes], theirs: tuple[str, bytes]) -> str:
     return f"{int(changed.any(1).sum())} of {len(a)} numbers, by up to {most:.2g}"
 
 
-def words(verdict: Verdict) -> list[str]:
-    """The verdict in a few lines."""
-    sizes = f"{verdict.sizes[0]} and {verdict.sizes[1]} workers"
-    found = verdict.difference
+def words(comparison: Comparison) -> list[str]:
+    """What came of it, in a few lines."""
+    sizes = f"{comparison.sizes[0]} and {comparison.sizes[1]} workers"
+    found = comparison.difference
     if found is None:
         return [
-            f"the same bits on {sizes}: losses and {verdict.tensors} tensors, "
-            f"after each of {verdict.steps} steps"
+            f"the same bits on {sizes}: losses and {comparison.tensors} tensors, "
+            f"after each of {comparison.steps} steps"
         ]
     if found.group == "loss":
         lines = [f"not the same on {sizes}: the loss of step {found.step} is {found.how}"]
@@ -176,16 +228,16 @@ def words(verdict: Verdict) -> list[str]:
             f"{found.group} differs{more}: {found.how}"
         ]
         where = "the backward pass or the optimizer"
-    if verdict.repeatable:
+    if comparison.repeatable:
         return [
             *lines,
-            f"two runs on {verdict.sizes[0]} worker agree: {where} depends on what the process "
+            f"two runs on {comparison.sizes[0]} worker agree: {where} depends on what the process "
             "computed before.",
             "Look for a generator, a counter or a cache that is carried from batch to batch.",
         ]
     return [
         *lines,
-        f"two runs on {verdict.sizes[0]} worker differ too: {where} draws from something that "
+        f"two runs on {comparison.sizes[0]} worker differ too: {where} draws from something that "
         "the job's seed does not set.",
         "Look for a generator of its own without a seed, the time, the order of a set, or a "
         "kernel that adds in any order.",

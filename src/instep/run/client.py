@@ -15,12 +15,11 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -31,6 +30,7 @@ from instep.report.words import command
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
+from instep.run.processes import on_signals
 from instep.run.start_file import start_file
 from instep.spec import JobSpec
 from instep.sync import STRATEGIES
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from instep.report.live import View
     from instep.run.decide import Blame
     from instep.run.launch.base import Launcher
-    from instep.run.master import Master, Outcome
+    from instep.run.master import Outcome
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ def resume_run(
     path: Path,
     overrides: Iterable[str] = (),
     *,
+    changes: Mapping[str, Any] = MappingProxyType({}),
     views: list[View] | None = None,
     started: float | None = None,
     json_output: bool = False,
@@ -155,6 +156,7 @@ def resume_run(
     Args:
         path: its folder.
         overrides: `section.key=value`, laid over the job as run.
+        changes: nested tables of values, laid over it after those.
         views, started, json_output: as for `run_job`.
 
     Raises:
@@ -162,7 +164,7 @@ def resume_run(
     """
     from instep.run.resume import changed, prepare
 
-    job = changed(path, overrides)
+    job = changed(path, overrides, changes)
     check_job(job, resumed=True)
     folder = path.resolve()
     with held(folder):
@@ -183,19 +185,15 @@ def resume(
         run: its folder.
         workers: processes that compute gradients; as before, if not given.
         quiet: print nothing.
-        changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`.
+        changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`. None
+            takes a key away, so that it has its default again: `stop={"target": None}`.
 
     Raises:
         InstepError: it cannot go on, or a worker failed; the text says why.
     """
     if workers is not None:
         changes["workers"] = workers
-    overrides = []
-    for name, given in changes.items():
-        values = given if isinstance(given, Mapping) else {"": given}
-        for key, value in values.items():
-            overrides.append(f"{name}.{key}".rstrip(".") + f"={json.dumps(value)}")
-    return resume_run(Path(run), overrides, views=[] if quiet else None)
+    return resume_run(Path(run), changes=changes, views=[] if quiet else None)
 
 
 def _conduct(
@@ -247,7 +245,8 @@ def _follow(
             about=about(job),
             origin=origin,
         )
-        with _signals(master):
+        # the first asks the workers to stop at the next commit
+        with on_signals(lambda number, _: master.interrupt(signal.Signals(number).name)):
             return master.serve()
     finally:
         for view in watchers:
@@ -373,24 +372,3 @@ def failure(blame: Blame, folder: Path) -> InstepError:
     error = WorkerError("\n".join(lines))
     error.exit_code = word.exit_code
     return error
-
-
-@contextmanager
-def _signals(master: Master) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the master to stop, where signals can be had (the main thread)."""
-
-    def ask(number: int, _: FrameType | None) -> None:
-        master.interrupt(signal.Signals(number).name)
-
-    previous = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
-                previous[number] = signal.signal(number, ask)
-    except ValueError:
-        pass  # not the main thread: whoever owns it decides
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -105,7 +105,7 @@ def plan(
         yield where, share_of(where, parts, comm.size, comm.rank, merge=merge)
 
 
-class Verdict(NamedTuple):
+class Merging(NamedTuple):
     """Whether micro-batches may be merged, and why."""
 
     merge: bool
@@ -117,7 +117,7 @@ _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 
 def may_merge(
     forward: Forward, model: nn.Module, apart: Sequence[Any], sizes: Sequence[int], together: Any
-) -> Verdict:
+) -> Merging:
     """Try whether any layer can tell `together` from the batches `apart`.
 
     Args:
@@ -135,16 +135,16 @@ def may_merge(
     moved = buffers.after_pass(1.0, 0)
     drew = not (states().same(before) and all(map(torch.equal, _draws(), on_cuda)))
     if moved:
-        return Verdict(False, "the model's buffers follow its batches, as BatchNorm's do")
+        return Merging(False, "the model's buffers follow its batches, as BatchNorm's do")
     if drew:
-        return Verdict(False, "the forward pass draws random numbers, as dropout does")
+        return Merging(False, "the forward pass draws random numbers, as dropout does")
     mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     tolerance = _TOLERANCE.get(next(model.parameters()).dtype, 2e-2)
     if not math.isclose(mean, whole, rel_tol=tolerance, abs_tol=tolerance):
-        return Verdict(
+        return Merging(
             False, f"two micro-batches lose {mean:.8g} apart and {whole:.8g} as one batch"
         )
-    return Verdict(True, "a trial showed that no layer can tell the difference")
+    return Merging(True, "a trial showed that no layer can tell the difference")
 
 
 @contextmanager

@@ -7,7 +7,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,6 +44,27 @@ def started_at() -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         return time.time()
     return time.time() - age_s
+
+
+@contextmanager
+def on_signals(do: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Have Ctrl-C, SIGTERM and SIGHUP do something else, for as long as the context lasts.
+
+    One that is ignored stays so (as nohup asks for), and so do all of them where
+    signals cannot be had: outside the main thread its owner decides.
+    """
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, do)
+    except ValueError:
+        pass  # not the main thread
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def exit_code_of(status: int) -> int:

@@ -2,7 +2,7 @@
 
 A step is a small transaction: passes, agreement, update, commit. This file
 holds its middle and its end, for the training loop of a recipe
-(`training.py`) and for a loop that the user writes (`session.py`) alike.
+(`training.py`) and for a loop that the user writes (`own_loop.py`) alike.
 Where the samples come from, and what the loss is, it does not know.
 """
 

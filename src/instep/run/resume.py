@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -58,8 +59,10 @@ FIXED_BITS = {
 """What else may not, where the bits must stay the same."""
 
 
-def changed(path: Path, overrides: Iterable[str]) -> JobSpec:
-    """The job of a run folder, with `section.key=value` laid over it.
+def changed(
+    path: Path, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
+) -> JobSpec:
+    """The job of a run folder, with `section.key=value` and tables of changes laid over it.
 
     Raises:
         RunError: `path` is not the folder of a run.
@@ -70,8 +73,9 @@ def changed(path: Path, overrides: Iterable[str]) -> JobSpec:
     table = spec_file.read_table(path / "job.toml")
     table.get("train", {}).pop("stop_after_steps", None)  # it was for the start before
     spec_file.apply_overrides(table, given)
+    spec_file.lay_over(table, changes)
     job = spec_file.build(table, source=f"resume {path}")
-    if any(each.split("=")[0].strip() == "recipe" for each in given):
+    if "recipe" in changes or any(each.split("=")[0].strip() == "recipe" for each in given):
         file, _, function = job.recipe.rpartition(":")
         recipe = f"{Path(file).expanduser().resolve()}:{function}"
         job = msgspec.structs.replace(job, recipe=recipe)

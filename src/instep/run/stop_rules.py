@@ -21,6 +21,12 @@ import numpy as np
 from instep.comm.messages import Figures
 from instep.spec import StopSpec
 
+_ROUNDING = 1e-6
+"""Relative: so near its target, a metric has reached it. In float32, 57/60 is 0.949999988."""
+
+_NOTHING = 1e-3
+"""Of the first mean of the losses: what is smaller is no size of which a rise may be a multiple."""
+
 
 class Fired(NamedTuple):
     """A rule that wants the run to stop."""
@@ -45,6 +51,7 @@ class Rules:
         self._recent: deque[float] = deque(maxlen=spec.window)  # losses
         self._total = 0.0  # of them
         self._lowest: float | None = None  # mean over a whole window
+        self._first = 0.0  # such mean that was finite and not zero, its size
         self._best: tuple[float, int] | None = None  # value of the metric, and its step
         self._waited = 0  # validations since
 
@@ -91,7 +98,10 @@ class Rules:
             return None
         if math.isfinite(mean) and (lowest is None or mean < lowest):
             self._lowest = mean
-        if lowest is None or not mean > lowest + (rise - 1) * abs(lowest):  # losses may be negative
+        size = max(abs(lowest or 0.0), _NOTHING * self._first)  # losses may be negative, or zero
+        if not self._first and math.isfinite(mean):
+            self._first = abs(mean)
+        if lowest is None or not size or not mean > lowest + (rise - 1) * size:
             return None
         return "diverged", (
             f"the mean loss of the last {window} steps was {mean:.6g}, "
@@ -108,7 +118,10 @@ class Rules:
 
     def _target(self, value: float) -> tuple[str, str] | None:
         target, name = self._spec.target, self._spec.metric
-        if target is None or not (value >= target if self._spec.upwards else value <= target):
+        if target is None:
+            return None
+        short = target - value if self._spec.upwards else value - target
+        if not short <= _ROUNDING * abs(target):
             return None
         return "target", f"{name} {value:.6g} reached the target {target:g}"
 

@@ -29,7 +29,7 @@ from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.ledger import mend
 from instep.run.member import Member
-from instep.run.passes import OF_PASS, Share, Verdict, may_merge, parts_of, plan, share_of
+from instep.run.passes import OF_PASS, Merging, Share, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
@@ -109,7 +109,7 @@ class Training:
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
         self.rule = "steps" if self.job.train.steps else "epochs"
-        self._verdict = Verdict(False, "")
+        self._verdict = Merging(False, "")
         self._replica: Replica | None = None
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
@@ -246,7 +246,7 @@ class Training:
         self._carried = take_up(taken, "a peer's state", self._built.model, self._update)
         last = unpack_state({}, taken.facts["last"])
         self._last = Committed(*last) if last else None
-        self._verdict = Verdict(*taken.facts["verdict"])
+        self._verdict = Merging(*taken.facts["verdict"])
 
     @property
     def _validation_samples(self) -> int:
@@ -277,20 +277,20 @@ class Training:
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try_merging(self) -> Verdict:
+    def _try_merging(self) -> Merging:
         """Whether this worker may run its micro-batches as one pass; the same on every worker."""
         train = self.job.train
         if train.merge != "auto":
-            return Verdict(train.merge == "always", f"train.merge = {train.merge!r}")
+            return Merging(train.merge == "always", f"train.merge = {train.merge!r}")
         if train.determinism == "bits":
-            return Verdict(False, "determinism = 'bits' computes each micro-batch apart")
+            return Merging(False, "determinism = 'bits' computes each micro-batch apart")
         if train.micro_batches == 1:
-            return Verdict(True, "there is one micro-batch")
+            return Merging(True, "there is one micro-batch")
         self.phase = "trying a batch"
         whole = position(1, self.samples, train.global_batch)
         parts = share_of(whole, parts_of(whole, train), 1, 0, merge=False).passes[:2]
         if len(parts) < 2:
-            return Verdict(True, "no step has two micro-batches")
+            return Merging(True, "no step has two micro-batches")
         slices = [part.samples for part in parts]
         both = slices[0]._replace(stop=slices[1].stop)
         first, second, together = self._loader.load([*slices, both])

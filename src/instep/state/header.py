@@ -1,7 +1,8 @@
 """The head of a safetensors file, looked at without torch, to refuse early what is none.
 
 Only sizes and the list of tensors are read; whether they fit a model is for
-`load.py`. Nothing is ever unpickled.
+`load.py`. Nothing is ever unpickled. Way in: `check_header` for whether,
+`spans` for where each tensor lies.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from instep.errors import CheckpointError
 from instep.state.manifest import open_regular
@@ -17,8 +19,30 @@ _LARGEST = 100_000_000  # bytes of a head; the format allows no more
 _PICKLES = (b"PK\x03\x04", b"\x80\x02")  # how files of torch.save begin, new and old
 
 
+class Span(NamedTuple):
+    """Where one tensor lies in a file."""
+
+    kind: str
+    """Its type, as the format names it: `F32`, `I64`, ..."""
+    start: int
+    """Its bytes are [start, stop) of the file."""
+    stop: int
+
+
 def check_header(path: Path) -> None:
     """Look whether a file can be a safetensors file, in a millisecond.
+
+    Raises:
+        CheckpointError: as `spans`.
+    """
+    spans(path)
+
+
+def spans(path: Path) -> dict[str, Span]:
+    """Each tensor of a safetensors file, by name, in the order of the file's list.
+
+    Only the size of the file is held against the list: that spans overlap, or
+    lie elsewhere than they should, is for whoever reads them to find.
 
     Raises:
         CheckpointError: it is missing, unreadable, of another kind, or not of
@@ -32,18 +56,24 @@ def check_header(path: Path) -> None:
         if len(start) < 8 or length > min(_LARGEST, size - 8):
             raise CheckpointError(f"{path} is no safetensors file: it does not begin like one.")
         head = file.read(length)
-    wanted = 8 + length + _end_of_tensors(path, head)
+    found = _listed(path, head, 8 + length)
+    wanted = max((span.stop for span in found.values()), default=8 + length)
     if size != wanted:
         how = "truncated" if size < wanted else "no sound safetensors file"
         raise CheckpointError(f"{path} is {how}: it has {size} bytes and should have {wanted}.")
+    return found
 
 
-def _end_of_tensors(path: Path, head: bytes) -> int:
-    """Bytes that the tensors listed in `head` take."""
+def _listed(path: Path, head: bytes, begin: int) -> dict[str, Span]:
+    """The tensors that `head` lists; their bytes begin at `begin`."""
     try:
         entries = json.loads(head)
-        offsets = [e["data_offsets"][1] for name, e in entries.items() if name != "__metadata__"]
-        return max(map(int, offsets), default=0)
+        found = {}
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                first, stop = map(int, entry["data_offsets"])
+                found[name] = Span(entry["dtype"], begin + first, begin + stop)
+        return found
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise CheckpointError(
             f"{path} is no safetensors file: it does not begin like one."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.errors import WorkerError
+from instep.errors import SpecError, WorkerError
 from instep.sync.lattice import WHOLE, Lattice, Report
 
 
@@ -101,6 +101,9 @@ class Exact:
         parameters: whose gradients are summed, in the same order on every rank.
         comm: the ranks.
         parts: passes of a step over all ranks, at most.
+
+    Raises:
+        SpecError: a parameter is of a type for which there is no lattice.
     """
 
     types: Mapping[torch.dtype, torch.dtype] = WHOLE
@@ -108,6 +111,11 @@ class Exact:
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm, parts: int) -> None:
         self._parameters, self._comm = list(parameters), comm
+        for strange in {p.dtype for p in self._parameters} - WHOLE.keys():
+            raise SpecError(
+                f"the model has parameters of {strange}, which determinism = 'bits' cannot sum. "
+                f"Make them one of {', '.join(str(known) for known in WHOLE)}."
+            )
         self._lattice = Lattice(parameters, parts)
         self._finite = [True] * len(self._parameters)
         self._again = False

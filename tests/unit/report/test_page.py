@@ -70,6 +70,8 @@ def test_the_page_tells_the_run_from_top_to_bottom(tmp_path):
     assert "48 steps, 3,000 samples, each exactly once per epoch." in text
     assert "instep run job.toml --workers 2" in text
     assert "3f" * 32 in text
+    assert "sha256 of every (epoch, position) used" in text
+    assert "order of the data" not in text  # the hash has no seed in it
 
 
 def test_the_page_asks_nothing_of_any_network(tmp_path):

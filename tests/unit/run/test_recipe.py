@@ -2,6 +2,7 @@
 
 import random
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from instep import spec_file
 from instep.errors import RecipeError
 from instep.run.recipe import Recipe, build, call, load_function, set_generators
+from instep.run.training import Training
 
 DATA = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
 CPU = torch.device("cpu")
@@ -99,6 +102,14 @@ def test_a_part_that_gives_the_wrong_thing_is_refused(changes, words):
     with pytest.raises(RecipeError) as error:
         build(recipe(**changes), 0, CPU, STEPS)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("determinism", ["order", "bits"])
+def test_a_complex_parameter_is_refused_in_one_sentence_however_sums_are_made(determinism):
+    table = {"recipe": "a.py:f", "train": {"determinism": determinism}}
+    member = SimpleNamespace(job=spec_file.build(table, source="test"), checkpoint=None)
+    with pytest.raises(RecipeError, match=r"'weight' is complex .* cannot be agreed on\."):
+        Training(member, recipe(model=nn.Linear(2, 1, dtype=torch.complex64)), CPU)
 
 
 def test_what_is_built_holds_each_trained_parameter_once():

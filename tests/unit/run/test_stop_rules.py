@@ -59,6 +59,23 @@ def fires(figures, **rules):
         ({"target": 3, "metric": "error", "mode": "min"}, validations([9.0, NAN], "error"), None),
         ({"target": 0.5, "metric": "accuracy"}, validations([0.1]), None),
         (
+            {"target": 0.95, "metric": "accuracy"},
+            validations([0.949998, float(np.float32(57) / np.float32(60))], "accuracy"),
+            Fired("target", 20, "accuracy 0.95 reached the target 0.95"),
+        ),
+        (
+            {"target": 0.05},
+            validations([0.0500001, 0.05 + 4e-9]),
+            Fired("target", 20, "loss 0.05 reached the target 0.05"),
+        ),
+        (
+            {"target": -0.95, "metric": "score"},
+            validations([-0.950002, -0.9500005], "score"),
+            Fired("target", 20, "score -0.950001 reached the target -0.95"),
+        ),
+        ({"target": 0}, validations([1e-30]), None),
+        ({"target": 0}, validations([0.0]), Fired("target", 10, "loss 0 reached the target 0")),
+        (
             {"patience": 2},
             validations([3.0, 2.0, 2.5, 2.0]),
             Fired(
@@ -132,6 +149,17 @@ def fires(figures, **rules):
                 "diverged",
                 2,
                 "the mean loss of the last 1 steps was 0.5, above 2 times the lowest yet, -4",
+            ),
+        ),
+        ({"rise": 2, "window": 1}, step_figures([4.0, 0.0, 1e-30, 0.003]), None),
+        ({"rise": 2, "window": 1}, step_figures([0.0, 0.0, 1e-30]), None),
+        (
+            {"rise": 2, "window": 1},
+            step_figures([4.0, 0.0, 0.005]),
+            Fired(
+                "diverged",
+                3,
+                "the mean loss of the last 1 steps was 0.005, above 2 times the lowest yet, 0",
             ),
         ),
         (

@@ -177,8 +177,9 @@ def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
         words = [Verdict(step=1, rule=""), Stop(rule="interrupted")]
         for word in reversed(words) if swapped else words:
             master.hub.send(master.peer, word)
+        deadline = time.monotonic() + PATIENCE_S
         while not master.member.stop_rule:
-            pass
+            assert time.monotonic() < deadline, "the Stop was lost"
         assert master.stopping.told()
         assert not master.stopping.verdict()
 

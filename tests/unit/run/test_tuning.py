@@ -96,6 +96,7 @@ def test_a_longer_pattern_is_an_exception_from_a_shorter_one():
         (["boddy.*"], [], ["Did you mean 'body.*'?"]),
         (["body.0"], [], ["Did you mean 'body.0.*'?"]),
         (["head.wieght"], [], ["Did you mean 'head.weight'?"]),
+        (["["], [], ["'[', which matches no parameter of the model. Known: body.0.weight"]),
         (["xyz"], [], ["matches no parameter of the model. Known: body.0.weight"]),
         (["*.scale"], [("old.scale",)], ["'*.scale', which matches frozen parameters only"]),
         (["*", "body.*", "head.*"], [], ["'*', which longer patterns overrule"]),

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
-from instep.errors import WorkerError
+from instep.errors import SpecError, WorkerError
 from instep.sync.all_reduce import AllReduce
 from instep.sync.lattice import WHOLE, Lattice, Report
 
@@ -235,6 +236,13 @@ def agreed_gradient(comm, values, attempts):
             break
     assert tries == attempts
     return weight.grad.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_parameters_of_a_type_without_a_lattice_are_refused_in_one_sentence(dtype):
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=dtype))]
+    with pytest.raises(SpecError, match=rf"parameters of {dtype}, .*Make them one of torch\."):
+        AllReduce().start(parameters, AloneComm(), notes=0, parts=2)
 
 
 def test_the_first_step_runs_twice_on_every_rank():

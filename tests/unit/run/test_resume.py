@@ -1,0 +1,61 @@
+"""What a run that goes on may be changed to, from Python and on the command line."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+import instep
+from instep import spec_file
+from instep.errors import RecipeError, SpecError
+from instep.run.resume import changed
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run, as far as its job is asked for."""
+    table = {
+        "recipe": "/gone/a.py:f",
+        "seed": 5,
+        "train": {"steps": 9, "stop_after_steps": 3},
+        "stop": {"target": 0.5, "patience": 2},
+        "arguments": {"day": datetime.date(2026, 1, 2)},
+    }
+    (tmp_path / "job.toml").write_text(spec_file.dump(spec_file.build(table, source="test")))
+    return tmp_path
+
+
+def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(folder):
+    job = changed(folder, [], {"stop": {"target": None}, "data": {"loaders": 1}, "workers": 3})
+    assert (job.stop.target, job.stop.patience) == (None, 2)
+    assert (job.data.loaders, job.workers) == (1, 3)
+    assert (job.train.steps, job.train.stop_after_steps) == (9, 0)
+    assert changed(folder, [], {"train": {"epochs": 4}}).train.steps is None
+    assert changed(folder, [], {"arguments": {"day": datetime.date(2026, 1, 2)}}) == changed(
+        folder, []
+    )
+
+
+def test_a_path_is_a_recipe_that_has_moved(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    job = changed(folder, [], {"recipe": Path("moved.py:g")})
+    assert job.recipe == f"{folder.resolve()}/moved.py:g"
+    with pytest.raises(RecipeError, match=r"no recipe file '.*/moved\.py'"):
+        instep.resume(folder, recipe=Path("moved.py:g"), stop={"target": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": None}, "seed was 5 and cannot become 0"),
+        ({"arguments": {"day": None}}, "arguments was .* and cannot become {}"),
+        ({"train": {"steps": Path("9")}}, 'train.steps = "9": needs to be a whole number'),
+        ({"trian": {"steps": 9}}, "Did you mean 'train'"),
+        ({"workers": {"more": 3}}, r'workers = {"more": 3}: needs to be a whole number'),
+        ({"recipe": "\udcff.py:f"}, "is not text that UTF-8 can write"),
+        ({"name": "a\ud800"}, "is not text that UTF-8 can write"),
+    ],
+)
+def test_what_may_not_change_is_refused_in_one_sentence(folder, changes, words):
+    with pytest.raises(SpecError, match=words):
+        instep.resume(folder, **changes)
