@@ -10,36 +10,30 @@ does worker 0 wait for word from the master (`stopping.py`).
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from instep.comm.base import Comm
 from instep.data.loader import Loader
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import PeerError, SpecError
 from instep.run.decide import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
-from instep.run.ledger import mend
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Merging, Share, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
-from instep.run.saving import Saver, TakenUp, gather, take_up, taken_up
+from instep.run.saving import Saver
+from instep.run.standing import Committed, Standing
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
 from instep.spec import JobSpec
-from instep.state import peers
 from instep.state.best import best_of
-from instep.state.snapshot import Packer, pack_state, unpack_state
 from instep.sync.base import make_strategy
 
 
@@ -55,19 +49,6 @@ class Step:
     """Mean over the global batch."""
     metrics: dict[str, float] | None
     """Of the validation that followed this step, if one did."""
-
-
-class Committed(NamedTuple):
-    """The last commit, as far as what follows it must know."""
-
-    step: int
-    loss: float
-    norm: float | None
-    """Of the agreed gradient, where it was computed."""
-    told: bool
-    """Whether the workers were told to stop."""
-    ends: bool
-    """Whether this start of the run ends with it."""
 
 
 class Training:
@@ -109,16 +90,13 @@ class Training:
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
         self.rule = "steps" if self.job.train.steps else "epochs"
-        self._verdict = Merging(False, "")
         self._replica: Replica | None = None
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
         self._warned: set[str] = set()
-        self._carried = TakenUp()
-        self._newcomer = True  # until it has been in a group
-        self._last: Committed | None = None
-        self._settled = 0  # what follows a commit has been done up to this step
-        self._last_shares: list[tuple[int, ...]] = []
+        self._standing = Standing(
+            member, built.model, self._update, Merging(False, "not tried yet")
+        )
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -138,7 +116,7 @@ class Training:
             InstepError: the workers cannot train together.
         """
         began = time.time()
-        self._verdict = self._try_merging()
+        self._standing.merging = self._try_merging()
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()
@@ -159,13 +137,9 @@ class Training:
     def _leave(self) -> None:
         """The group has come apart: keep what was committed, undo the rest, tell the master."""
         if self._replica is not None:
-            self._last_shares = self._replica.shares() or self._last_shares
-            strategy = self._replica.strategy.state()
-            self._carried = self._carried._replace(strategy=strategy)
-            self._replica.abandon()
-            self._replica.close()
+            self._standing.leave(self._replica)
             self._replica = None
-        self.step = self._carried.step
+        self.step = self._standing.carried.step
         self.member.broken()
 
     def _form(self) -> None:
@@ -174,79 +148,26 @@ class Training:
         Raises:
             PeerError: a member went away meanwhile.
         """
-        member, built = self.member, self._built
+        member, built, standing = self.member, self._built, self._standing
         comm = make_comm(member, self.device, address_towards(member.master_host))
         try:
             check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
-            given = self._begin_or_catch_up(comm)
+            given = standing.begin(comm)
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
-            strategy.load_state(self._carried.strategy)
+            strategy.load_state(standing.carried.strategy)
             self._replica = Replica(
                 member, built.model, built.parameters, strategy, comm, compare=not given
             )
         except PeerError:
             comm.close()
             raise
-        self.step = self._carried.step
-        self._newcomer = False
-        member.formed()
+        self.step = standing.carried.step
+        standing.formed()
         if self._stopping is None:
             self._stopping = Stopping(member, comm, self.device)
         self._stopping.regroup(comm)
         if comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, built.model, self._update, self._best)
-
-    def _begin_or_catch_up(self, comm: Comm) -> bool:
-        """Take up the state that the generation begins with; whether a peer gave it to somebody."""
-        form = self.member.form
-        assert form is not None, "no generation yet"
-        if form.checkpoint is None:
-            return self._catch_up(comm)
-        if not (form.checkpoint or self._newcomer):
-            os.kill(
-                os.getpid(), signal.SIGKILL
-            )  # a fresh process has the first state, not this one
-        checkpoint = Path(form.checkpoint) if form.checkpoint else None
-        self._carried = taken_up(checkpoint, self._built.model, self._update)
-        self._last, self._settled = None, self._carried.step
-        return False
-
-    def _catch_up(self, comm: Comm) -> bool:
-        """Bring every member to the highest committed step; whether anybody was given state.
-
-        Those that were in the group before have its parameters; whoever is new, or
-        missed the last commit, takes them from the lowest rank that has them.
-        """
-        mine = (-1, -1) if self._newcomer else (self._carried.step, self._settled)
-        table = torch.zeros(comm.size, 2, dtype=torch.int64, device=self.device)
-        table[comm.rank] = torch.tensor(mine)
-        comm.all_reduce(table).wait()
-        steps, settled = table.T.tolist()
-        newest = int(max(steps))
-        if newest < 0:
-            raise PeerError("nobody in the group holds the state of the run.")
-        root = steps.index(newest)
-        if comm.rank == root:
-            mend(self.member.run / "ledger.bin", newest, self._last_shares)
-        if min(steps) < newest:
-            self._take_from(comm, root)
-        self._settled = min(step for step in settled if step >= 0)
-        return bool(min(steps) < newest)
-
-    def _take_from(self, comm: Comm, root: int) -> None:
-        """Give the root's state to all, or take it."""
-        own = None
-        if comm.rank == root:
-            own = gather(self._carried, self._built.model, self._update, Packer())
-            own.facts["last"] = pack_state(list(self._last or ()))[1]
-            own.facts["verdict"] = list(self._verdict)
-        taken = peers.share(own, comm, root, self.device)
-        if comm.rank == root or (taken.step == self._carried.step and not self._newcomer):
-            return
-        self._carried = take_up(taken, "a peer's state", self._built.model, self._update)
-        last = unpack_state({}, taken.facts["last"])
-        self._last = Committed(*last) if last else None
-        self._verdict = Merging(*taken.facts["verdict"])
 
     @property
     def _validation_samples(self) -> int:
@@ -312,8 +233,8 @@ class Training:
         member.emit(
             "passes_chosen",
             worker=member.number,
-            merged=self._verdict.merge,
-            reason=self._verdict.reason,
+            merged=self._standing.merging.merge,
+            reason=self._standing.merging.reason,
         )
         member.emit(
             "worker_ready",
@@ -349,9 +270,11 @@ class Training:
     def _steps(self) -> Iterator[Step]:
         """The steps of one generation."""
         self._built.model.train()
-        if self._last is not None and (self._settled < self.step or self._last.ends):
-            yield self._settle(self._last)  # at the end too: whoever saved may be gone
-            if self._last.ends:
+        standing = self._standing
+        if standing.last is not None and (standing.settled < self.step or standing.last.ends):
+            step, ends = self._settle(standing.last)  # at the end too: whoever saved may be gone
+            yield step
+            if ends:
                 return
         first = self.step + 1
         loads = self._loader.load(
@@ -360,43 +283,41 @@ class Training:
         try:
             for where, share in self._plan(first):
                 self.step += 1
-                self._last = self._one_step(where, share, loads)
-                yield self._settle(self._last)
-                if self._last.ends:
+                done = standing.commit(self._one_step(where, share, loads), where)
+                step, ends = self._settle(done)
+                yield step
+                if ends:
                     break
         finally:
             loads.close()
 
-    def _settle(self, done: Committed) -> Step:
-        """What follows a commit: judge it, validate, save; done again if a member is lost in it."""
+    def _settle(self, done: Committed) -> tuple[Step, bool]:
+        """What follows a commit: judge it, validate, save. Done again if a member is lost in it.
+
+        Returns:
+            The step, and whether this start of the run ends with it.
+        """
         where = position(done.step, self.samples, self.job.train.global_batch)
         self._tell_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
         if metrics is not None and not done.ends:
             told = self.stopping.after_validation(done.step, metrics)
-            self._last = done = done._replace(told=told, ends=told)
+            self._standing.last = done = done._replace(told=told, ends=told)
+        carried = self._standing.carried
         if self._saver is not None and not self.stopping.spoilt:
             self._saver.after_step(
                 done.step,
                 where,
                 self.replica,
                 last=done.ends,
-                epoch_so_far=(self._carried.epoch_loss, self._carried.epoch_samples),
+                epoch_so_far=(carried.epoch_loss, carried.epoch_samples),
                 metrics=metrics,
             )
         if done.ends:
             self._why(done.told)
-        self._settled = done.step
-        return Step(done.step, where.epoch, done.loss, metrics)
-
-    def _tally(self, where: Position, loss: float) -> None:
-        """Count a step towards its epoch's mean loss."""
-        count, carried = where.stop - where.first, self._carried
-        before = (0.0, 0) if where.first == 0 else (carried.epoch_loss, carried.epoch_samples)
-        self._carried = carried._replace(
-            step=self.step, epoch_loss=before[0] + loss * count, epoch_samples=before[1] + count
-        )
+        self._standing.settled = done.step
+        return Step(done.step, where.epoch, done.loss, metrics), done.ends
 
     def _tell_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.replica.comm.rank == 0:
@@ -404,8 +325,8 @@ class Training:
                 "epoch_finished",
                 epoch=where.epoch,
                 step=self.step,
-                loss=self._carried.epoch_loss / self._carried.epoch_samples,
-                samples=self._carried.epoch_samples,
+                loss=self._standing.carried.epoch_loss / self._standing.carried.epoch_samples,
+                samples=self._standing.carried.epoch_samples,
             )
 
     def _why(self, told: bool) -> None:
@@ -420,7 +341,7 @@ class Training:
             first,
             self.last_step,
             self.replica.comm,
-            merge=self._verdict.merge,
+            merge=self._standing.merging.merge,
         )
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> Committed:
@@ -435,7 +356,6 @@ class Training:
         norm = self._update.apply(self.step)
         replica.clock.lap(since, "update")
         replica.commit(self.step, where, share.stop - share.first, agreed.loss, norm)
-        self._tally(where, agreed.loss)
         stops = self.job.stop.non_finite and self.step != self.last_step
         if not (math.isfinite(agreed.loss) or stops):
             self._warn_of_loss(agreed.loss)
@@ -454,7 +374,7 @@ class Training:
             batch = next(loads)
             since = clock.lap(since, "load")
             weight = part.size / (where.stop - where.first)
-            if not self._verdict.merge:
+            if not self._standing.merging.merge:
                 set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)

@@ -1,0 +1,142 @@
+"""Where a worker stands in its run: the last commit it has, and how it comes by a later one.
+
+A generation begins either from a checkpoint, for all, or with what its members
+hold: then the highest committed step counts, and whoever is new, or missed
+the last commit, takes the state from the memory of one that has it. What is
+carried from step to step beside model and optimizer lives here. How a step
+comes about, this file does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from instep.comm.base import Comm
+from instep.data.order import Position
+from instep.errors import PeerError
+from instep.run.ledger import mend
+from instep.run.member import Member
+from instep.run.passes import Merging
+from instep.run.replica import Replica
+from instep.run.saving import TakenUp, gather, take_up, taken_up
+from instep.run.update import Update
+from instep.state import peers
+from instep.state.snapshot import Packer, pack_state, unpack_state
+
+
+class Committed(NamedTuple):
+    """The last commit, as far as what follows it must know."""
+
+    step: int
+    loss: float
+    norm: float | None
+    """Of the agreed gradient, where it was computed."""
+    told: bool
+    """Whether the workers were told to stop."""
+    ends: bool
+    """Whether this start of the run ends with it."""
+
+
+class Standing:
+    """The state that one worker holds, between steps.
+
+    Args:
+        member: its tie to the run.
+        model: as the recipe builds it.
+        update: with the optimizer as the recipe makes it.
+        merging: whether micro-batches may run as one; a newcomer takes over what the others do.
+    """
+
+    def __init__(self, member: Member, model: nn.Module, update: Update, merging: Merging) -> None:
+        self._member, self._model, self._update = member, model, update
+        self._device = next(model.parameters()).device
+        self.merging = merging
+        self.carried = TakenUp()
+        self.last: Committed | None = None
+        """Of this session; None before its first step."""
+        self.settled = 0
+        """Up to which step what follows a commit has been done by every member."""
+        self._holds = False  # the state of the run, not that of a fresh process
+        self._shares: list[tuple[int, ...]] = []
+
+    def begin(self, comm: Comm) -> bool:
+        """Take up the state that a generation begins with; every member calls it.
+
+        Returns:
+            Whether a peer gave its state to somebody.
+
+        Raises:
+            CheckpointError: the checkpoint to begin from cannot be taken up.
+            PeerError: a member went away meanwhile.
+        """
+        form = self._member.form
+        assert form is not None, "no generation yet"
+        if form.checkpoint is None:
+            return self._catch_up(comm)
+        if self._holds and not form.checkpoint:
+            # only a fresh process has the state of a beginning; another will take this one's place
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint = Path(form.checkpoint) if form.checkpoint else None
+        self.carried = taken_up(checkpoint, self._model, self._update)
+        self.last, self.settled = None, self.carried.step
+        return False
+
+    def _catch_up(self, comm: Comm) -> bool:
+        mine = (self.carried.step, self.settled) if self._holds else (-1, -1)
+        table = torch.zeros(comm.size, 2, dtype=torch.int64, device=self._device)
+        table[comm.rank] = torch.tensor(mine)
+        comm.all_reduce(table).wait()
+        steps, settled = table.T.tolist()
+        newest, oldest = max(steps), min(steps)
+        if newest < 0:
+            raise PeerError("nobody in the group holds the state of the run.")
+        root = steps.index(newest)
+        if comm.rank == root:
+            mend(self._member.run / "ledger.bin", newest, self._shares)
+        if oldest < newest:
+            self._share(comm, root)
+        self.settled = min(step for step in settled if step >= 0)
+        return bool(oldest < newest)
+
+    def _share(self, comm: Comm, root: int) -> None:
+        """Give the root's state to all, or take it."""
+        own = None
+        if comm.rank == root:
+            own = gather(self.carried, self._model, self._update, Packer())
+            own.facts["last"] = pack_state(list(self.last or ()))[1]
+            own.facts["merging"] = list(self.merging)
+        taken = peers.share(own, comm, root, self._device)
+        if comm.rank == root or (self._holds and taken.step == self.carried.step):
+            return
+        self.carried = take_up(taken, "a peer's state", self._model, self._update)
+        last = unpack_state({}, taken.facts["last"])
+        self.last = Committed(*last) if last else None
+        self.merging = Merging(*taken.facts["merging"])
+
+    def formed(self) -> None:
+        """The group holds together: this worker is one of those who have the state."""
+        self._holds = True
+        self._member.formed()
+
+    def commit(self, done: Committed, where: Position) -> Committed:
+        """A step counts, at this place in the data; gives it back."""
+        count, before = where.stop - where.first, self.carried
+        loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
+        self.last = done
+        self.carried = before._replace(
+            step=done.step, epoch_loss=loss + done.loss * count, epoch_samples=samples + count
+        )
+        return done
+
+    def leave(self, replica: Replica) -> None:
+        """The group has come apart: keep what was committed, undo the rest."""
+        self._shares = replica.shares() or self._shares
+        self.carried = self.carried._replace(strategy=replica.strategy.state())
+        replica.abandon()
+        replica.close()
