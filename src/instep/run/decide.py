@@ -485,7 +485,8 @@ def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, li
         return state, []
     fields = {"rule": "interrupted", "step": news.step, "why": f"{news.by} arrived"}
     log = Log("stop_requested", {"by": news.by, **fields})
-    nothing_yet = not state.formed or (state.phase == "training" and not news.ready)
+    first = not state.lost  # later, whoever is not ready comes to a group that is
+    nothing_yet = not state.formed or (first and state.phase == "training" and not news.ready)
     if state.asked > 1 or nothing_yet:
         return _end(state, now, log)
     return replace(state, stop=state.stop or "interrupted"), [log, *_stops(state, "interrupted")]

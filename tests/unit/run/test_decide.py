@@ -672,6 +672,12 @@ def test_word_of_a_group_that_is_no_more_makes_nobody_a_holder():
     assert state.holders == frozenset()
 
 
+def test_an_interrupt_before_a_newcomer_is_ready_waits_for_the_commit():
+    news = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT", ready=False)]
+    _, actions = after(*news, recovers=True)
+    assert KillAll() not in actions
+
+
 def test_what_a_worker_raises_still_ends_the_run():
     _, actions = after(*everybody_joined(), Said(1, failed()), recovers=True)
     assert blamed(actions)[0]["cause"] == "ValueError: no"
