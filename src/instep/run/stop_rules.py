@@ -24,7 +24,7 @@ from instep.spec import StopSpec
 _ROUNDING = 1e-6
 """Relative: so near its target, a metric has reached it. In float32, 57/60 is 0.949999988."""
 
-_NOTHING = 1e-3
+_NOTHING = 1e-6
 """Of the first mean of the losses: what is smaller is no size of which a rise may be a multiple."""
 
 

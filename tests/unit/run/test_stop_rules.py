@@ -151,15 +151,15 @@ def fires(figures, **rules):
                 "the mean loss of the last 1 steps was 0.5, above 2 times the lowest yet, -4",
             ),
         ),
-        ({"rise": 2, "window": 1}, step_figures([4.0, 0.0, 1e-30, 0.003]), None),
+        ({"rise": 2, "window": 1}, step_figures([4.0, 0.0, 1e-30, 3e-6]), None),
         ({"rise": 2, "window": 1}, step_figures([0.0, 0.0, 1e-30]), None),
         (
             {"rise": 2, "window": 1},
-            step_figures([4.0, 0.0, 0.005]),
+            step_figures([4.0, 0.0, 5e-6]),
             Fired(
                 "diverged",
                 3,
-                "the mean loss of the last 1 steps was 0.005, above 2 times the lowest yet, 0",
+                "the mean loss of the last 1 steps was 5e-06, above 2 times the lowest yet, 0",
             ),
         ),
         (
@@ -223,7 +223,9 @@ def test_a_rise_is_what_its_definition_says(losses, window, rise):
     expected = None
     for at, mean in enumerate(means):
         lowest = min(means[:at], default=math.inf)
-        if mean > lowest + (rise - 1) * abs(lowest):
+        first = next((abs(each) for each in means[:at] if each), 0.0)
+        size = max(abs(lowest), 1e-6 * first)
+        if at and size and mean > lowest + (rise - 1) * size:
             expected = at + window
             break
     fired = fires(step_figures([float(loss) for loss in losses]), rise=rise, window=window)
