@@ -55,7 +55,8 @@ STEPS = np.dtype(
 """Where one worker's time went in one step, in the order it was spent, and what came of it."""
 
 EVENTS = {
-    "run_started": "job, command, host, recipe_sha256, versions; resumed_step where a run goes on",
+    "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
+    "resumed_step where a run goes on",
     "worker_joined": "worker, pid, seconds",
     "generation_started": "generation, members, reason, seconds",
     "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "

@@ -1,15 +1,28 @@
 """Training inside processes that somebody else started."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from started import RECIPES, Start, Started, distance
+
+from instep.cli import main
+from instep.comm.messages import Failed
+from instep.errors import SpecError
+from instep.report.run_folder import RunFolder
+from instep.run.client import failure
+from instep.run.decide import Blame
+from instep.run.resume import prepare
+from instep.spec import StopSpec
 
 pytestmark = pytest.mark.process
 
 TWICE, RAISES = RECIPES / "joins_twice.py", RECIPES / "joins_and_raises.py"
+AGAIN, EARLY = RECIPES / "joins_again.py", RECIPES / "leaves_early.py"
 
 
 def slurm_task(number: int) -> dict[str, str]:
@@ -96,3 +109,103 @@ def test_a_process_that_raises_ends_the_other_with_the_cause(start: Start, tmp_p
     for program in (zero, one):
         program.check_no_process_is_left()
         program.check_no_file_is_left()
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs with a joined run that came to its end; copy it, do not touch it."""
+    folder = tmp_path_factory.mktemp("complete")
+    program = Started(folder, [AGAIN, folder / "runs", 5])
+    try:
+        assert program.end() == 0, program.stderr
+    finally:
+        program.kill()
+    assert json.loads(program.stdout)["steps"] == list(range(1, 15))
+    return folder / "runs"
+
+
+@pytest.fixture
+def again(complete: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(complete, tmp_path / "runs")) / "again"
+
+
+def two_tasks(start: Start, *command: object) -> list[Started]:
+    """Two tasks of Slurm, that have come to their end and left nothing."""
+    programs = [start(*command, environment=slurm_task(number)) for number in (0, 1)]
+    for program in programs:
+        program.end()
+        program.check_no_process_is_left()
+        program.check_no_file_is_left()
+    return programs
+
+
+def test_a_complete_run_that_is_started_again_is_left_as_it_is(start: Start, again: Path) -> None:
+    files = {path: path.read_bytes() for path in again.rglob("*") if path.is_file()}
+    zero, one = two_tasks(start, AGAIN, again.parent, 5)
+    assert (zero.process.returncode, one.process.returncode) == (0, 0), zero.stderr + one.stderr
+    summary = json.loads((again / "summary.json").read_text())
+    assert json.loads(zero.stdout) == {"steps": [], "step": 14, "summary": summary}
+    assert json.loads(one.stdout) == {"steps": [], "step": 14, "summary": None}
+    assert {path: path.read_bytes() for path in again.rglob("*") if path.is_file()} == files
+    assert [path.name for path in again.parent.iterdir()] == ["again"]
+
+
+def test_a_run_that_ended_without_a_word_after_its_last_step_is_ended(
+    start: Start, again: Path
+) -> None:
+    events = (again / "events.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in events if not re.search('"event": "(model_saved|run_finished)"', line)]
+    (again / "events.jsonl").write_text("".join(kept))
+    before = (again / "model.safetensors").read_bytes()
+    (again / "model.safetensors").unlink()
+    program = start(AGAIN, again.parent, 5)
+    assert program.end() == 0, program.stderr
+    told = json.loads(program.stdout)
+    assert (told["steps"], told["summary"]["steps"]) == ([], 14)
+    assert told["summary"]["outcome"] == "completed"
+    assert (again / "model.safetensors").read_bytes() == before
+
+
+def test_what_process_0_refuses_all_refuse(start: Start, again: Path) -> None:
+    for program in two_tasks(start, AGAIN, again.parent, 6):
+        assert program.process.returncode != 0
+        assert "instep.errors.SpecError: seed was 5 and cannot become 6" in program.stderr
+    assert [path.name for path in again.parent.iterdir()] == ["again"]  # and no meeting file
+
+
+def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
+    start: Start, tmp_path: Path
+) -> None:
+    for program in two_tasks(start, EARLY, tmp_path / "runs"):
+        assert program.process.returncode != 0
+        assert "the processes' loops are not of the same length: 1 of 2 left" in program.stderr
+
+
+def test_sessions_of_one_process_let_go_of_their_runs_and_lose_no_step(
+    start: Start, tmp_path: Path
+) -> None:
+    program = start(RECIPES / "one_process_many_sessions.py", tmp_path / "runs")
+    assert program.end() == 0, program.stderr
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+
+
+def test_how_a_joined_run_goes_on_is_not_said_to_be_a_command(
+    again: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    way = "start its script again with instep.join(..., name='again', resume=True)"
+    assert main(["resume", str(again)]) == 2
+    refused = capsys.readouterr().err
+    assert "which instep resume cannot start. To go on: " + way in refused
+    events = (again / "events.jsonl").read_text().replace('"completed"', '"failed"')
+    (again / "events.jsonl").write_text(events)
+    assert main(["report", str(again)]) == 0
+    told = capsys.readouterr().out
+    assert way in told
+    assert "instep resume" not in told
+    word = Failed(kind="error", cause="x", where="", line="", step=3, phase="", exit_code=5)
+    assert str(failure(Blame(0, word), again)).splitlines()[-1] == f"  to go on: {way}"
+    job = msgspec.structs.replace(RunFolder(again).spec, stop=StopSpec(time_limit=0.001))
+    with pytest.raises(SpecError) as used_up:
+        prepare(again, job, recipe_sha256="")
+    assert str(used_up.value).endswith(f"To train longer: {way} and stop.time_limit=0.002")

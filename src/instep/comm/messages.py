@@ -47,6 +47,17 @@ class Welcome(Message, frozen=True):
     """Folder of the checkpoint that the run goes on from; empty at a beginning."""
     recovers: bool = False
     """Whether a worker that is lost is replaced, and the others go on with it."""
+    complete: bool = False
+    """Whether the run is over: there is nothing to do in it."""
+
+
+class Refused(Message, frozen=True):
+    """Instead of a welcome: the run cannot begin, or go on."""
+
+    kind: str
+    """Name of the error class, as in `Failed`."""
+    text: str
+    exit_code: int
 
 
 # ---- master and host: processes
@@ -193,6 +204,7 @@ class Release(Message, frozen=True):
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
+    | Refused
     | StartWorker
     | Exited
     | KillAll

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.audit import Audit, audit
+from instep.report.words import command
 from instep.spec_file import build, read_table
 
 Event = dict[str, Any]
@@ -120,6 +121,19 @@ class RunFolder:
             elif event["event"] == "stop_requested":
                 asked.append(event)
         return asked
+
+    @property
+    def joined(self) -> bool:
+        """Whether its processes were started by others, and called `instep.join`."""
+        return bool(self.last("run_started").get("started_by") == "join")
+
+    @property
+    def way_on(self) -> str:
+        """How to go on with it: a command, or what is to be started again."""
+        if self.joined:
+            name = self.path.resolve().name
+            return f"start its script again with instep.join(..., name={name!r}, resume=True)"
+        return command("resume", self.path)
 
     @property
     def outcome(self) -> str:

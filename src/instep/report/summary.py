@@ -144,7 +144,7 @@ def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
         lines.append(f"report  {page}")
     following = [command("report", folder.path)]
     if folder.outcome != "completed":
-        following.insert(0, command("resume", folder.path))
+        following.insert(0, folder.way_on)
     if model.exists():
         following.append(command("export", folder.path, "--to model.safetensors"))
     return lines + [f"{'' if n else 'next':8}{text}" for n, text in enumerate(following)]

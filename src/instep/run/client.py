@@ -26,7 +26,6 @@ import psutil
 
 from instep import spec_file
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
-from instep.report.words import command
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
@@ -162,8 +161,15 @@ def resume_run(
     Raises:
         InstepError: it cannot go on, or a worker failed; the text says why.
     """
+    from instep.report.run_folder import RunFolder
     from instep.run.resume import changed, prepare
 
+    before = RunFolder(path)
+    if before.joined:
+        raise SpecError(
+            f"{before.path} is of processes that called instep.join, which instep resume cannot "
+            f"start. To go on: {before.way_on}"
+        )
     job = changed(path, overrides, changes)
     check_job(job, resumed=True)
     folder = path.resolve()
@@ -316,6 +322,7 @@ def about(job: JobSpec) -> dict[str, Any]:
             "memory_bytes": psutil.virtual_memory().total,
         },
         "recipe_sha256": recipe_sha256(job),
+        "started_by": "instep",
         "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
     }
 
@@ -368,7 +375,9 @@ def failure(blame: Blame, folder: Path) -> InstepError:
     if (folder / "logs" / log).exists():  # under torchrun, others keep the output
         lines.append(f"  everything else: {folder / 'logs' / log}")
     if any((folder / "checkpoints").glob("step-*")):
-        lines.append(f"  to go on: {command('resume', folder)}")
+        from instep.report.run_folder import RunFolder
+
+        lines.append(f"  to go on: {RunFolder(folder).way_on}")
     error = WorkerError("\n".join(lines))
     error.exit_code = word.exit_code
     return error

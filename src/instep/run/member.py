@@ -31,12 +31,14 @@ from instep.comm.messages import (
     Formed,
     Hello,
     Records,
+    Refused,
     Release,
     Stop,
     Verdict,
     Welcome,
 )
 from instep.comm.metered import tcp_traffic
+from instep.errors import InstepError, WorkerError
 from instep.events import STEPS
 from instep.run.launch.base import Seat
 
@@ -54,6 +56,10 @@ class Member:
         seat: where the master is.
         number: this worker's, for as long as it lives.
         phases: seconds that parts of the start took, so far.
+
+    Raises:
+        PeerError: no master answers there.
+        InstepError: the run cannot begin or go on, as process 0 found out.
     """
 
     def __init__(self, seat: Seat, number: int, phases: Mapping[str, float] | None = None) -> None:
@@ -61,13 +67,16 @@ class Member:
         self.master_host = seat.address.host
         self._channel = Channel.connect(seat.address)
         self._channel.send(Hello(token=seat.token, role="worker", number=number, pid=os.getpid()))
-        welcome = self._channel.wait_for(Welcome)
+        welcome = self._channel.wait_for_either(Welcome, Refused)
+        if isinstance(welcome, Refused):
+            self._channel.close()
+            raise _as_error(welcome)
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
         self.started = welcome.started
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
-        self.recovers = welcome.recovers
+        self.recovers, self.complete = welcome.recovers, welcome.complete
         self.form: Form | None = None
         self._next: Form | None = None
         self._stop: Stop | None = None
@@ -190,3 +199,11 @@ class Member:
     def close(self) -> None:
         """Hang up."""
         self._channel.close()
+
+
+def _as_error(refused: Refused) -> InstepError:
+    """The error that process 0 ended with."""
+    kinds = {kind.__name__: kind for kind in InstepError.__subclasses__()}
+    error = kinds.get(refused.kind, WorkerError)(refused.text)
+    error.exit_code = refused.exit_code
+    return error

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.data.loader import Loader
-from instep.data.order import Position, key, steps_in_epoch
+from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import SpecError
 from instep.run.decide import TOLD
 from instep.run.member import Member
@@ -46,7 +46,8 @@ class OwnLoop:
     ) -> None:
         self._member, self.optimizer = member, optimizer
         self._loader, self.samples, self.job = loader, samples, member.job
-        self.step, self.doing = 0, "your loop"
+        self.step, self.doing = 0, "preparing"
+        self._replica: Replica | None = None
         self._rule: str | None = None  # why training stopped before the loop's own end
         self._in_pass = self._again = False
         if self.job.train.precision != "float32":
@@ -71,20 +72,31 @@ class OwnLoop:
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
+        self._model, self._parameters = model, parameters
+
+    def join(self) -> None:
+        """Form the group with the other workers, and get ready for the first batch.
+
+        Raises:
+            InstepError: the workers cannot train together.
+        """
+        member, model, parameters = self._member, self._model, self._parameters
         before = taken_up(member.checkpoint, model, self._update)
         self.step = before.step
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
-        check_lengths(comm, device, train=samples)
+        check_lengths(comm, device, train=self.samples)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
         strategy.load_state(before.strategy)
-        self.replica = Replica(member, model, parameters, strategy, comm)
+        self._replica = Replica(member, model, parameters, strategy, comm)
         self._saver = Saver(member, model, self._update) if comm.rank == 0 else None
         self._stopping = Stopping(member, comm, device)
         exact = self.job.train.determinism == "bits"
         self._merge = self.job.train.merge != "never" and not exact
         self._where = Position(0, 0, 0)
+        if self.step:  # nothing may follow it but the end
+            self._where = position(self.step, self.samples, self.job.train.global_batch)
         self._losses: dict[int, float] = {}  # of each pass of the step, weighted
         self._pending: list[Pass] = []
         self._share = Share([], 0, 0)
@@ -94,20 +106,33 @@ class OwnLoop:
             device=str(device),
             threads=torch.get_num_threads(),
             parameters=sum(p.numel() for p in parameters),
-            samples=samples,
+            samples=self.samples,
             validation_samples=0,
             last_step=None,
-            loader=f"{loader.mode}: {loader.why}",
+            loader=f"{self._loader.mode}: {self._loader.why}",
             phases=member.phases,
         )
+        self.doing = "your loop"
+
+    @property
+    def replica(self) -> Replica:
+        """This worker's copy of the model; there once the group has formed."""
+        assert self._replica is not None, "join() comes first"
+        return self._replica
 
     @property
     def in_flight(self) -> int:
-        """The step that is being computed."""
-        return self.step + 1
+        """The step that is being computed; 0 before there is a group."""
+        return self.step + 1 if self._replica is not None else 0
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of the next epoch, or of what is left of this one."""
+        """The batches of the next epoch, or of what is left of this one.
+
+        Raises:
+            SpecError: the loop was left in the middle of a step, and comes back.
+        """
+        if self._begun and not self.stopped:
+            raise self._left("its other batches are still to come")
         per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
         last = (self.step // per_epoch + 1) * per_epoch
         loads = self._loader.load(
@@ -220,18 +245,54 @@ class OwnLoop:
         if self._saver is not None and not self._stopping.spoilt:
             self._saver.after_step(self.step, self._where, self.replica, last=last)
 
+    @property
+    def _begun(self) -> bool:
+        """Whether some of the present step's passes have been computed, and some have not."""
+        some_done = 0 < len(self._pending) < len(self._share.passes)
+        return some_done or bool(self._losses and self._pending)
+
+    def _left(self, why: str) -> SpecError:
+        return SpecError(
+            f"the loop was left in the middle of step {self.in_flight}: {why}. Go on to the end of "
+            "the loader, use train.stop_after_steps, or leave when session.step is your last step."
+        )
+
+    def _check_whole(self) -> None:
+        """Refuse to lose a step whose computation has begun, unless all were told to stop."""
+        if self.stopped:
+            return
+        if self._again:
+            raise self._left(
+                "its gradients did not fit the lattice of determinism = 'bits' and were to be "
+                "computed once more"
+            )
+        if self._begun:
+            raise self._left("its other batches were still to come")
+
     def finish(self) -> None:
-        """Save, and leave together with the others."""
-        # a rule may have fired at the very last step
-        agreed = self.replica.agree({}, stop=self._stopping.verdict(), leaving=True)
-        if agreed is not None and agreed.stop and not self.stopped:
+        """Save, and leave together with the others.
+
+        Raises:
+            SpecError: the loop was left in the middle of a step, or others go on.
+        """
+        self._check_whole()
+        agreed = None
+        while agreed is None:  # others may have had a step, whose gradients did not fit
+            # a rule may have fired at the very last step
+            agreed = self.replica.agree({}, stop=self._stopping.verdict(), leaving=True)
+        if agreed.stop and not self.stopped:
             self._rule = TOLD
         self._save(last=True)
         if self._saver is not None:
             self._saver.finish(self.step)
         self._member.done(self.step, self._rule or "own loop")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of loader and group; a second call does nothing."""
         self._loader.close()
-        self.replica.close()
+        if self._replica is not None:
+            self._replica.close()
 
 
 class OwnLoader:

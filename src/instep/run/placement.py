@@ -20,11 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.comm.channel import Address
-from instep.errors import SpecError
+from instep.errors import RunError, SpecError
 from instep.run.launch.base import Seat
+from instep.units import readable_seconds
 
 SAY_AFTER_S = 10.0
 """A wait longer than this is said aloud."""
+
+PATIENCE_S = 1800.0
+"""How long process 0 may take to invite: where a run goes on, it reads all of a checkpoint."""
 
 
 class Placement(NamedTuple):
@@ -103,20 +107,28 @@ def _local_size(environment: Mapping[str, str], name: str, who: str, size: int) 
     return _number(environment, name, who, size)
 
 
-def host_address(place: Placement, network: str) -> str:
-    """The address that process 0 listens on.
+def check_network(place: Placement, network: str) -> None:
+    """Refuse hosts between which anybody may listen; every process finds the same.
 
     Raises:
         SpecError: the processes are on several hosts, and the network between
             them has not been declared private.
     """
-    if place.one_host:
-        return "127.0.0.1"
-    if network != "private":
+    if not place.one_host and network != "private":
         raise SpecError(
             f"the {place.size} processes are on several hosts, and traffic between them is not "
             "encrypted. If only trusted machines reach that network, say network='private'."
         )
+
+
+def host_address(place: Placement) -> str:
+    """The address that process 0 listens on.
+
+    Raises:
+        SpecError: there are several hosts, and this one's name does not lead to it.
+    """
+    if place.one_host:
+        return "127.0.0.1"
     address = socket.gethostbyname(socket.gethostname())
     if address.startswith("127."):
         raise SpecError(
@@ -148,8 +160,17 @@ def invite(file: Path, seat: Seat) -> None:
     beside.replace(file)
 
 
-def find(file: Path, stale: str | None = None) -> Seat:
-    """The others: wait for the seat. `stale` is a token that was found not to be taken."""
+def find(file: Path, stale: str | None = None, *, patience_s: float = PATIENCE_S) -> Seat:
+    """The others: wait for the seat.
+
+    Args:
+        file: where they meet.
+        stale: a token that was found not to be taken.
+        patience_s: seconds to wait at most.
+
+    Raises:
+        RunError: process 0 wrote nothing in that time.
+    """
     began, said = time.monotonic(), False
     while True:
         try:
@@ -165,4 +186,9 @@ def find(file: Path, stale: str | None = None) -> Seat:
                 file=sys.stderr,
             )
             said = True
+        if time.monotonic() - began > patience_s:
+            raise RunError(
+                f"process 0 has not written {file} in {readable_seconds(patience_s)}. Look at what "
+                "it printed last, and whether the folder of runs is shared between the hosts."
+            )
         time.sleep(0.02)

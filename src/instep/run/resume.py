@@ -112,7 +112,7 @@ def _shown(value: Any) -> str:
     return "not set" if plain is None else repr(plain)
 
 
-def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str) -> Origin:
+def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool = False) -> Origin:
     """Choose where the run goes on, and take back what was committed after that.
 
     The caller holds the folder. From here on the folder is that of `job`.
@@ -121,6 +121,8 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str) -> Origin:
         folder: of the run.
         job: as it will go on.
         recipe_sha256: of the recipe's file as it is now.
+        at_its_end: take up a run that has all its steps too: to end it, or because
+            its length is not the job's business.
 
     Raises:
         RunError: what was committed can no longer be told, or the folder cannot be written.
@@ -130,7 +132,12 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str) -> Origin:
     run = RunFolder(folder)
     _check_time(run, job)
     before = run.last("run_started").get("recipe_sha256")
-    origin = go_back(folder, job, check=lambda step: _check_unfinished(run, job, step))
+
+    def check(step: int) -> None:
+        if not at_its_end:
+            _check_unfinished(run, job, step)
+
+    origin = go_back(folder, job, check=check)
     warnings = list(origin.warnings)
     if before and before != recipe_sha256:
         warnings.append(
@@ -190,10 +197,11 @@ def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
 def _check_time(run: RunFolder, job: JobSpec) -> None:
     limit_s = job.stop.time_limit_s
     if limit_s is not None and run.seconds >= limit_s:
+        more = f"stop.time_limit={2 * limit_s:g}"
+        way = f"{run.way_on} and {more}" if run.joined else f"{run.way_on} --set {more}"
         raise SpecError(
             f"{run.path} has taken {readable_seconds(run.seconds)}, and stop.time_limit is "
-            f"{readable_seconds(limit_s)}. To train longer: "
-            f"instep resume {run.path} --set stop.time_limit={2 * limit_s:g}"
+            f"{readable_seconds(limit_s)}. To train longer: {way}"
         )
 
 

@@ -1,19 +1,17 @@
 """Training inside processes that somebody else started: torchrun, Slurm, MPI, or just Python.
 
 `instep.join()` makes this process a worker of a run. Process 0 also runs the
-master, in a thread. With a recipe, `Session.steps()` trains it; without one,
-`Session.prepare()` hands back an ordinary model, optimizer and loader for
-the user's own loop.
+master, in a thread (`hosting.py`). With a recipe, `Session.steps()` trains it;
+without one, `Session.prepare()` hands back an ordinary model, optimizer and
+loader for the user's own loop. Either goes on with an earlier run where
+`join(resume=True)` found one; one that is complete is left as it is.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,19 +23,16 @@ from torch.optim import Optimizer
 from instep import spec_file
 from instep.data.choose import cores
 from instep.data.loader import Loader
-from instep.errors import InstepError, PeerError, RunError, SpecError, WorkerError
+from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, check_job, failure, finish, recipe_sha256
-from instep.run.folder import BEGINNING, held, make_run_folder
+from instep.run.client import check_job
+from instep.run.hosting import Host, meet
 from instep.run.kernels import set_kernels
-from instep.run.launch.base import Switchboard
-from instep.run.master import Master, Outcome
 from instep.run.member import Member
 from instep.run.own_loop import OwnLoader, OwnLoop, OwnOptimizer
 from instep.run.quick_start import spare_dynamo
 from instep.run.recipe import Recipe, call, seed_everything
-from instep.run.resume import check_changes, prepare
 from instep.run.training import Step, Training, check_device, choose_device
 from instep.spec import JobSpec
 
@@ -73,19 +68,25 @@ def join(
         quiet: print no progress.
         network: `private` where the hosts' network is reached by trusted machines only.
         resume: go on with the run of this name from its newest checkpoint, if there is
-            one; how many processes there are may have changed.
+            one; how many processes there are may have changed. With a recipe, a run
+            that is complete is no mistake: `steps()` yields nothing.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
-        InstepError: the job is wrong, or the processes cannot train together.
+        InstepError: the job is wrong, the run cannot go on, or the processes cannot
+            train together. What only process 0 can find, the others raise as well.
     """
     spare_dynamo()
     place = placement.placement()
     job = _job(recipe, name, arguments, seed, network, sections, place.size)
     check_job(job, resumed=resume)
-    host = _Host(place, job, Path(runs), quiet, resume) if place.rank == 0 else None
-    meeting = placement.meeting_file(Path(runs), place)
-    member = host.member() if host else _meet(meeting, place.rank)
+    placement.check_network(place, job.network)
+    host = None
+    if place.rank == 0:
+        host = Host(place, job, Path(runs), quiet=quiet, resume=resume, own_loop=recipe is None)
+        member = host.member()
+    else:
+        member = meet(placement.meeting_file(Path(runs), place), place.rank)
     session = Session(member, place, host)
     try:
         session.begin(recipe)
@@ -118,94 +119,6 @@ def _job(
     return spec_file.absolute(spec_file.build(table, source="instep.join"), Path.cwd())
 
 
-def _meet(meeting: Path, rank: int) -> Member:
-    """Join the master that process 0 runs; a left-over invitation is waited out."""
-    stale: str | None = None
-    while True:
-        seat = placement.find(meeting, stale)
-        try:
-            return Member(seat, rank)
-        except PeerError:
-            stale = seat.token
-
-
-class _Host:
-    """Process 0's other half: the master, in a thread, and the run folder."""
-
-    def __init__(
-        self, place: placement.Placement, job: JobSpec, runs: Path, quiet: bool, resume: bool
-    ) -> None:
-        address = placement.host_address(place, job.network)
-        self._hold = ExitStack()
-        origin = BEGINNING
-        if resume and (runs / job.name / "job.toml").is_file():
-            self.folder = (runs / job.name).resolve()
-            self._hold.enter_context(held(self.folder))
-            check_changes(RunFolder(self.folder).spec, job)
-            origin = prepare(self.folder, job, recipe_sha256=recipe_sha256(job))
-        else:
-            self.folder = make_run_folder(runs, job, named=False)
-            self._hold.enter_context(held(self.folder))
-        self._switchboard = Switchboard(address)
-        self._meeting = placement.meeting_file(runs, place)
-        views = [] if quiet else [_lines(job, self.folder)]
-        self._master = Master(
-            job,
-            self.folder,
-            self._switchboard,
-            views=views,
-            launcher=None,
-            started=time.time(),
-            about=about(job),
-            origin=origin,
-        )
-        self._outcome: Outcome | None = None
-        self._broke: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="instep master", daemon=True)
-        self._thread.start()
-        if place.size > 1:
-            placement.invite(self._meeting, self._switchboard.seat)
-
-    def _serve(self) -> None:
-        try:
-            self._outcome = self._master.serve()
-        except BaseException as error:
-            self._broke = error
-        finally:
-            self._switchboard.close()  # whoever still waits for the master learns that it is gone
-
-    def member(self) -> Member:
-        """Process 0 is worker 0 of its own master."""
-        return Member(self._switchboard.seat, 0)
-
-    def uninvite(self) -> None:
-        """All have come; the meeting file has done its work."""
-        self._meeting.unlink(missing_ok=True)
-
-    def end(self) -> dict[str, Any]:
-        """Wait for the run's end and write its report.
-
-        Raises:
-            InstepError: a worker failed.
-        """
-        self._thread.join()
-        self.uninvite()
-        if self._broke is not None:
-            raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-        summary = finish(self.folder)
-        self._hold.close()
-        assert self._outcome is not None
-        if self._outcome.blame is not None:
-            raise failure(self._outcome.blame, self.folder)
-        return summary
-
-
-def _lines(job: JobSpec, folder: Path) -> Any:
-    from instep.report.live import make_view
-
-    return make_view(job, folder, json=True)  # several processes may share this terminal
-
-
 class Session:
     """This process's part in a run; use it as a context, or call `close` at the end."""
 
@@ -213,7 +126,7 @@ class Session:
         self,
         member: Member,
         place: placement.Placement,
-        host: _Host | None,
+        host: Host | None,
     ) -> None:
         self._member, self._host, self._place = member, host, place
         self._recipe: Recipe | None = None
@@ -222,27 +135,33 @@ class Session:
         self.run = member.run
         self.device = torch.device("cpu")
         self.summary: dict[str, Any] | None = None
-        """Of the finished run, on process 0."""
+        """Of the finished run, on process 0; what it was, where it was complete before."""
         self._training: Training | None = None
         self._loop: OwnLoop | None = None
         self._closed = False
 
     def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
-        """Seed everything, take a device, and make the recipe; `join` calls it."""
+        """Seed everything, take a device, make the recipe if it is needed; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
         set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
-        self._recipe = (
-            call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
-        )
+        if not self._member.complete:
+            made = call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
+            self._recipe = made
 
     def steps(self) -> Iterator[Step]:
         """Train the recipe; yields every committed step, and closes the session after the last.
 
+        Where the run goes on, the first is the one after its checkpoint; where it is
+        complete, there is none.
+
         Raises:
             InstepError: the recipe cannot be trained, or a worker failed.
         """
+        if self._member.complete:
+            self._end()
+            return
         if self._recipe is None:
             raise SpecError("steps() trains a recipe; give one: instep.join(recipe).")
         try:
@@ -277,7 +196,11 @@ class Session:
         iteration is one micro-batch, and the optimizer moves at the last one
         of a step; layers that see their batch (BatchNorm, dropout) then give
         the same at any number of workers. Clip with `train={"clip_norm": 1.0}`:
-        gradients are agreed on inside `optimizer.step()`, not before it.
+        gradients are agreed on inside `optimizer.step()`, not before it. With
+        `"bits"` the batches of a step may come a second time.
+
+        Where the run goes on, model, optimizer and scheduler take up the state of its
+        checkpoint, the loader begins within the epoch, and `step` says where.
 
         Args:
             model: the same in every process; moved to `self.device`.
@@ -292,6 +215,7 @@ class Session:
         """
         if self._loop is not None or self._training is not None:
             raise SpecError("prepare() was called before: a session trains one model.")
+        loader = None
         try:
             check_device(self.job, self.device)
             loader = Loader(
@@ -305,7 +229,10 @@ class Session:
             self._loop = OwnLoop(
                 self._member, model.to(self.device), optimizer, scheduler, loader, len(dataset)
             )
+            self._loop.join()
         except BaseException as error:
+            if loader is not None:
+                loader.close()
             self.fail(error)
             raise
         self._formed()
@@ -315,6 +242,8 @@ class Session:
     @property
     def step(self) -> int:
         """The last committed step; above 0 at the start where a run goes on."""
+        if self._member.complete:
+            return RunFolder(self.run).last_step
         at = self._training or self._loop
         return at.step if at else 0
 
@@ -353,8 +282,16 @@ class Session:
             self._host.uninvite()
 
     def close(self) -> None:
-        """Save the model, end the run with the others, and write the report; once is enough."""
+        """Save the model, end the run with the others, and write the report; once is enough.
+
+        Raises:
+            SpecError: your own loop was left in the middle of a step, or not by all.
+            InstepError: the model cannot be saved, or a worker failed.
+        """
         if self._closed:
+            return
+        if self._member.complete:
+            self._end()
             return
         if self._loop is not None:
             try:
@@ -388,12 +325,15 @@ class Session:
         except PeerError:
             pass
         self._member.close()
-        if self._host is not None:
-            try:
+        try:
+            if self._host is not None:
                 self._host.end()
-            except InstepError as cause:
-                if isinstance(error, PeerError):
-                    raise cause from error  # what broke the collective, and not its echo
+        except InstepError as cause:
+            if isinstance(error, PeerError):
+                raise cause from error  # what broke the collective, and not its echo
+        finally:
+            if at is not None:
+                at.close()  # last: it waits for what is under way between the workers
 
     def __enter__(self) -> Session:
         return self

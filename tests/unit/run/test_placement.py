@@ -6,10 +6,11 @@ import threading
 import pytest
 
 from instep.comm.channel import Address
-from instep.errors import SpecError
+from instep.errors import RunError, SpecError
 from instep.run.launch.base import Seat
 from instep.run.placement import (
     address_towards,
+    check_network,
     find,
     host_address,
     invite,
@@ -83,9 +84,11 @@ def test_a_key_is_fit_for_a_file_name(tmp_path):
 
 
 def test_one_host_listens_on_loopback_and_several_need_a_private_network():
-    assert host_address(placement({}), "loopback") == "127.0.0.1"
+    check_network(placement({}), "loopback")
+    check_network(placement(TORCHRUN), "private")
+    assert host_address(placement({})) == "127.0.0.1"
     with pytest.raises(SpecError, match="network='private'"):
-        host_address(placement(TORCHRUN), "loopback")
+        check_network(placement(TORCHRUN), "loopback")
 
 
 def test_loopback_is_reached_from_loopback():
@@ -122,3 +125,8 @@ def test_who_comes_first_waits_for_the_invitation(tmp_path):
     invite(tmp_path / "meeting", SEAT)
     waiting.join()
     assert found == [SEAT]
+
+
+def test_an_invitation_that_does_not_come_is_not_waited_for_without_end(tmp_path):
+    with pytest.raises(RunError, match=r"process 0 has not written .*meeting in 10 ms"):
+        find(tmp_path / "meeting", patience_s=0.01)
