@@ -279,8 +279,11 @@ def _events(path: Path) -> list[Event]:
 
 
 _NUMBERS = frozenset(
-    "time step resumed_step last_step epoch worker generation samples validation_samples "
-    "sent_bytes received_bytes size_bytes seconds held_s".split()
+    [
+        *("time", "step", "resumed_step", "last_step", "epoch", "worker", "generation"),
+        *("samples", "validation_samples", "sent_bytes", "received_bytes", "size_bytes"),
+        *("seconds", "held_s"),
+    ]
 )
 """Fields that every report counts with; None is for what is not known."""
 
