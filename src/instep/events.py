@@ -16,12 +16,15 @@ write into one file; records of one step need not be neighbours.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
+_CHUNK_BYTES = 1 << 16
 
 LEDGER = np.dtype(
     [
@@ -84,10 +87,12 @@ class EventLog:
     """Appends events to a file as they happen; a line is whole or absent.
 
     Args:
-        path: the file; created with its first line, appended to if it exists.
+        path: the file; created with its first line, appended to if it exists. A last
+            line that a crash cut short is taken away first.
     """
 
     def __init__(self, path: Path) -> None:
+        cut_torn_line(path)
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def emit(self, name: str, **fields: Any) -> dict[str, Any]:
@@ -101,6 +106,30 @@ class EventLog:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
+
+
+def cut_torn_line(path: Path) -> None:
+    """Have a text file end with its last whole line, if it is there; what follows would be lost."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - _CHUNK_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(begin + newline + 1)
+                return
+            end = begin
+        file.truncate(0)
+
+
+def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
+    """Have a binary file end with its last whole record, if it is there."""
+    size = path.stat().st_size if path.exists() else 0
+    if size % dtype.itemsize:
+        os.truncate(path, size - size % dtype.itemsize)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -78,6 +78,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
         """Epochs of a job that does not count steps."""
         return self.epochs or 10
 
+    def length(self, samples: int) -> int:
+        """Steps of a whole run on so many training samples."""
+        return self.steps or self.passes * -(-samples // self.global_batch)
+
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(

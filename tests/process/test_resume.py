@@ -160,6 +160,24 @@ def test_a_finished_run_is_complete_and_can_be_trained_longer(
     assert shas[0] == shas[1]
 
 
+def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(undisturbed, tmp_path / "whole"))
+    (run / "model.safetensors").unlink()
+    log = run / "events.jsonl"
+    until = log.read_text().index('"event": "model_saved"')
+    log.write_text(log.read_text()[:until])  # with half a line, as a kill may leave it
+    with (run / "steps.bin").open("ab") as steps:
+        steps.write(b"torn")
+    done = instep.resume(run, workers=1, quiet=True)
+    assert done.summary["steps"] == 42
+    check_same(run, undisturbed)
+    assert (run / "model.safetensors").is_file()
+    with pytest.raises(SpecError, match="is complete"):
+        instep.resume(run, quiet=True)
+
+
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     run: Path, undisturbed: Path
 ) -> None:
@@ -195,7 +213,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_not_begun_again(run: Path
 
 def test_a_ledger_that_was_cut_is_not_taken_for_the_truth(run: Path) -> None:
     (run / "ledger.bin").write_bytes(b"")
-    with pytest.raises(RunError, match="can no longer be told"):
+    with pytest.raises(CheckpointError, match="can no longer be told"):
         instep.resume(run, quiet=True)
 
 

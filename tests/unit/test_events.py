@@ -5,7 +5,15 @@ import threading
 import numpy as np
 import pytest
 
-from instep.events import EVENTS, LEDGER, STEPS, EventLog, read_events, read_records
+from instep.events import (
+    EVENTS,
+    LEDGER,
+    STEPS,
+    EventLog,
+    cut_torn_record,
+    read_events,
+    read_records,
+)
 
 
 def test_events_are_read_back_in_order_with_their_time(tmp_path):
@@ -85,3 +93,29 @@ def test_records_are_little_endian_and_packed_so_that_numpy_alone_reads_them():
 
 def test_every_event_tells_its_fields():
     assert all(fields.strip() for fields in EVENTS.values())
+
+
+def test_a_log_goes_on_after_a_torn_line_as_if_it_had_never_been_begun(tmp_path):
+    file = tmp_path / "events.jsonl"
+    for before in ("", "{}\n", "{}\n" * 50_000):
+        for torn in ("{", "x" * 70_000, "x" * 200_000, ""):
+            file.write_text(before + torn)
+            log = EventLog(file)
+            log.emit("warning", text="after")
+            log.close()
+            *rest, last = read_events(file)
+            assert (len(rest), last["text"]) == (before.count("\n"), "after")
+
+
+def test_a_torn_record_is_cut_off_before_others_follow(tmp_path):
+    file = tmp_path / "steps.bin"
+    cut_torn_record(file, STEPS)
+    assert not file.exists()
+    records = np.zeros(2, STEPS)
+    records["step"] = [1, 2]
+    for torn in (0, 1, STEPS.itemsize - 1):
+        file.write_bytes(records.tobytes() + b"x" * torn)
+        cut_torn_record(file, STEPS)
+        with file.open("ab") as more:
+            more.write(records.tobytes())
+        assert read_records(file, STEPS)["step"].tolist() == [1, 2, 1, 2]

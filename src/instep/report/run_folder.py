@@ -9,6 +9,7 @@ what the ones before did beyond it was taken back, and is left out.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,19 +58,17 @@ class RunFolder:
             self.spec = build(self.job, source=str(job_file))
         except SpecError as error:
             raise RunError(f"{self.path} cannot be read as a run: {error}") from None
-        try:
-            self.events = list(read_events(self.path / "events.jsonl"))
-        except ValueError as error:
-            raise RunError(f"{self.path / 'events.jsonl'} is damaged: {error}.") from None
-        self.ledger = read_records(self.path / "ledger.bin", LEDGER)
-        steps = read_records(self.path / "steps.bin", STEPS)
-        resumed = [
-            (float(e["time"]), int(e["resumed_step"])) for e in self.events if "resumed_step" in e
-        ]
-        self.events = [event for event in self.events if not _taken_back(event, resumed)]
-        for time, step in resumed:
-            steps = steps[(steps["step"] <= step) | (steps["begin"] >= time)]
+        self.events = _events(self.path / "events.jsonl")
+        self.ledger = _records(self.path / "ledger.bin", LEDGER)
+        steps = _records(self.path / "steps.bin", STEPS)
+        # in which session a step was recorded is told by clocks alone, that of the worker and
+        # that of the master; where two hosts' differ, a step that was taken back may be left in
+        for event in self.events:
+            if event.get("resumed_step") is not None:
+                kept = steps["step"] <= event["resumed_step"]
+                steps = steps[kept | (steps["begin"] >= event["time"])]
         self.steps = _in_order(steps)
+        self.events = _of_one_course(self.events)
 
     def named(self, event: str) -> list[Event]:
         """Every event of one name, oldest first."""
@@ -280,14 +279,61 @@ def _in_order(steps: Records) -> Records:
     return ordered
 
 
+def _events(path: Path) -> list[Event]:
+    try:
+        events = list(read_events(path))
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}.") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from None
+    for number, event in enumerate(events, start=1):
+        if wrong := _wrong(event):
+            raise RunError(f"{path} is damaged: in line {number} {wrong}.")
+    return events
+
+
+_NUMBERS = frozenset(
+    [
+        *("time", "step", "resumed_step", "last_step", "epoch", "worker", "generation"),
+        *("samples", "validation_samples", "sent_bytes", "received_bytes", "size_bytes"),
+        *("seconds", "held_s"),
+    ]
+)
+"""Fields that every report counts with; None is for what is not known."""
+
+
+def _wrong(event: Any) -> str:
+    """What makes a line no event; empty if it is one."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return "stands no event"
+    if not isinstance(event.get("time"), int | float):
+        return "the event has no time"
+    for name in _NUMBERS & event.keys():
+        if not isinstance(event[name], int | float | None):
+            return f"{name} is {event[name]!r}, which is no number"
+    return ""
+
+
+def _records(path: Path, dtype: np.dtype[Any]) -> Records:
+    try:
+        return read_records(path, dtype)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from None
+
+
 _OF_A_STEP = ("epoch_finished", "validated", "checkpoint_saved", "model_saved")
 
 
-def _taken_back(event: Event, resumed: list[tuple[float, int]]) -> bool:
-    """Whether a session that began later went back to before the step of this event."""
-    return event["event"] in _OF_A_STEP and any(
-        event["time"] < time and event["step"] > step for time, step in resumed
-    )
+def _of_one_course(events: list[Event]) -> list[Event]:
+    """Without those of a step that was taken back further down, when the run went back."""
+    kept: list[Event] = []
+    reached = math.inf  # the lowest step that was gone back to after this event
+    for event in reversed(events):
+        if event["event"] not in _OF_A_STEP or (event.get("step") or 0) <= reached:
+            kept.append(event)
+        if event.get("resumed_step") is not None:
+            reached = min(reached, event["resumed_step"])
+    return kept[::-1]
 
 
 def _existing(path: Path) -> Path:

@@ -5,12 +5,14 @@ Imported before the processes are started, so it imports next to nothing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import os
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from instep import spec_file
 from instep.comm.messages import Figures
@@ -38,31 +40,72 @@ BEGINNING = Origin(0, None)
 """Of a run that has only just been submitted."""
 
 
+ID = "run.id"
+"""The file that tells a run from every other; whoever holds the run folder has it locked."""
+
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+
+
+def run_id(folder: Path) -> str:
+    """What tells this run from every other, by name or not; empty if nothing does."""
+    path = folder / ID
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Have a run folder for oneself, for as long as the context lasts or the process lives.
 
     Raises:
-        RunError: another process has it: the run is going on.
+        RunError: another process has it: the run is going on; or it cannot be written.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        file = (folder / ID).open("ab")  # some file systems lock only what may be written
+    except OSError as error:
+        raise RunError(
+            f"the run folder {folder} cannot be written: {error.strerror}. Get access to it."
+        ) from None
+    with file:
+        if not lock(file):
             raise RunError(
                 f"the run in {folder} is going on in another process. Wait for its end, "
                 "or stop it there with Ctrl-C."
-            ) from None
-        except OSError:
-            pass  # a file system without locks: nobody can be asked
-        yield
-    finally:
-        os.close(descriptor)
+            )
+        try:
+            yield
+        finally:
+            unlock(file)
+
+
+def lock(file: IO[Any]) -> bool:
+    """Take a file that is open for writing for oneself; never waits.
+
+    Returns:
+        False where another process has it. True where the file system knows no locks:
+        nobody can be asked.
+
+    Raises:
+        RunError: it cannot be locked for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise RunError(f"{file.name} cannot be locked: {error.strerror}.") from None
+    return True
+
+
+def unlock(file: IO[Any]) -> None:
+    """Let others have a file, though forks of this process may keep it open; twice does no harm."""
+    if not file.closed:
+        with suppress(OSError):  # it knows no locks; closing lets go of it as well
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
-    """A new folder for a run, with the job as run in it.
+    """A new folder for a run, with the job as run and an id of its own in it.
 
     Raises:
         RunError: it cannot be made, or the name that was asked for is taken.
@@ -82,6 +125,7 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
                 number += 1
                 folder = runs / f"{job.name}-{number}"
         (folder / "logs").mkdir()
+        (folder / ID).write_text(f"{secrets.token_hex(16)}\n", encoding="utf-8")
         (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")
     except OSError as error:
         raise RunError(

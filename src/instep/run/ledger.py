@@ -8,15 +8,15 @@ is killed next. Readers are `events.read_records` and the audit.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from instep.errors import RunError
+from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, read_records
+from instep.run.folder import lock, unlock
 
 
 class Ledger:
@@ -35,13 +35,9 @@ class Ledger:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._file):
             self._file.close()
-            raise RunError(f"another process writes {path}. End it first.") from None
-        except OSError:
-            pass  # a file system without locks: nobody can be asked
+            raise RunError(f"another process writes {path}. End it first.")
         self.size_bytes = self._file.tell()
         """Up to where the committed steps stand."""
 
@@ -66,6 +62,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        unlock(self._file)
         self._file.close()
 
     def _unwritable(self, error: OSError) -> RunError:
@@ -98,17 +95,28 @@ def mend(path: Path, step: int, shares: Sequence[tuple[int, ...]]) -> None:
         ledger.close()
 
 
+def check_reaches(path: Path, size_bytes: int) -> None:
+    """Refuse a file that does not reach to where it was when a checkpoint was saved.
+
+    Raises:
+        CheckpointError: steps before the checkpoint are missing.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if size < size_bytes:
+        raise CheckpointError(
+            f"{path} has {size} bytes, but the checkpoint was saved with {size_bytes}: the file "
+            "was cut or replaced, and what was trained on can no longer be told."
+        )
+
+
 def cut_back(path: Path, size_bytes: int) -> None:
     """Take back what was written after a checkpoint: the file ends at `size_bytes` again.
 
     Raises:
-        RunError: the file is shorter than that, so steps before the checkpoint are missing.
+        RunError: it cannot be written.
     """
-    size = path.stat().st_size if path.exists() else 0
-    if size < size_bytes:
-        raise RunError(
-            f"{path} has {size} bytes, but the checkpoint was saved with {size_bytes}: the file "
-            "was cut or replaced, and what was trained on can no longer be told."
-        )
-    if size > size_bytes:
-        os.truncate(path, size_bytes)
+    try:
+        if path.exists() and path.stat().st_size > size_bytes:
+            os.truncate(path, size_bytes)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}. Get access to it.") from None

@@ -20,7 +20,7 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.events import LEDGER, STEPS, EventLog, read_records
+from instep.events import LEDGER, STEPS, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.run import decide as mind
 from instep.run.folder import BEGINNING, Origin
@@ -91,6 +91,7 @@ class Master:
         self._ready: set[int] = set()
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
+        cut_torn_record(run / "steps.bin", STEPS)
         self._steps = (run / "steps.bin").open("ab", buffering=0)
         resumed = {"resumed_step": origin.step} if origin.generations else {}
         self._emit("run_started", {"job": as_table(job), **about, **resumed})

@@ -8,12 +8,13 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,12 +24,12 @@ import msgspec
 from instep import spec_file
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.report.run_folder import RunFolder
-from instep.run.folder import Origin
-from instep.run.ledger import cut_back
+from instep.run.folder import ID, Origin, lock, run_id, unlock
+from instep.run.ledger import check_reaches, cut_back
 from instep.run.stop_rules import recorded
 from instep.spec import JobSpec, as_table
-from instep.state.manifest import read_manifest
-from instep.state.sound import newest_sound
+from instep.state.manifest import Manifest, read_manifest
+from instep.state.sound import newest_sound, set_aside
 from instep.units import readable_seconds
 
 PATIENCE_S = 10.0
@@ -125,19 +126,15 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool 
             its length is not the job's business.
 
     Raises:
-        RunError: what was committed can no longer be told, or the folder cannot be written.
+        RunError: somebody still writes the ledger, or the folder cannot be written.
         CheckpointError: no checkpoint can be believed, although there are some.
-        SpecError: the run is complete already, or has used up its time.
+        SpecError: the run is complete already, has used up its time or is to stop at a
+            step that lies behind it; or the checkpoint is of another job.
     """
     run = RunFolder(folder)
     _check_time(run, job)
     before = run.last("run_started").get("recipe_sha256")
-
-    def check(step: int) -> None:
-        if not at_its_end:
-            _check_unfinished(run, job, step)
-
-    origin = go_back(folder, job, check=check)
+    origin = go_back(folder, job, check=_check_stop if at_its_end else _check_ahead)
     warnings = list(origin.warnings)
     if before and before != recipe_sha256:
         warnings.append(
@@ -148,50 +145,98 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool 
     return replace(origin, warnings=tuple(warnings))
 
 
-def go_back(folder: Path, job: JobSpec, check: Callable[[int], None] = lambda _: None) -> Origin:
-    """Go back to the newest sound checkpoint: the ledger ends with its step again.
+def go_back(
+    folder: Path, job: JobSpec, check: Callable[[RunFolder, JobSpec, int], None] = lambda *_: None
+) -> Origin:
+    """Go back to the newest checkpoint that can be believed: the ledger ends with its step again.
 
     Args:
         folder: of the run.
         job: as it goes on.
-        check: given the step before anything is changed; may raise.
+        check: given the run as it was left, the job and the step, before anything is
+            changed; may raise.
 
     Raises:
-        RunError: what was committed can no longer be told, or the folder cannot be written.
+        RunError: somebody still writes the ledger, or it cannot be written.
         CheckpointError: no checkpoint can be believed, although there are some.
+        SpecError: the checkpoint is of a job that cannot become this one.
     """
-    run = RunFolder(folder)
-    checkpoint, refused = newest_sound(folder / "checkpoints")
-    step = size_bytes = 0
-    if checkpoint is None and refused:
-        raise CheckpointError(
-            f"no checkpoint in {folder / 'checkpoints'} can be believed: {refused[0]} "
-            "Put it right from a copy, or remove the checkpoints to begin again."
-        )
-    if checkpoint is not None:
-        manifest = read_manifest(checkpoint)
-        step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
-    check(step)
-    warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused]
     with _nobody_writes(folder / "ledger.bin"):
+        run = RunFolder(folder)
+        checkpoint, refused = newest_sound(folder / "checkpoints", partial(_check_own, folder))
+        step = size_bytes = 0
+        if checkpoint is None and refused:
+            raise CheckpointError(
+                f"no checkpoint in {folder / 'checkpoints'} can be believed: {refused[0]} "
+                "Put it right from a copy, or remove the checkpoints to begin again."
+            )
+        if checkpoint is not None:
+            manifest = read_manifest(checkpoint)
+            step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
+            check_changes(_job_of(checkpoint, manifest), job)
+        check(run, job, step)
+        if checkpoint is not None:
+            set_aside(checkpoint)
         cut_back(folder / "ledger.bin", size_bytes)
+    warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused]
     watched = job.stop.by_step or job.stop.by_metric
     heard = tuple(recorded(run.steps, run.validations, step)) if watched else ()
     return Origin(step, checkpoint, len(run.generations), tuple(warnings), heard, run.seconds)
 
 
-def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
-    steps = job.train.steps
-    if steps is None:
-        batch = job.train.global_batch
-        steps = job.train.passes * -(-run.epoch_samples // batch) if run.epoch_samples else None
-    if steps is not None and 0 < steps <= step:
-        longer = "steps=" if job.train.steps else "epochs="
-        more = 2 * (job.train.steps or job.train.passes)
-        raise SpecError(
-            f"{run.path} is complete: it has {step} of {steps} steps. To train longer: "
-            f"instep resume {run.path} --set train.{longer}{more}"
+_KEPT = ("run", "job", "ledger_bytes", "epoch_so_far", "optimizer", "scaler")
+
+
+def _check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of another run, of an earlier instep, or beyond the ledger."""
+    if missing := [name for name in _KEPT if name not in manifest.facts]:
+        raise CheckpointError(
+            f"{checkpoint} was saved by instep {manifest.instep}, which did not keep all that this "
+            f"one goes on from ({', '.join(missing)}): go on with that one, or begin a new run."
         )
+    if manifest.facts["run"] != run_id(folder):
+        raise CheckpointError(
+            f"{checkpoint} is of another run: its id is not the one in {folder / ID}."
+        )
+    check_reaches(folder / "ledger.bin", int(manifest.facts["ledger_bytes"]))
+
+
+def _job_of(checkpoint: Path, manifest: Manifest) -> JobSpec:
+    return spec_file.build(tomllib.loads(manifest.facts["job"]), source=f"the job in {checkpoint}")
+
+
+def _check_ahead(run: RunFolder, job: JobSpec, step: int) -> None:
+    """Refuse to go on where no step would follow."""
+    _check_unfinished(run, job, step)
+    _check_stop(run, job, step)
+
+
+def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
+    stop = job.train.stop_after_steps
+    if 0 < stop <= step:
+        raise SpecError(
+            f"train.stop_after_steps = {stop}: {run.path} goes on from step {step}. "
+            "Name a later one, or leave it out."
+        )
+
+
+def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
+    train, samples = job.train, run.epoch_samples
+    steps = train.length(samples) if train.steps or samples else 0
+    if not 0 < steps <= step or not _has_its_model(run, step):
+        return
+    longer, per_unit = ("steps", 1) if train.steps else ("epochs", run.epoch_steps)
+    more = max(2 * (train.steps or train.passes), -(-2 * step // per_unit))
+    raise SpecError(
+        f"{run.path} is complete: it has {step} of {steps} steps. To train longer: "
+        f"instep resume {run.path} --set train.{longer}={more}"
+    )
+
+
+def _has_its_model(run: RunFolder, step: int) -> bool:
+    """Whether the model of the last step was saved; else the run goes on to do just that."""
+    saved = run.last("model_saved").get("step") == step
+    return saved and (run.path / "model.safetensors").is_file()
 
 
 def _check_time(run: RunFolder, job: JobSpec) -> None:
@@ -207,31 +252,33 @@ def _check_time(run: RunFolder, job: JobSpec) -> None:
 
 @contextmanager
 def _nobody_writes(ledger: Path) -> Iterator[None]:
-    """Wait for a worker that outlives its master by a moment."""
+    """Wait for a worker that outlives its master by a moment, and keep others away."""
     if not ledger.exists():
         yield
         return
     deadline = time.monotonic() + PATIENCE_S
-    with ledger.open("ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RunError(
-                        f"another process still writes {ledger}. End it, then resume."
-                    ) from None
-                time.sleep(0.05)
-            except OSError:
-                break
-        yield
+    try:
+        file = ledger.open("ab")
+    except OSError as error:
+        raise RunError(f"{ledger} cannot be written: {error.strerror}. Get access to it.") from None
+    with file:
+        while not lock(file):
+            if time.monotonic() > deadline:
+                raise RunError(f"another process still writes {ledger}. End it, then resume.")
+            time.sleep(0.05)
+        try:
+            yield
+        finally:
+            unlock(file)
 
 
 def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the host may leave an empty one
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from instep.data.order import Position
 from instep.errors import CheckpointError
 from instep.run.blame import sentence
+from instep.run.folder import run_id
 from instep.run.member import Member
 from instep.run.replica import Replica
 from instep.run.update import Update
@@ -24,7 +25,7 @@ from instep.spec_file import dump
 from instep.state.best import Best, facts_of
 from instep.state.load import load
 from instep.state.restore import restore
-from instep.state.save import CheckpointWriter, save_model
+from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import (
     Packer,
     Snapshot,
@@ -33,6 +34,9 @@ from instep.state.snapshot import (
     parameters_sha256,
     unpack_state,
 )
+
+RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
+"""What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""
 
 
 class TakenUp(NamedTuple):
@@ -134,12 +138,13 @@ class Saver:
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
         self._pack_optimizer = Packer()
-        self._job = dump(member.job)
+        self._job, self._id = dump(member.job), run_id(member.run)
         self._writer = CheckpointWriter(
             member.run / "checkpoints",
             keep_last=member.job.checkpoint.keep_last,
             keep_every=member.job.checkpoint.keep_every,
             best=best,
+            builds_on=[member.run / name for name in RESUMED_FROM],
         )
 
     def after_step(
@@ -166,6 +171,7 @@ class Saver:
         if due or self._writer.is_best(step, metrics):
             try:
                 since = time.perf_counter()
+                self._member.flush()  # else the records would lag behind the checkpoint
                 snapshot = self._snapshot(step, where, replica, epoch_so_far)
                 snapshot.facts.update(facts_of(metrics))
                 replica.clock.save += self._writer.save(snapshot, since=since)
@@ -184,22 +190,25 @@ class Saver:
             next_position=where.stop,
             ledger_bytes=replica.ledger_bytes,
             job=self._job,
+            run=self._id,
         )
         return snapshot
 
     def _tell(self) -> None:
-        try:
-            for saved in self._writer.poll():
+        for outcome in self._writer.poll():
+            if isinstance(outcome, Saved):
                 self._member.emit(
                     "checkpoint_saved",
-                    step=saved.step,
-                    path=str(saved.path),
-                    size_bytes=saved.size_bytes,
-                    held_s=saved.held_s,
-                    seconds=saved.seconds,
+                    step=outcome.step,
+                    path=str(outcome.path),
+                    size_bytes=outcome.size_bytes,
+                    held_s=outcome.held_s,
+                    seconds=outcome.seconds,
                 )
-        except CheckpointError as error:
-            self._member.emit("warning", text=str(error))
+            elif isinstance(outcome, CheckpointError):
+                self._member.emit("warning", text=str(outcome))
+            else:
+                raise outcome
 
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.

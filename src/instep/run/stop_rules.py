@@ -155,8 +155,8 @@ def recorded(
     """What a run's own files say that the rules heard, in the order in which they did.
 
     Args:
-        steps: [records] of `events.STEPS`, in any order; where a step was
-            computed twice, the later one counts.
+        steps: [records] of `events.STEPS`, in any order, of one course: each worker's
+            record of a step has the loss that all agreed on.
         validations: `validated` events, oldest first; those that an end out
             of turn caused do not count.
         until: the last step to go to, that of the checkpoint which is taken up.
@@ -164,11 +164,10 @@ def recorded(
     Returns:
         One for each step, and after it one for the validation that followed it, if one did.
     """
-    ordered = steps[np.lexsort((steps["begin"], steps["step"]))]
-    newest = np.append(ordered["step"][1:] != ordered["step"][:-1], True)[: len(ordered)]
+    _, one_each = np.unique(steps["step"], return_index=True)
     found = {v["step"]: v["metrics"] for v in validations if v.get("scheduled", True)}
     heard = []
-    for record in ordered[newest & (ordered["step"] <= until)]:
+    for record in steps[one_each][: np.searchsorted(steps["step"][one_each], until, "right")]:
         step, norm = int(record["step"]), float(record["gradient_norm"])
         known = None if math.isnan(norm) else norm
         heard.append(Figures(step=step, loss=float(record["loss"]), gradient_norm=known))

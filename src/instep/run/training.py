@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from instep.data.loader import Loader
-from instep.data.order import Position, key, position, steps_in_epoch
+from instep.data.order import Position, key, position
 from instep.errors import PeerError, SpecError
 from instep.run.decide import TOLD
 from instep.run.evaluate import evaluate
@@ -71,7 +71,7 @@ class Training:
         measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
         self._best = best_of(self.job.checkpoint, measured)
         self.samples = len(recipe.train)
-        self.last_step = length(self.job, self.samples)
+        self.last_step = self.job.train.length(self.samples)
         fresh = member.checkpoint is None  # else it has what the model is by now
         built = build(recipe, self.job.seed, device, self.last_step, self.job.start, load=fresh)
         self._built = built
@@ -450,13 +450,6 @@ class Training:
             self._validation.close()
         if self._replica is not None:
             self._replica.close()
-
-
-def length(job: JobSpec, samples: int) -> int:
-    """Steps of a whole run."""
-    if job.train.steps is not None:
-        return job.train.steps
-    return job.train.passes * steps_in_epoch(samples, job.train.global_batch)
 
 
 def choose_device(job: JobSpec, local_rank: int) -> torch.device:

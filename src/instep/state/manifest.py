@@ -33,6 +33,9 @@ SUFFIX = ".safetensors"
 REPLACED = ".old"
 """Ends the name of a checkpoint while a new one of the same step takes its place."""
 
+DELETING = ".deleting-"
+"""Begins the name of a checkpoint that counts no more; the next writer clears it away."""
+
 _FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)

@@ -20,7 +20,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +46,6 @@ from instep.state.snapshot import (
 )
 
 SAVING = ".saving-"
-DELETING = ".deleting-"
 _CHUNK_BYTES = 1 << 24
 _DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
 
@@ -72,21 +71,28 @@ class CheckpointWriter:
         keep_last: how many to keep; older ones go once a newer one is whole.
         keep_every: above 0, those of its multiples are kept for good.
         best: which did best in validation; they are kept as well.
+        builds_on: files without which a checkpoint is worth nothing, if they are there:
+            they are on the disk before it counts, even if the host crashes.
 
     Raises:
         CheckpointError: the folder cannot be made or cleared.
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int = 2, keep_every: int = 0, best: Best | None = None
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        best: Best | None = None,
+        builds_on: Sequence[Path] = (),
     ) -> None:
         self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
-        self._best = best
+        self._best, self._builds_on = best, tuple(builds_on)
         self._staged: dict[str, _Staged] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._outcomes: SimpleQueue[Saved | Exception] = SimpleQueue()
-        self._saved: list[Saved] = []
         self._held_s: dict[int, float] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +123,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: the snapshot holds what no checkpoint can. What
-                goes wrong while writing is raised by `poll`.
+                goes wrong while writing is told by `poll`.
         """
         begin = time.perf_counter() if since is None else since
         self._wait()
@@ -130,21 +136,22 @@ class CheckpointWriter:
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
 
-    def poll(self) -> list[Saved]:
-        """The checkpoints published since the last call, oldest first; never waits.
+    def poll(self) -> list[Saved | Exception]:
+        """How the saves since the last call went, in their order; never waits.
 
-        Raises:
-            CheckpointError: one could not be written. Training may go on: the
-                checkpoints before it are untouched, and the next save tries again.
+        Returns:
+            What was published, and for each that could not be written, or not in full,
+            a `CheckpointError`. Training may go on after one: the checkpoints before
+            are untouched, and the next save tries again. Any other error is a bug.
         """
+        outcomes: list[Saved | Exception] = []
         while not self._outcomes.empty():
             outcome = self._outcomes.get()
-            if isinstance(outcome, Exception):
-                raise outcome
-            # only this thread knows how long it was held: the other may be done before
-            self._saved.append(outcome._replace(held_s=self._held_s.pop(outcome.step, 0.0)))
-        saved, self._saved = self._saved, []
-        return saved
+            if isinstance(outcome, Saved):
+                # only this thread knows how long it was held: the other may be done before
+                outcome = outcome._replace(held_s=self._held_s.pop(outcome.step, 0.0))
+            outcomes.append(outcome)
+        return outcomes
 
     def finish(self) -> None:
         """Wait for what is being written; how that went is told by `poll`."""
@@ -154,9 +161,9 @@ class CheckpointWriter:
             self._worker = None
 
     def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _note_value(self, snapshot: Snapshot) -> None:
         """Remember how well this step did; what lies beyond it is no part of this course."""
@@ -184,6 +191,9 @@ class CheckpointWriter:
         beside = self._folder / (SAVING + final.name)
         try:
             size = self._write_files(beside, step, facts)
+            for file in filter(Path.exists, self._builds_on):
+                _sync_path(file)
+                _sync_path(file.parent)
             _publish(beside, final)
         except OSError as error:
             shutil.rmtree(beside, ignore_errors=True)
@@ -202,11 +212,12 @@ class CheckpointWriter:
         self._outcomes.put(Saved(step, final, size, 0.0, seconds))
         try:
             self._retain(step)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
+            why = page.reason(error) if isinstance(error, OSError) else str(error).rstrip(".")
             self._outcomes.put(
                 CheckpointError(
                     f"the checkpoint of step {step} is saved, but older ones could not be "
-                    f"deleted from {self._folder}: {page.reason(error)}."
+                    f"deleted from {self._folder}: {why}."
                 )
             )
 
@@ -244,7 +255,7 @@ class CheckpointWriter:
         with (beside / page.MANIFEST).open("wb") as file:
             file.write(text)
             _sync(file)
-        _sync_folder(beside)
+        _sync_path(beside)
         return len(text) + sum(entry.size_bytes for entry in files.values())
 
 
@@ -271,7 +282,7 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
         with beside.open("wb") as file:
             entry = staged.write(file)
         beside.rename(path)
-        _sync_folder(path.parent)
+        _sync_path(path.parent)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise CheckpointError(f"{path} was not saved: {page.reason(error)}.") from error
@@ -422,12 +433,12 @@ def _publish(beside: Path, final: Path) -> None:
             _delete(old)
         final.rename(old)
     beside.rename(final)
-    _sync_folder(final.parent)
+    _sync_path(final.parent)
 
 
 def _delete(checkpoint: Path) -> None:
     """Delete a folder so that no half of it ever carries the name of a checkpoint."""
-    doomed = checkpoint.with_name(DELETING + checkpoint.name)
+    doomed = checkpoint.with_name(page.DELETING + checkpoint.name)
     if doomed.exists():
         shutil.rmtree(doomed)
     checkpoint.rename(doomed)
@@ -436,7 +447,7 @@ def _delete(checkpoint: Path) -> None:
 
 def _clear_left_overs(folder: Path) -> None:
     for name in os.listdir(folder):
-        if name.startswith((SAVING, DELETING)):
+        if name.startswith((SAVING, page.DELETING)):
             path = folder / name
             if path.is_dir():
                 shutil.rmtree(path)
@@ -456,8 +467,9 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync_path(path: Path) -> None:
+    """Sync a file or a folder, whoever writes it."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -128,7 +128,7 @@ class Packer:
             part = before.get(key)
             if part is None or leaves is None or not part.is_of(leaves):
                 found: dict[str, Tensor] = {}
-                part = _Part(leaves or [], found, _pack(value, (key,), found))
+                part = _Part(leaves, found, _pack(value, (key,), found))
             if leaves is not None:
                 self._parts[key] = part
             if type(key) is not str or tensors.keys() & part.tensors.keys():
@@ -138,23 +138,38 @@ class Packer:
         return tensors, Skeleton({"dict": skeleton})
 
 
+class _Leaves(NamedTuple):
+    """Where each tensor of a dict of dicts of tensors stands, and the tensors, in order."""
+
+    places: list[Any]
+    tensors: list[Tensor]
+
+
 class _Part(NamedTuple):
-    leaves: list[Any]
+    leaves: _Leaves | None
     tensors: dict[str, Tensor]
     skeleton: Any
 
-    def is_of(self, leaves: list[Any]) -> bool:
-        return len(leaves) == len(self.leaves) and all(map(operator.is_, leaves, self.leaves))
+    def is_of(self, leaves: _Leaves) -> bool:
+        """Whether these are the very tensors at equal places; keys may be other objects."""
+        return (
+            self.leaves is not None
+            and len(leaves.tensors) == len(self.leaves.tensors)
+            and leaves.places == self.leaves.places
+            and all(map(operator.is_, leaves.tensors, self.leaves.tensors))
+        )
 
 
-def _leaves(value: Any) -> list[Any] | None:
-    """Keys and tensors of a dict of dicts of tensors, in order; None of anything else."""
+def _leaves(value: Any) -> _Leaves | None:
+    """Those of a dict of dicts of tensors; None of anything else."""
     if type(value) is not dict or set(map(type, value.values())) != {dict}:
         return None
     tensors = [*chain.from_iterable(map(dict.values, value.values()))]
     if set(map(type, tensors)) != {Tensor} or any(map(_REQUIRES_GRAD, tensors)):
         return None
-    return [*value, *map(len, value.values()), *chain.from_iterable(value.values()), *tensors]
+    keys = [*value, *chain.from_iterable(value.values())]
+    # the types as well, for 1 equals True
+    return _Leaves([*map(len, value.values()), *keys, *map(type, keys)], tensors)
 
 
 def unpack_state(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:

@@ -7,10 +7,19 @@ tensors: what the files mean is `load.py`'s. Way in: `newest_sound`.
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from instep.errors import CheckpointError
-from instep.state.manifest import Manifest, check_file, published, read_manifest
+from instep.state.manifest import (
+    DELETING,
+    Manifest,
+    check_file,
+    published,
+    read_manifest,
+    reason,
+)
 
 
 def check(checkpoint: Path) -> Manifest:
@@ -31,8 +40,15 @@ def check(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_sound(
+    folder: Path, believe: Callable[[Path, Manifest], None] = lambda *_: None
+) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` of which every byte is right.
+
+    Args:
+        folder: where the checkpoints of a run lie.
+        believe: given one that is whole, and its manifest; raises `CheckpointError`
+            if it is not to be used for another reason.
 
     Returns:
         Its folder, or None where there is none; and for each newer one that
@@ -44,9 +60,31 @@ def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
     refused = []
     for _, checkpoint in published(folder):
         try:
-            check(checkpoint)
+            believe(checkpoint, check(checkpoint))
         except CheckpointError as error:
             refused.append(str(error))
         else:
             return checkpoint, refused
     return None, refused
+
+
+def set_aside(chosen: Path) -> None:
+    """Rename every checkpoint that is newer than the chosen one: none of them is taken up later.
+
+    The next writer deletes them.
+
+    Raises:
+        CheckpointError: one cannot be renamed, or the folder not be listed.
+    """
+    for _, checkpoint in published(chosen.parent):
+        if checkpoint == chosen:
+            return
+        doomed = checkpoint.with_name(DELETING + checkpoint.name)
+        try:
+            if doomed.is_dir():
+                shutil.rmtree(doomed)
+            checkpoint.rename(doomed)
+        except OSError as error:
+            raise CheckpointError(
+                f"{checkpoint} is not to be used and cannot be renamed: {reason(error)}."
+            ) from error

@@ -122,3 +122,42 @@ def test_a_damaged_record_cannot_make_a_run_seem_longer_than_it_can_be(tmp_path)
     folder = RunFolder(path)
     assert folder.last_step == 20
     assert folder.audit.exact
+
+
+def test_what_was_taken_back_is_told_by_the_order_of_the_log_whatever_the_clocks_say(tmp_path):
+    path = make_run(tmp_path / "digits", steps=20, outcome="stopped")
+    events = list(read_events(path / "events.jsonl"))
+    saved = [
+        {"time": BEGIN_S + 900, "event": "checkpoint_saved", "step": n, "path": f"first {n}"}
+        for n in (18, 20)
+    ]
+    again = {**events[0], "time": BEGIN_S - 900, "resumed_step": 18}  # by another host's clock
+    later = [{**each, "time": BEGIN_S - 800, "path": "second"} for each in saved[1:]]
+    write_events(path, [*events, *saved, again, *later])
+    kept = [e["path"] for e in RunFolder(path).checkpoints if "path" in e and e["step"] >= 18]
+    assert kept == ["first 18", "second"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"time": 1.0, "event": "worker_ready", "samples": "x"}, "line 1 samples is 'x', which is"),
+        ({"time": "x", "event": "worker_ready"}, "line 1 the event has no time"),
+        ({"time": 1.0}, "line 1 stands no event"),
+        ([], "line 1 stands no event"),
+    ],
+)
+def test_an_event_that_is_none_is_named(tmp_path, line, words):
+    path = make_run(tmp_path / "digits")
+    write_events(path, [line])
+    with pytest.raises(RunError, match=rf"events\.jsonl is damaged: in {words}"):
+        RunFolder(path)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "ledger.bin", "steps.bin"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    path = make_run(tmp_path / "digits")
+    (path / name).unlink()
+    (path / name).mkdir()
+    with pytest.raises(RunError, match=f"{name} cannot be read: Is a directory"):
+        RunFolder(path)

@@ -257,9 +257,8 @@ def test_what_was_recorded_is_what_was_heard_in_the_same_order():
     steps = np.concatenate(
         [
             record(2, 0.75, 0.5, worker=1, begin=2.0),
-            record(1, 9.0, begin=1.0),
             record(3, 0.5, begin=3.0),
-            record(1, 1.5, begin=1.5),  # the step was computed again
+            record(1, 1.5, begin=1.5),
             record(2, 0.75, 0.5, worker=0, begin=2.0),
             record(4, 0.25, begin=4.0),
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -238,13 +240,68 @@ def test_a_failed_write_is_told_by_poll_and_the_next_save_tries_again(tmp_path):
         writer.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(CheckpointError, match=r"step 2 was not saved .*\(EFBIG\)") as caught:
-        writer.poll()
-    assert "\n" not in str(caught.value)
+    first, failed = writer.poll()
+    assert first.step == 1
+    assert isinstance(failed, CheckpointError)
+    assert re.fullmatch(r"the checkpoint of step 2 was not saved .*\(EFBIG\)\. .*", str(failed))
     assert names(tmp_path) == ["step-00000001"]
     writer.save(snapshot_of(3))
     writer.finish()
-    assert [s.step for s in writer.poll()] == [1, 3]
+    assert [s.step for s in writer.poll()] == [3]
+
+
+def test_a_folder_that_cannot_be_listed_for_once_stops_no_later_save(tmp_path, monkeypatch):
+    writer = CheckpointWriter(tmp_path, keep_last=1)
+    listed = os.listdir
+
+    def refuse(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    writer.save(snapshot_of(1))
+    writer.finish()
+    monkeypatch.setattr(os, "listdir", listed)
+    saved, warning = writer.poll()
+    assert saved.step == 1
+    assert re.fullmatch(
+        r".* step 1 is saved, but older .* cannot be listed: .*EIO\)\.", str(warning)
+    )
+    writer.save(snapshot_of(2))
+    writer.finish()
+    assert [s.step for s in writer.poll()] == [2]
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_bug_in_the_thread_is_raised_once_and_the_next_save_is_not_its_victim(
+    tmp_path, monkeypatch
+):
+    writer = CheckpointWriter(tmp_path)
+    monkeypatch.setattr(writer, "_retain", lambda step: 1 / 0)
+    writer.save(snapshot_of(1))
+    with pytest.raises(ZeroDivisionError):
+        writer.finish()
+    monkeypatch.undo()
+    writer.save(snapshot_of(2))
+    writer.finish()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    ledger, synced, sync = tmp_path / "ledger", [], os.fsync
+    ledger.write_text("steps")
+
+    def watch(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, (folder / "step-00000001").exists()))
+        sync(descriptor)
+
+    folder = tmp_path / "checkpoints"
+    writer = CheckpointWriter(folder, builds_on=[ledger, tmp_path / "not there"])
+    monkeypatch.setattr(os, "fsync", watch)
+    writer.save(snapshot_of(1))
+    writer.finish()
+    assert (ledger.stat().st_ino, False) in synced
+    assert (tmp_path.stat().st_ino, False) in synced  # the folder knows the file
+    assert [type(outcome).__name__ for outcome in writer.poll()] == ["Saved"]
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path):

@@ -273,6 +273,26 @@ def test_a_packer_sees_memory_that_was_exchanged_behind_a_tensor():
     assert pack(grown)[0]["state.0.m"].tolist() == [1, 1]
 
 
+def test_a_packer_knows_a_state_again_whatever_objects_its_keys_are():
+    tensors, pack = [torch.zeros(1) for _ in range(300)], Packer()
+
+    def state():  # as an optimizer gives it: the numbers above 256 are new objects each time
+        return {"state": {int(str(1000 + n)): {"m": t} for n, t in enumerate(tensors)}}
+
+    pack(state())
+    part = pack._parts["state"]
+    pack(state())
+    assert pack._parts["state"] is part
+
+
+def test_a_packer_tells_keys_apart_that_are_equal_but_not_the_same():
+    m, pack = torch.zeros(1), Packer()
+    for key in (1, True, 1.0):
+        assert pack({"state": {key: {"m": m}}})[1] == pack_state({"state": {key: {"m": m}}})[1]
+        ((kept, _),) = unpack_state(*pack({"state": {key: {"m": m}}}))["state"].items()
+        assert type(kept) is type(key)
+
+
 def test_a_packer_keeps_places_with_one_name_apart():
     state = {"a": {0: {"b.c": torch.tensor(1)}}, "a.0": {"b": {"c": torch.tensor(2)}}}
     assert same(unpack_state(*Packer()(state)), state)

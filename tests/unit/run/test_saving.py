@@ -1,0 +1,90 @@
+"""What worker 0 tells, and when, while it saves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from instep import spec_file
+from instep.data.order import Position
+from instep.errors import CheckpointError
+from instep.events import LEDGER
+from instep.run.folder import make_run_folder, run_id
+from instep.run.replica import Clock
+from instep.run.saving import Saver
+from instep.run.update import Update
+from instep.state.manifest import published, read_manifest
+
+WHERE = Position(0, 0, 64)
+
+
+class Tie:
+    """A member that writes down what it is told to do, and what was on disk by then."""
+
+    def __init__(self, folder, job):
+        self.run, self.job = folder, job
+        self.told = []
+
+    def flush(self):
+        self.told.append(("flush", sorted(step for step, _ in published(self.run / "checkpoints"))))
+
+    def emit(self, name, **fields):
+        self.told.append((name, fields.get("step", fields.get("text"))))
+
+
+@pytest.fixture
+def saver(tmp_path):
+    table = {"name": "net", "recipe": "/digits.py:recipe", "checkpoint": {"every_steps": 1}}
+    job = spec_file.build(table, source="test")
+    model = nn.Linear(2, 1)
+    update = Update(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        None,
+        list(model.parameters()),
+        seed=0,
+        clip_norm=None,
+        measure=False,
+        scaler=torch.amp.GradScaler("cuda", enabled=False),
+    )
+    tie = Tie(make_run_folder(tmp_path, job, named=True), job)
+    return Saver(tie, model, update), tie
+
+
+def after(saver, step):
+    replica = SimpleNamespace(
+        strategy=SimpleNamespace(state=dict), clock=Clock(), ledger_bytes=step * LEDGER.itemsize
+    )
+    saver.after_step(step, WHERE, replica, last=False)
+
+
+def test_what_was_recorded_leaves_before_the_checkpoint_is_made(saver):
+    saver, tie = saver
+    after(saver, 1)
+    saver.finish(1)
+    assert tie.told[0] == ("flush", [])
+    assert [name for name, _ in tie.told] == ["flush", "checkpoint_saved", "model_saved"]
+
+
+def test_a_checkpoint_says_of_which_run_and_job_it_is_and_how_long_the_ledger_was(saver):
+    saver, tie = saver
+    after(saver, 1)
+    saver.finish(1)
+    ((_, checkpoint),) = published(tie.run / "checkpoints")
+    facts = read_manifest(checkpoint).facts
+    assert facts["run"] == run_id(tie.run)
+    assert facts["job"] == (tie.run / "job.toml").read_text()
+    assert facts["ledger_bytes"] == LEDGER.itemsize
+
+
+def test_a_checkpoint_that_was_saved_is_told_though_the_next_could_not_be(saver):
+    saver, tie = saver
+    saver._writer.poll = lambda poll=saver._writer.poll: [*poll(), CheckpointError("the disk.")]
+    after(saver, 1)
+    saver._writer.finish()
+    saver._tell()
+    told = [each for each in tie.told if each[0] != "flush"]
+    assert ("checkpoint_saved", 1) in told
+    assert told[-1] == ("warning", "the disk.")
