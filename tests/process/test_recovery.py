@@ -103,6 +103,22 @@ def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+def test_a_replacement_that_came_before_the_last_worker_was_lost_goes_back_with_the_others(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 2)
+    program.until(lambda: has_saved_twice(program), "saved")
+    pids = newest_pids(program)
+    os.kill(pids[0], signal.SIGSTOP)  # it lives, and gives its state to nobody
+    kill(pids[1])
+    program.until(lambda: len(program.events("worker_joined")) == 3, "replaced")
+    kill(pids[0])
+    assert program.end() == 0, program.stderr
+    (back,) = program.events("went_back")
+    assert back["resumed_step"] > 0
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
 def test_a_run_that_has_lost_a_worker_still_stops_when_it_is_asked_to(
     start: Start, tmp_path: Path
 ) -> None:

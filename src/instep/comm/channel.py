@@ -241,6 +241,12 @@ class Hub:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
             self._selector.modify(peer.socket, wanted, peer)
 
+    def drain(self, peer: Peer) -> Iterator[AnyMessage]:
+        """What a peer that is gone has sent, to its last word; hangs up on it."""
+        while peer.socket.fileno() >= 0 and (arrived := list(self._read(peer))):
+            yield from (message for _, message in arrived if message is not None)
+        self.drop(peer)
+
     def drop(self, peer: Peer) -> None:
         """Hang up on a peer; a second call does nothing."""
         if peer.socket.fileno() >= 0:

@@ -89,6 +89,9 @@ class KillAll(Message, frozen=True):
 class Built(Message, frozen=True):
     """From a worker: it has all that it needs but the others."""
 
+    recovers: bool
+    """Whether it can be in one group after another, should somebody be lost."""
+
 
 class Form(Message, frozen=True):
     """To a worker: build the group of this generation."""
@@ -193,6 +196,7 @@ class Stop(Message, frozen=True):
 class Done(Message, frozen=True):
     """From a worker: it has trained, and written what it had to."""
 
+    generation: int
     step: int
     rule: str
 

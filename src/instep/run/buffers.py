@@ -61,6 +61,8 @@ class Buffers:
         self._versions = [buffer._version for buffer in self._live]
         self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
         self._uncounted: set[int] = set()
+        self.moved: set[int] = set()
+        """The identity (`id`) of each buffer that a committed step has moved."""
         self._compared = False
 
     def __len__(self) -> int:
@@ -189,5 +191,6 @@ class Buffers:
             value = mean.view(committed.shape)
             if 1 - weight > _ROUNDING:  # some passes left it as it was
                 value = value + (1 - weight) * committed.to(torch.float64)
+            self.moved.add(id(self._live[index]))
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)

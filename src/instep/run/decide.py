@@ -56,6 +56,8 @@ class Built:
     """A worker has all that it needs but the others."""
 
     worker: int
+    recovers: bool = True
+    """Whether it can be in one group after another."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +266,9 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
     match news:
         case Joined(worker):
             return replace(state, joined=state.joined | {worker}), []
-        case Built(worker):
-            return _built(replace(state, built=state.built | {worker}), now)
+        case Built(worker, recovers):
+            recovers = state.recovers and recovers
+            return _built(replace(state, built=state.built | {worker}, recovers=recovers), now)
         case Said(worker, word):
             return _said(state, worker, word, now)
         case Ended(worker, code, step, committed):
@@ -281,14 +284,16 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         case Formed(worker, generation):
             return _formed(state, worker, generation), []
         case WentBack(checkpoint):
-            return replace(state, origin=checkpoint), []
+            return _next_generation(replace(state, origin=checkpoint), now)
         case Tick(step):
             return _tick(state, step, now)
 
 
 def _built(state: State, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "gathering" or len(state.built) < state.workers:
+    if state.phase != "gathering" or len(state.built) < state.workers or state.ended:
         return state, []
+    if state.formed and not state.holders:  # by now, whoever holds the state has said so
+        return replace(state, from_origin=True), [GoBack()]
     return _next_generation(state, now)
 
 
@@ -331,6 +336,8 @@ def _formed(state: State, worker: int, generation: int) -> State:
 
 
 def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[State, list[Action]]:
+    if isinstance(word, Done) and word.generation != state.generation:
+        return state, []  # it has to finish again, with the others
     state = replace(state, spoke=state.spoke | {worker})
     if isinstance(word, Done):
         return _done(replace(state, done=state.done | {worker: word}), now)
@@ -425,13 +432,25 @@ def _replace(state: State, blame: Blame, committed: int, now: float) -> tuple[St
         why=f"worker {worker} was lost: {word.cause}",
         lost=state.lost | {worker: (committed, times)},
         broken=0,
-        suspect=None,
-        deadline=None,
+        deadline=state.deadline if state.suspect else None,
     )
     log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
-    if after.holders or not after.formed:
-        return after, [log, Start(worker)]
-    return replace(after, from_origin=True), [log, GoBack(), Start(worker)]
+    after, starts = _recall(after)
+    return after, [log, Start(worker), *starts]
+
+
+def _recall(state: State) -> tuple[State, list[Action]]:
+    """Those that had finished must finish again; those of them that have ended come anew."""
+    gone = state.ended & frozenset(state.done)
+    after = replace(
+        state,
+        joined=state.joined - gone,
+        built=state.built - gone,
+        holders=state.holders - gone,
+        ended=state.ended - gone,
+        done={},
+    )
+    return after, [Start(worker) for worker in sorted(gone)]
 
 
 def _broke(state: State, generation: int, now: float) -> tuple[State, list[Action]]:
@@ -498,7 +517,7 @@ def _stops(state: State, rule: str) -> list[Action]:
 
 def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
     """A rule wants a stop. Whoever told its figures hears of it from the shell."""
-    if state.phase != "training" or state.stop:
+    if not state.formed or state.phase not in ("gathering", "training") or state.stop:
         return state, []
     fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
     return replace(state, stop=fired.rule), [Log("stop_requested", fields)]
@@ -528,7 +547,10 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     if state.suspect is not None:
         return _fail(state, state.suspect, now)
     why = "the group came apart, and every process lives"
-    return _next_generation(replace(state, why=why, broken=state.broken + 1), now)
+    state, starts = _recall(replace(state, why=why, broken=state.broken + 1, deadline=None))
+    if starts:
+        return replace(state, phase="gathering", since=now), starts
+    return _next_generation(state, now)
 
 
 def _finish(state: State) -> tuple[State, list[Action]]:

@@ -184,6 +184,7 @@ class Master:
         self._rules = Rules(self._job.stop)
         self._rules.replay(self._origin.heard)
         self._judged.clear()
+        self._last_step = dict.fromkeys(self._last_step, self._origin.step)
         path = str(self._origin.checkpoint or "")
         self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
         self._think(mind.WentBack(path))
@@ -213,8 +214,8 @@ class Master:
                 self._emit(name, fields)
             case m.Figures():
                 self._judge(peer, message)
-            case m.Built():
-                self._think(mind.Built(number))
+            case m.Built(recovers=recovers):
+                self._think(mind.Built(number, recovers))
             case m.Formed(generation=generation):
                 self._think(mind.Formed(number, generation))
             case m.Broken(generation=generation):
@@ -223,7 +224,9 @@ class Master:
                 self._think(mind.Said(number, message))
             case m.Exited(number=worker, pid=pid, code=code):
                 if worker in self._peers:  # a child of it may hold its connection open
-                    self._hub.drop(self._peers[worker])
+                    peer = self._peers[worker]
+                    for last in self._hub.drain(peer):
+                        self._hear(peer, last)
                     self._names.pop(self._peers.pop(worker), None)
                 self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
                 self._think(mind.Ended(worker, code, self._in_flight(worker), self._committed))
@@ -276,6 +279,9 @@ class Master:
                 if worker in self._peers:
                     self._hub.send(self._peers[worker], message)
             case mind.Log(name, fields):
+                if name == "generation_started":  # nobody looks for the keys of the one before
+                    self._store.clear()
+                    self._waiting.clear()
                 self._emit(name, fields)
             case mind.KillAll():
                 for peer, (role, _) in list(self._names.items()):

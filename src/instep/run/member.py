@@ -88,7 +88,7 @@ class Member:
     def wait_for_group(self) -> Form:
         """The members of the next generation, once all have come."""
         if self.form is None:
-            self._channel.send(Built())
+            self._channel.send(Built(recovers=self.recovers))
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             self._next = self._channel.wait_for(Form)
@@ -188,7 +188,8 @@ class Member:
         """
         self.flush()
         self.meter()
-        self._channel.send(Done(step=step, rule=rule))
+        generation = self.form.generation if self.form else 0
+        self._channel.send(Done(generation=generation, step=step, rule=rule))
         if self._next is None:
             answer = self._channel.wait_for_either(Release, Form)
             if isinstance(answer, Release):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from instep.data.order import Position
@@ -77,6 +78,12 @@ def gather(carried: TakenUp, model: nn.Module, update: Update, pack: Packer) -> 
     return Snapshot(step=carried.step, tensors=tensors, facts=facts)
 
 
+def aside(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are not part of the model's state dict, by name; a pass may move them too."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
 def take_up(snapshot: Snapshot, source: object, model: nn.Module, update: Update) -> TakenUp:
     """Give model, optimizer, scheduler and scaler the state of another commit.
 
@@ -91,6 +98,11 @@ def take_up(snapshot: Snapshot, source: object, model: nn.Module, update: Update
     """
     tensors, facts = snapshot.tensors, snapshot.facts
     restore(tensors["model"], model)
+    others = aside(model)
+    with torch.no_grad():
+        for name, tensor in tensors.get("aside", {}).items():
+            if name in others:
+                others[name].copy_(tensor)
     try:
         update.optimizer.load_state_dict(
             unpack_state(tensors.get("optimizer", {}), facts["optimizer"])
@@ -185,6 +197,9 @@ class Saver:
         """Everything of one commit."""
         carried = TakenUp(step, replica.strategy.state(), *epoch_so_far)
         snapshot = gather(carried, self._model, self._update, self._pack_optimizer)
+        moved = replica.buffers.moved
+        if others := {n: b for n, b in aside(self._model).items() if id(b) in moved}:
+            snapshot.tensors["aside"] = others
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,

@@ -24,7 +24,7 @@ from instep.run.ledger import mend
 from instep.run.member import Member
 from instep.run.passes import Merging
 from instep.run.replica import Replica
-from instep.run.saving import TakenUp, gather, take_up, taken_up
+from instep.run.saving import TakenUp, aside, gather, take_up, taken_up
 from instep.run.update import Update
 from instep.state import peers
 from instep.state.snapshot import Packer, pack_state, unpack_state
@@ -88,11 +88,12 @@ class Standing:
         return False
 
     def _catch_up(self, comm: Comm) -> bool:
-        mine = (self.carried.step, self.settled) if self._holds else (-1, -1)
-        table = torch.zeros(comm.size, 2, dtype=torch.int64, device=self._device)
+        told, ends = (self.last.told, self.last.ends) if self.last else (False, False)
+        mine = (self.carried.step, self.settled, told, ends) if self._holds else (-1, -1, 0, 0)
+        table = torch.zeros(comm.size, 4, dtype=torch.int64, device=self._device)
         table[comm.rank] = torch.tensor(mine)
         comm.all_reduce(table).wait()
-        steps, settled = table.T.tolist()
+        steps, settled, *words = table.T.tolist()
         newest, oldest = max(steps), min(steps)
         if newest < 0:
             raise PeerError("nobody in the group holds the state of the run.")
@@ -101,7 +102,12 @@ class Standing:
             mend(self._member.run / "ledger.bin", newest, self._shares)
         if oldest < newest:
             self._share(comm, root)
-        self.settled = min(step for step in settled if step >= 0)
+        if self.last is not None:  # a word that one has heard counts for all
+            with_it = [place for place, step in enumerate(steps) if step == newest]
+            heard = [any(word[place] for place in with_it) for word in words]
+            self.last = self.last._replace(told=heard[0], ends=heard[1])
+        # the lowest rank saves and reports; if it is new, nobody knows how far it had come
+        self.settled = newest - 1 if steps[0] < 0 else min(s for s in settled if s >= 0)
         return bool(oldest < newest)
 
     def _share(self, comm: Comm, root: int) -> None:
@@ -109,6 +115,7 @@ class Standing:
         own = None
         if comm.rank == root:
             own = gather(self.carried, self._model, self._update, Packer())
+            own.tensors["aside"] = aside(self._model)
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["merging"] = list(self.merging)
         taken = peers.share(own, comm, root, self._device)

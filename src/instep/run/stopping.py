@@ -50,7 +50,9 @@ class Stopping:
         Raises:
             PeerError: the master is gone.
         """
-        return self.verdict() or self._member.stop_rule is not None
+        rule = self._member.stop_rule
+        self.spoilt = self.spoilt or rule == "diverged"  # fired before this worker came
+        return self.verdict() or rule is not None
 
     def verdict(self) -> bool:
         """Whether a rule has fired; waits for every verdict that was asked for."""

@@ -116,6 +116,7 @@ class Training:
             InstepError: the workers cannot train together.
         """
         began = time.time()
+        self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
         self._standing.merging = self._try_merging()
         self._regroup()
         self.member.phases["group"] = time.time() - began

@@ -160,10 +160,10 @@ class AllReduce:
                 grad = self._sums.gradient(index, self._home[index][1])
                 grad = grad if mark == int(mark) else grad.to_sparse(1)
             self._parameters[index].grad = grad
-        self._sums.end_step()
 
     def after_step(self, step: int) -> None:
         """Gradients have been used; the next pass starts from none."""
+        self._sums.end_step()  # not before: a step that does not happen must teach nothing
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -166,7 +166,12 @@ def test_a_thousand_strings_of_random_bytes_disturb_nobody(hub, channel):
 def test_waiting_for_one_class_keeps_the_others_in_order_for_later(hub, channel):
     channel.send(Release())
     ((peer, _),) = heard(hub, 1)
-    for message in (Stop(rule="a"), Stop(rule="b"), Done(step=1, rule=""), Stop(rule="c")):
+    for message in (
+        Stop(rule="a"),
+        Stop(rule="b"),
+        Done(generation=1, step=1, rule=""),
+        Stop(rule="c"),
+    ):
         hub.send(peer, message)
     assert channel.wait_for(Done).step == 1
     assert [channel.receive().rule for _ in range(3)] == ["a", "b", "c"]

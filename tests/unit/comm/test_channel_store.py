@@ -96,7 +96,7 @@ def test_a_gloo_group_forms_over_channels_and_sums(run):
 def test_a_master_that_hangs_up_ends_the_wait_for_a_key():
     board = Switchboard()
     channel = Channel.connect(board.seat.address)
-    channel.send(Done(step=0, rule=""))
+    channel.send(Done(generation=1, step=0, rule=""))
     ((peer, _),) = [*board.hub.receive(5), *board.hub.receive(5)][-1:]
     board.hub.send(peer, Release())
     board.close()

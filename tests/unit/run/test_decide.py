@@ -85,7 +85,7 @@ def everybody_joined(workers=2):
 
 
 def everybody_done(workers=2, rule="epochs", step=9):
-    return [Said(n, Done(step=step, rule=rule)) for n in range(workers)]
+    return [Said(n, Done(generation=1, step=step, rule=rule)) for n in range(workers)]
 
 
 def everybody_ended(workers=2, code=0, step=9):
@@ -123,7 +123,7 @@ def test_a_worker_that_joins_late_starts_no_second_generation():
 
 
 def test_nobody_is_released_before_all_are_done():
-    _, actions = after(*everybody_joined(), Said(1, Done(step=9, rule="epochs")))
+    _, actions = after(*everybody_joined(), Said(1, Done(generation=1, step=9, rule="epochs")))
     assert Send(1, Release()) not in actions
 
 
@@ -409,7 +409,12 @@ def test_after_the_end_no_news_does_anything():
 def test_deciding_leaves_the_state_it_was_given_as_it_was():
     state = State(workers=2)
     before = repr(state)
-    for news in (Joined(0), Said(0, Done(step=1, rule="steps")), Ended(0, 0, 1), HostLost(1)):
+    for news in (
+        Joined(0),
+        Said(0, Done(generation=1, step=1, rule="steps")),
+        Ended(0, 0, 1),
+        HostLost(1),
+    ):
         decide(state, news, 0.0)
     assert repr(state) == before
 
@@ -437,6 +442,7 @@ class AnyStory(RuleBasedStateMachine):
         forms = [a for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
         assert {form.message.generation for form in forms} <= {generation + 1}
         assert not forms or [form.worker for form in forms] == list(range(WORKERS))
+        assert not forms or not self.state.ended
 
     @rule(worker=NUMBER)
     def joins(self, worker):
@@ -457,7 +463,7 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(worker=NUMBER, step=st.integers(0, 5), why=RULE)
     def is_done(self, worker, step, why):
-        self.hears(Said(worker, Done(step=step, rule=why)))
+        self.hears(Said(worker, Done(generation=1, step=step, rule=why)))
 
     @rule(worker=NUMBER, echo=st.booleans())
     def fails(self, worker, echo):
@@ -651,10 +657,10 @@ def test_the_first_generation_begins_at_the_origin_and_later_ones_with_what_a_me
 
 def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_forms_again():
     both = [Ended(n, -9, 4, committed=3) for n in range(2)]
-    news = [*everybody_joined(), *both, WentBack("step-2"), Joined(0), Joined(1)]
+    news = [*everybody_joined(), *both, Joined(0), Joined(1), WentBack("step-2")]
     _, actions = after(*news, recovers=True)
     assert origins(actions) == ["", "step-2"]
-    assert [type(a) for a in actions if isinstance(a, (GoBack, Start))] == [Start, GoBack, Start]
+    assert [type(a) for a in actions if isinstance(a, (GoBack, Start))] == [Start, Start, GoBack]
 
 
 def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
@@ -663,7 +669,54 @@ def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
         state, _ = decide(state, news, 1.0)
     assert state.holders == {0}
     state, actions = decide(state, Ended(0, -9, 4, committed=3), 2.0)
-    assert actions[1:] == [GoBack(), Start(0)]
+    assert actions[1:] == [Start(0)]
+    for news in (Joined(0), Built(0)):
+        state, actions = decide(state, news, 3.0)
+    assert actions == [GoBack()]
+
+
+def test_who_says_that_it_holds_the_state_after_all_keeps_the_run_from_going_back():
+    state, _ = after(*everybody_joined(), KILL, recovers=True)
+    for news in (Joined(1), Built(1), Ended(0, -9, 4, committed=3), Formed(1, 2), Joined(0)):
+        state, _ = decide(state, news, 1.0)
+    state, actions = decide(state, Built(0), 3.0)
+    assert GoBack() not in actions
+    assert origins(actions) == [None]
+
+
+def test_who_had_finished_and_ended_comes_anew_when_another_is_lost_before_it_had():
+    first, _ = everybody_done()
+    state, actions = after(*everybody_joined(), first, Ended(0, -9, 9, 9), KILL, recovers=True)
+    assert started(actions) == [1, 0]
+    assert state.built == frozenset()
+    assert state.ended == frozenset()
+
+
+def test_a_group_that_breaks_is_not_formed_again_with_who_has_ended():
+    first, _ = everybody_done()
+    news = [*everybody_joined(), first, Ended(0, 0, 9), Broke(1, 1), BROKEN_S]
+    state, actions = after(*news, recovers=True)
+    assert started(actions) == [0]
+    assert state.phase == "gathering"
+
+
+def test_a_last_word_from_the_generation_before_does_not_count():
+    news = [*everybody_joined(), KILL, Joined(1), Said(0, Done(generation=1, step=9, rule="steps"))]
+    assert after(*news, recovers=True)[0].done == {}
+
+
+def test_an_exit_without_a_word_is_not_forgotten_over_a_kill():
+    news = [*everybody_joined(), Ended(0, 3, 4), KILL, Joined(1), SECOND_THOUGHT_S]
+    _, actions = after(*news, recovers=True)
+    assert [f["kind"] for f in blamed(actions)] == ["exit"]
+
+
+def test_a_worker_that_cannot_recover_ends_the_run_when_another_is_lost():
+    state = State(workers=1, recovers=True)
+    for news in (Joined(0), Built(0, recovers=False)):
+        state, _ = decide(state, news, 0.0)
+    _, actions = decide(state, Ended(0, -9, 4), 1.0)
+    assert [f["kind"] for f in blamed(actions)] == ["killed"]
 
 
 def test_word_of_a_group_that_is_no_more_makes_nobody_a_holder():

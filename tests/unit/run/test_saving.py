@@ -55,7 +55,10 @@ def saver(tmp_path):
 
 def after(saver, step):
     replica = SimpleNamespace(
-        strategy=SimpleNamespace(state=dict), clock=Clock(), ledger_bytes=step * LEDGER.itemsize
+        strategy=SimpleNamespace(state=dict),
+        clock=Clock(),
+        ledger_bytes=step * LEDGER.itemsize,
+        buffers=SimpleNamespace(moved=set()),
     )
     saver.after_step(step, WHERE, replica, last=False)
 
