@@ -115,6 +115,8 @@ def test_ctrl_c_in_a_run_ends_the_check_without_a_verdict(start: Start, tmp_path
 def test_a_signal_before_or_between_the_runs_leaves_nothing(
     tmp_path: Path, temporary: Path, number: signal.Signals
 ) -> None:
+    # a shell that starts the tests in the background has them ignore Ctrl-C
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
     def say(text: str) -> None:
@@ -125,3 +127,4 @@ def test_a_signal_before_or_between_the_runs_leaves_nothing(
         check_determinism(spec_file.load(job_file(tmp_path, "tiny.py:recipe")), say)
     assert list(temporary.iterdir()) == []
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    signal.signal(signal.SIGINT, inherited)
