@@ -11,12 +11,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from turns import (
     ENDLESS,
     HERE,
+    Case,
     Program,
     ended,
     in_words,
@@ -28,15 +28,6 @@ from turns import (
     times_of,
     write,
 )
-
-
-class Case(NamedTuple):
-    """What is trained, and how long a turn is."""
-
-    recipe: str
-    global_batch: int
-    turn_s: float
-
 
 CASES = {
     "mlp": Case("recipes/mlp.py:recipe", 128, 2.0),

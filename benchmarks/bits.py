@@ -14,9 +14,9 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from turns import (
+    Case,
     Program,
     cpu_steps_s,
     ended,
@@ -29,15 +29,6 @@ from turns import (
     times_of,
     write,
 )
-
-
-class Case(NamedTuple):
-    """What is trained, and how long a turn is."""
-
-    recipe: str
-    global_batch: int
-    turn_s: float
-
 
 CASES = {
     "mlp": Case("recipes/mlp.py:recipe", 128, 1.5),

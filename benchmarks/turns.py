@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -28,6 +29,14 @@ from instep.events import STEPS, read_records
 
 HERE = Path(__file__).parent
 ENDLESS = "1000000"
+
+
+class Case(NamedTuple):
+    """What is trained, and how long a turn is."""
+
+    recipe: str
+    global_batch: int
+    turn_s: float
 
 
 class Program:

@@ -170,7 +170,7 @@ def resume_run(
             f"{before.path} is of processes that called instep.join, which instep resume cannot "
             f"start. To go on: {before.way_on}"
         )
-    job = changed(path, overrides, changes)
+    job = changed(before, overrides, changes)
     check_job(job, resumed=True)
     folder = path.resolve()
     with held(folder):

@@ -229,11 +229,9 @@ class OwnLoop:
         self._losses, self._again = {}, agreed is None
         if agreed is None:
             return
-        since = time.perf_counter()
         self.step += 1
-        norm = self._update.apply(self.step)
-        replica.clock.lap(since, "update")
-        replica.commit(self.step, self._where, share.stop - share.first, agreed.loss, norm)
+        samples = share.stop - share.first
+        norm = replica.advance(self._update, self.step, self._where, samples, agreed.loss)
         if agreed.stop:
             self._rule = TOLD
         elif self.step == self.job.train.stop_after_steps:

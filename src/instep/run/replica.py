@@ -27,6 +27,7 @@ from instep.run.buffers import Buffers
 from instep.run.ledger import Ledger
 from instep.run.member import Member
 from instep.run.passes import parts_of, ranges_of
+from instep.run.update import Update
 from instep.sync.base import Strategy
 
 _OWN = 2  # notes before those of each rank: stop, leaving
@@ -157,6 +158,24 @@ class Replica:
         # each pass has a place of its own, so that this sum is taken in one order
         loss = sum(agreed[_OWN + ranks : _OWN + ranks + self._parts])
         return Agreement(loss, agreed[0] > 0)
+
+    def advance(
+        self, update: Update, step: int, position: Position, samples: int, loss: float
+    ) -> float | None:
+        """Move the parameters by the agreed gradient, and let the step count.
+
+        Args:
+            update: moves them.
+            step, position, samples, loss: as for `commit`.
+
+        Returns:
+            The norm of the gradient, if it was computed.
+        """
+        since = time.perf_counter()
+        norm = update.apply(step)
+        self.clock.lap(since, "update")
+        self.commit(step, position, samples, loss, norm)
+        return norm
 
     def commit(
         self,

@@ -61,26 +61,24 @@ FIXED_BITS = {
 
 
 def changed(
-    path: Path, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
+    run: RunFolder, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
 ) -> JobSpec:
     """The job of a run folder, with `section.key=value` and tables of changes laid over it.
 
     Raises:
-        RunError: `path` is not the folder of a run.
         SpecError: an override is wrong, or changes what may not change.
     """
-    before = RunFolder(path).spec
     given = list(overrides)
-    table = spec_file.read_table(path / "job.toml")
+    table = spec_file.read_table(run.path / "job.toml")
     table.get("train", {}).pop("stop_after_steps", None)  # it was for the start before
     spec_file.apply_overrides(table, given)
     spec_file.lay_over(table, changes)
-    job = spec_file.build(table, source=f"resume {path}")
+    job = spec_file.build(table, source=f"resume {run.path}")
     if "recipe" in changes or any(each.split("=")[0].strip() == "recipe" for each in given):
         file, _, function = job.recipe.rpartition(":")
         recipe = f"{Path(file).expanduser().resolve()}:{function}"
         job = msgspec.structs.replace(job, recipe=recipe)
-    check_changes(before, job)
+    check_changes(run.spec, job)
     return job
 
 

@@ -7,7 +7,7 @@ same commit, all that a run needs to go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -78,9 +78,8 @@ def gather(carried: TakenUp, model: nn.Module, update: Update, pack: Packer) -> 
     return Snapshot(step=carried.step, tensors=tensors, facts=facts)
 
 
-def aside(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are not part of the model's state dict, by name; a pass may move them too."""
-    kept = model.state_dict().keys()
+def aside(model: nn.Module, kept: Container[str]) -> dict[str, Tensor]:
+    """Buffers that are not `kept` in the model's state dict, by name; a pass may move them too."""
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
 
@@ -98,7 +97,7 @@ def take_up(snapshot: Snapshot, source: object, model: nn.Module, update: Update
     """
     tensors, facts = snapshot.tensors, snapshot.facts
     restore(tensors["model"], model)
-    others = aside(model)
+    others = aside(model, tensors["model"])
     with torch.no_grad():
         for name, tensor in tensors.get("aside", {}).items():
             if name in others:
@@ -197,9 +196,9 @@ class Saver:
         """Everything of one commit."""
         carried = TakenUp(step, replica.strategy.state(), *epoch_so_far)
         snapshot = gather(carried, self._model, self._update, self._pack_optimizer)
-        moved = replica.buffers.moved
-        if others := {n: b for n, b in aside(self._model).items() if id(b) in moved}:
-            snapshot.tensors["aside"] = others
+        others = aside(self._model, snapshot.tensors["model"])
+        if moved := {n: b for n, b in others.items() if id(b) in replica.buffers.moved}:
+            snapshot.tensors["aside"] = moved
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,

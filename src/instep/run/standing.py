@@ -115,7 +115,7 @@ class Standing:
         own = None
         if comm.rank == root:
             own = gather(self.carried, self._model, self._update, Packer())
-            own.tensors["aside"] = aside(self._model)
+            own.tensors["aside"] = aside(self._model, own.tensors["model"])
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["merging"] = list(self.merging)
         taken = peers.share(own, comm, root, self._device)

@@ -347,16 +347,13 @@ class Training:
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> Committed:
         """From samples to a commit."""
-        replica = self.replica
         agreed = self._agree(where, share, loads)
-        if agreed is None:  # the gradients did not fit: the same passes, on a coarser lattice
+        if agreed is None:  # the gradients did not fit: the same passes, on another lattice
             again = self._loader.load(part.samples for part in share.passes)
             agreed = self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
-        self.phase, since = "update", time.perf_counter()
-        norm = self._update.apply(self.step)
-        replica.clock.lap(since, "update")
-        replica.commit(self.step, where, share.stop - share.first, agreed.loss, norm)
+        self.phase, samples = "update", share.stop - share.first
+        norm = self.replica.advance(self._update, self.step, where, samples, agreed.loss)
         stops = self.job.stop.non_finite and self.step != self.last_step
         if not (math.isfinite(agreed.loss) or stops):
             self._warn_of_loss(agreed.loss)

@@ -8,6 +8,7 @@ import pytest
 import instep
 from instep import spec_file
 from instep.errors import RecipeError, SpecError
+from instep.report.run_folder import RunFolder
 from instep.run.resume import changed
 
 
@@ -25,20 +26,23 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(folder):
-    job = changed(folder, [], {"stop": {"target": None}, "data": {"loaders": 1}, "workers": 3})
+@pytest.fixture
+def run(folder):
+    return RunFolder(folder)
+
+
+def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(run):
+    job = changed(run, [], {"stop": {"target": None}, "data": {"loaders": 1}, "workers": 3})
     assert (job.stop.target, job.stop.patience) == (None, 2)
     assert (job.data.loaders, job.workers) == (1, 3)
     assert (job.train.steps, job.train.stop_after_steps) == (9, 0)
-    assert changed(folder, [], {"train": {"epochs": 4}}).train.steps is None
-    assert changed(folder, [], {"arguments": {"day": datetime.date(2026, 1, 2)}}) == changed(
-        folder, []
-    )
+    assert changed(run, [], {"train": {"epochs": 4}}).train.steps is None
+    assert changed(run, [], {"arguments": {"day": datetime.date(2026, 1, 2)}}) == changed(run, [])
 
 
-def test_a_path_is_a_recipe_that_has_moved(folder, monkeypatch):
+def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):
     monkeypatch.chdir(folder)
-    job = changed(folder, [], {"recipe": Path("moved.py:g")})
+    job = changed(run, [], {"recipe": Path("moved.py:g")})
     assert job.recipe == f"{folder.resolve()}/moved.py:g"
     with pytest.raises(RecipeError, match=r"no recipe file '.*/moved\.py'"):
         instep.resume(folder, recipe=Path("moved.py:g"), stop={"target": None})
