@@ -114,7 +114,7 @@ def test_a_time_limit_ends_the_run_at_one_step_and_saves(run: Start) -> None:
     )
     assert summary["seconds"] >= 4
     assert summary["rule_text"].startswith("the run had taken ")
-    assert summary["rule_text"].endswith(f"and its limit is 4.0 s, at step {step}")
+    assert summary["rule_text"].endswith(f"and its limit is 4.0 s, at step {step:,}")
     assert (program.run / "checkpoints" / f"step-{step:08d}").is_dir()
     assert np.isnan(norms(program.run)).all()  # nobody asked
     program.check_nothing_is_left()
