@@ -26,11 +26,10 @@ from instep.errors import RecipeError, SpecError
 from instep.run.buffers import Buffers
 from instep.run.ledger import Ledger
 from instep.run.member import Member
+from instep.run.notes import Notes
 from instep.run.passes import parts_of, ranges_of
 from instep.run.update import Update
 from instep.sync.base import Strategy
-
-_OWN = 2  # notes before those of each rank: stop, leaving
 
 
 class Agreement(NamedTuple):
@@ -95,11 +94,17 @@ class Replica:
         exact = self._parts if member.job.train.determinism == "bits" else 0
         self.buffers = Buffers(model, parts=exact)
         self._ledger = Ledger(member.run / "ledger.bin") if comm.rank == 0 else None
-        self._notes = _OWN + comm.size + self._parts + len(self.buffers)
+        self._notes = Notes(
+            stop=1,  # who has been told to stop
+            leaving=1,  # who has no further step
+            arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
+            losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
+            buffers=len(self.buffers),  # who moved each
+        )
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
         self._last: tuple[int, Position] | None = None
-        strategy.start(parameters, comm, notes=self._notes, parts=exact)
+        strategy.start(parameters, comm, notes=self._notes.size, parts=exact)
 
     def before_backward(self, weight: float, *, last: bool) -> None:
         """A backward pass of `weight` (share of the global batch) is about to run."""
@@ -128,36 +133,31 @@ class Replica:
             PeerError: another worker went away.
         """
         since, arrived = time.perf_counter(), time.time()
-        ranks = self.comm.size
-        own = [0.0] * self._notes
-        own[0], own[1], own[_OWN + self.comm.rank] = (
-            float(stop),
-            float(leaving),
-            arrived - self._base,
-        )
+        own = self._notes.blank()
+        own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
+        own["arrived"][self.comm.rank] = arrived - self._base
         for number, loss in losses.items():
-            own[_OWN + ranks + number] = loss
-        own[_OWN + ranks + self._parts :] = self.buffers.marks()
-        summed = self.strategy.after_backward(torch.tensor(own, dtype=torch.float64))
+            own["losses"][number] = loss
+        own["buffers"] = self.buffers.marks()
+        summed = self.strategy.after_backward(self._notes.pack(own))
         if summed is None:
             self.buffers.forget()
             return None
-        agreed = summed.tolist()
-        if 0 < agreed[1] < ranks:
+        agreed = self._notes.unpack(summed)
+        left, ranks = agreed["leaving"][0], self.comm.size
+        if 0 < left < ranks:
             raise SpecError(
                 "the processes' loops are not of the same length: "
-                f"{agreed[1]:.0f} of {ranks} left while the others had another step. "
+                f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
-        self.buffers.commit(agreed[_OWN + ranks + self._parts :], self.comm)
+        self.buffers.commit(agreed["buffers"], self.comm)
         blocked = time.perf_counter() - since
-        latest = self._base + max(agreed[_OWN : _OWN + ranks])
+        latest = self._base + max(agreed["arrived"])
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
-        # each pass has a place of its own, so that this sum is taken in one order
-        loss = sum(agreed[_OWN + ranks : _OWN + ranks + self._parts])
-        return Agreement(loss, agreed[0] > 0)
+        return Agreement(sum(agreed["losses"]), agreed["stop"][0] > 0)
 
     def advance(
         self, update: Update, step: int, position: Position, samples: int, loss: float
