@@ -8,7 +8,7 @@ any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,7 +18,12 @@ from instep.run.forward import Forward
 
 
 def evaluate(
-    forward: Forward, loader: Loader, samples: int, batch: int, comm: Comm
+    forward: Forward,
+    loader: Loader,
+    samples: int,
+    batch: int,
+    comm: Comm,
+    arrived: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -28,6 +33,7 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
+        arrived: called when this worker has done its part, and waits for the others.
 
     Returns:
         `loss` and each metric by name, equal on every worker.
@@ -46,6 +52,7 @@ def evaluate(
     finally:
         forward.model.train(was_training)
     shared = table.to(forward.device)
+    arrived()
     comm.all_reduce(shared).wait()
     table = shared.to("cpu")
     sizes = torch.tensor(

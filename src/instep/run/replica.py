@@ -39,6 +39,8 @@ class Agreement(NamedTuple):
     """Mean over the global batch."""
     stop: bool
     """Whether any worker has been told to stop."""
+    regroups: bool
+    """Whether all leave the group after this step: its members change."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class Replica:
         self._notes = Notes(
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
+            regroups=1,  # who was told that the generation ends with this step
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
             buffers=len(self.buffers),  # who moved each
@@ -135,6 +138,7 @@ class Replica:
         since, arrived = time.perf_counter(), time.time()
         own = self._notes.blank()
         own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
+        own["regroups"] = [float(self.member.regroups)]
         own["arrived"][self.comm.rank] = arrived - self._base
         for number, loss in losses.items():
             own["losses"][number] = loss
@@ -157,7 +161,9 @@ class Replica:
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
-        return Agreement(sum(agreed["losses"]), agreed["stop"][0] > 0)
+        return Agreement(
+            sum(agreed["losses"]), agreed["stop"][0] > 0, regroups=agreed["regroups"][0] > 0
+        )
 
     def advance(
         self, update: Update, step: int, position: Position, samples: int, loss: float

@@ -224,6 +224,11 @@ class Saver:
             else:
                 raise outcome
 
+    def hand_over(self) -> None:
+        """Another worker saves from now on; what is being written is written first."""
+        self._writer.finish()
+        self._tell()
+
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.
 
