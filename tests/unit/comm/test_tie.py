@@ -23,6 +23,7 @@ class Masters:
         self.listener = listen()
         name = self.listener.getsockname()
         self.address = Address(name[0], name[1])
+        self.last = None
         self.begin()
 
     def begin(self):
@@ -33,14 +34,15 @@ class Masters:
 
     def heard(self, count):
         """The next messages, pulses left out; and who sent them."""
-        found, peer = [], None
+        found = []
         deadline = time.monotonic() + PATIENCE_S
         while len(found) < count:
             assert time.monotonic() < deadline, found
             for peer, message in self.hub.receive(0.05):
                 if message is not None and not isinstance(message, Pulse):
                     found.append(message)
-        return found, peer
+                    self.last = peer
+        return found, self.last
 
     def close(self):
         self.hub.close()
