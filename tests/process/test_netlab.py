@@ -192,7 +192,7 @@ def test_a_link_has_the_rate_that_was_set(network, rate):
 
 def test_processes_in_the_hosts_end_with_the_network():
     with Network(2) as network:
-        inner = "import os, time; os.fork(); print(os.getpid(), flush=True); time.sleep(1000)"
+        inner = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)"
         program = network.run("h1", [sys.executable, "-c", inner], stdout=subprocess.PIPE)
         assert program.stdout is not None
         with program.stdout as said:
