@@ -138,7 +138,10 @@ def disturb(contender: Contender, kills: int, draw: random.Random, name: str) ->
     while going and len(survived) < kills:
         time.sleep(draw.uniform(0.5, 1.5))
         victim, moment = draw.choice(contender.pids()), time.time()
-        os.kill(victim, signal.SIGKILL)
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:  # its system has ended it, or is about to replace it
+            continue
         going = full_again(contender, moment)
         if going:
             survived.append(moment)
@@ -205,7 +208,9 @@ def summed_up(found: list[Recovery], ours: list[Recovery] | None) -> dict[str, o
         summary["full_over_ours"] = {k: round(percentiles(full)[k] / base[k], 1) for k in base}
     summary["steps_redone_median"] = float(np.median([each.redone for each in found]))
     summary["steps_reduced_median"] = float(np.median([each.reduced for each in found]))
-    return {**summary, "all": [each._asdict() for each in found]}
+    for name, values in zip(Recovery._fields, zip(*found, strict=True), strict=True):
+        summary[f"all_{name}"] = [round(value, 3) for value in values]
+    return summary
 
 
 def table(systems: dict[str, dict[str, object]]) -> str:
