@@ -218,7 +218,7 @@ def table(systems: dict[str, dict[str, object]]) -> str:
     lines = [head + " first step of any, median | steps redone | at reduced strength |"]
     lines.append("|---" * 9 + "|")
     for name, of in systems.items():
-        full, ratio = of["full_s"], of.get("full_over_ours", {"median": 1.0})
+        full, ratio = of["full_s"], of.get("full_over_ours", {"median": "-"})
         parts = [name, of["kills"], full["median"], full["p99"], full["worst"], ratio["median"]]
         parts += [of["first_s"]["median"], of["steps_redone_median"], of["steps_reduced_median"]]
         lines.append("| " + " | ".join(str(part) for part in parts) + " |")

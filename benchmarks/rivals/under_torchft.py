@@ -60,13 +60,13 @@ class UnderTorchft:
         self._groups: dict[int, subprocess.Popen[bytes]] = {}
         self._lighthouse = subprocess.Popen(
             [python, "-m", "rivals.under_torchft", "--lighthouse", "--folder", folder],
-            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
-            text=True,
+            env=environment(folder), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
         )  # fmt: skip
         address = self._lighthouse.stdout.readline().strip()
         self._command = [python, "-m", "rivals.under_torchft", "--folder", folder]
         self._command += ["--workers", str(workers), "--global-batch", str(global_batch)]
-        self._environment = {**environment(), "TORCHFT_LIGHTHOUSE": address}
+        self._environment = {**environment(folder), "TORCHFT_LIGHTHOUSE": address}
         self._keepers = [threading.Thread(target=self._keep, args=(n,)) for n in range(workers)]
         for keeper in self._keepers:
             keeper.start()

@@ -31,7 +31,7 @@ class UnderTorchrun:
         launch += ["--max-restarts", "100000", "--monitor-interval", "0.1"]
         program = ["-m", "rivals.under_torchrun", "--folder", str(folder)]
         program += ["--workers", str(workers), "--global-batch", str(global_batch)]
-        variables = {**environment(), **STORE_FOR_EACH_RESTART}
+        variables = {**environment(folder), **STORE_FOR_EACH_RESTART}
         with (folder / "said").open("w") as said:
             self._process = subprocess.Popen(
                 [sys.executable, *launch, *program], env=variables, stdout=said, stderr=said
@@ -51,11 +51,16 @@ class UnderTorchrun:
         self._process.wait()
 
 
-def environment() -> dict[str, str]:
-    """Ours, with one thread for each worker, gloo on loopback, and this folder to import from."""
+def environment(folder: Path) -> dict[str, str]:
+    """Ours, with one thread for each worker, gloo on loopback, and benchmarks to import from.
+
+    What is killed cannot tidy up: its temporary files go into `folder`.
+    """
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**os.environ, **own}
+    return {**os.environ, **own, "TMPDIR": str(temporary)}
 
 
 def main() -> None:
