@@ -60,9 +60,10 @@ STEPS = np.dtype(
 EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
     "resumed_step where a run goes on",
-    "worker_joined": "worker, pid, seconds",
+    "worker_joined": "worker, pid, host, seconds",
     "master_started": "pid, again (whether it takes the place of one that was lost)",
-    "host_joined": "pid",
+    "host_joined": "pid, host",
+    "host_lost": "host, why",
     "scaled": "before, workers",
     "worker_leaving": "worker, successor",
     "worker_hung": "worker, step, phase, how, where",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import math
+import shlex
 from datetime import date, datetime, time
 from functools import cache
 from pathlib import Path
@@ -282,6 +283,36 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
             )
 
 
+class LaunchSpec(Section, frozen=True, kw_only=True):
+    """On which machines the workers are started."""
+
+    hosts: tuple[str, ...] = ()
+    """Of each host, the command that runs another one there, such as `"ssh node2"`; none: all
+    workers are started on this machine. Needs `network = "private"`."""
+
+    address: str = ""
+    """Address of this machine that the hosts reach; empty: where its name leads."""
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            try:
+                words = shlex.split(host)
+            except ValueError as error:
+                raise ValueError(f"hosts has {host!r}: {error}. Write it as in a shell.") from None
+            if not words:
+                raise ValueError(
+                    f"hosts has {host!r}: needs a command that runs another one on a host, such "
+                    "as 'ssh node2'."
+                )
+        if len(set(self.hosts)) < len(self.hosts):
+            raise ValueError(f"hosts = {list(self.hosts)}: a host may be named once.")
+        if self.address and not self.hosts:
+            raise ValueError(
+                f"address = {self.address!r} is where hosts find this machine, but there are "
+                "none. Give hosts, or leave address out."
+            )
+
+
 class ReportSpec(Section, frozen=True, kw_only=True):
     """What is written for people, beside the report itself."""
 
@@ -317,6 +348,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     data: DataSpec = field(default_factory=DataSpec)
     start: StartSpec = field(default_factory=StartSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    launch: LaunchSpec = field(default_factory=LaunchSpec)
     report: ReportSpec = field(default_factory=ReportSpec)
 
     arguments: dict[str, Any] = {}
@@ -328,6 +360,11 @@ class JobSpec(Section, frozen=True, kw_only=True):
                 f"workers = {self.workers} but train.micro_batches = {self.train.micro_batches}: "
                 "a worker needs at least one micro-batch of each step. "
                 f"Set train.micro_batches to {self.workers} or more."
+            )
+        if self.launch.hosts and self.network != "private":
+            raise ValueError(
+                "launch.hosts names hosts, and traffic between them is not encrypted. If only "
+                'trusted machines reach that network, say network = "private".'
             )
 
 

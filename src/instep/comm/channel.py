@@ -94,14 +94,29 @@ class Channel:
         self._inbox: deque[AnyMessage] = deque()
 
     @classmethod
-    def connect(cls, address: Address) -> Channel:
-        """Call a master; PeerError if nobody answers there."""
+    def connect(cls, address: Address, timeout_s: float | None = None) -> Channel:
+        """Call a master.
+
+        Raises:
+            PeerError: nobody answers there.
+            TimeoutError: there is no way to the place, or no answer from it in that time.
+        """
         try:
-            return cls(socket.create_connection(address, timeout=None))
+            connection = socket.create_connection(address, timeout=timeout_s)
+            connection.settimeout(None)
+            return cls(connection)
         except OSError as error:
+            if timeout_s is not None and not isinstance(error, ConnectionRefusedError):
+                raise TimeoutError(str(error)) from None
             raise PeerError(
                 f"no master answers at {address.host}:{address.port} ({error})."
             ) from None
+
+    def give_up_after(self, seconds: float) -> None:
+        """Have the connection break once what was sent stays unanswered for so long (Linux)."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = int(1000 * seconds)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def fileno(self) -> int:
         """For `select` and its kin."""

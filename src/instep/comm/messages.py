@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 """Of the messages below; both ends of a channel must have the same."""
 
 
@@ -30,7 +30,12 @@ class Hello(Message, frozen=True):
     """`worker`, `host` (the fork server that starts the others) or `client` (who submits a job,
     or has a wish while it runs)."""
     number: int
+    """Of a worker, or of a host; hosts of a run are counted from 0."""
     pid: int
+    host: int = 0
+    """The number of the host that started a worker."""
+    machine: str = ""
+    """Where its pid means something: processes that have the same can watch each other."""
     generation: int | None = None
     """The last that a worker was told to form; None from a process that is new to the run."""
     resends: int = 0
@@ -92,6 +97,14 @@ class Exited(Message, frozen=True):
     """None where it was started by another host: nobody saw how it ended."""
 
 
+class Signal(Message, frozen=True):
+    """To the host: send signals to a process that it, or one before it, has started."""
+
+    pid: int
+    signals: list[int]
+    """One after the other."""
+
+
 class KillAll(Message, frozen=True):
     """To the host: end every process that is left, now."""
 
@@ -109,7 +122,9 @@ class Interrupt(Message, frozen=True):
 
 
 class HostWanted(Message, frozen=True):
-    """To the client: nobody is left who starts workers."""
+    """To the client: nobody is left who starts workers on these hosts."""
+
+    numbers: list[int]
 
 
 class HostEnded(Message, frozen=True):
@@ -118,6 +133,7 @@ class HostEnded(Message, frozen=True):
     code: int
     detail: str
     """What it said last."""
+    number: int = 0
 
 
 class Scale(Message, frozen=True):
@@ -148,18 +164,25 @@ class Over(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """From a worker: it lives, and is at this; a few times a second. Not counted by `Heard`."""
+    """From a worker or host: it lives, and is at this; a few times a second.
 
-    step: int
-    phase: str
-    progress: int
+    Not counted by `Heard`, which answers it.
+    """
+
+    step: int = 0
+    phase: str = ""
+    progress: int = 0
     """Grows with everything it gets done: passes, gradients, batches."""
+    number: int = 0
+    """Counts the pulses of a process."""
 
 
 class Heard(Message, frozen=True):
     """To a worker or host: how many of its messages on this connection have taken effect."""
 
     count: int
+    pulse: int = 0
+    """The number of its newest pulse."""
 
 
 # ---- master and worker: a generation and its work
@@ -304,6 +327,7 @@ AnyMessage: TypeAlias = (
     | StartWorker
     | Adopt
     | Exited
+    | Signal
     | KillAll
     | Interrupt
     | HostWanted

@@ -5,6 +5,10 @@ sent again to the next master; one that answers at the same address is the
 next master. While a process is busy a thread listens for it, and tells the
 master a few times a second that the process lives (`listen`). What the
 messages mean is for others to say: only `Heard` is for the tie itself.
+
+Between hosts packets may vanish, and no connection ends: there a tie has a
+lease (`keep`). The master answers each pulse; where no answer comes in time,
+the lease has run out, and the tie calls again until somebody answers.
 """
 
 from __future__ import annotations
@@ -23,6 +27,16 @@ from instep.errors import PeerError
 
 PULSE_S = 0.2
 """How often a process shows that it lives."""
+
+LEASE_S = 1.0
+"""How long after a pulse that the master has answered it surely counts with its sender; less
+than `watch.FLOOR_S`, after which it may go on without it."""
+
+CALL_S = 1.0
+"""How often another call is tried where none is answered."""
+
+GIVE_UP_S = 600.0
+"""How long a master that cannot be reached is looked for."""
 
 One = TypeVar("One", bound=AnyMessage)
 Other = TypeVar("Other", bound=AnyMessage)
@@ -56,6 +70,12 @@ class Tie:
         self._thread: threading.Thread | None = None
         self._closed = self._welcomed = False
         self._dropped = 0  # messages of this connection that are no longer kept
+        self._lease_s: float | None = None
+        self._answered_at = 0.0  # when the newest pulse that was answered was sent
+        self._sent_at: dict[int, float] = {}  # of the pulses after that
+        self._pulses = 0
+        self._severed = False
+        self._beat_at = self._called_at = time.monotonic()
         self._channel = Channel.connect(address)
         self._channel.send(hello)
 
@@ -66,8 +86,65 @@ class Tie:
         return answer
 
     def fileno(self) -> int:
-        """Of the connection as it is now, for `select` and its kin."""
+        """Of the connection as it is now, for `select` and its kin; -1 while there is none."""
         return self._channel.fileno()
+
+    # ---- where packets may vanish
+
+    def keep(self, lease_s: float = LEASE_S) -> None:
+        """From now on believe the master to be there only while it answers pulses."""
+        self._answered_at, self._lease_s = _now() - lease_s, lease_s
+        self._called_at, self._beat_at = time.monotonic(), -PULSE_S
+        self._channel.give_up_after(2 * lease_s)
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether the master may have given this process up; never without a lease."""
+        if self._lease_s is None:
+            return False
+        return self._gone is not None or _now() - self._answered_at > self._lease_s
+
+    def show(self, pulse: Callable[[], Pulse]) -> None:
+        """Tell that this process lives, if it is time to; call again where nobody answers."""
+        now = time.monotonic()
+        if now - self._beat_at >= PULSE_S:
+            self._beat_at = now
+            self._beat(pulse())
+        if (self._severed or self.lapsed) and now - self._called_at > CALL_S:
+            self._call_again()
+
+    def _call_again(self) -> None:
+        """One attempt to reach the master."""
+        with self._lock:
+            self._channel.close()
+            self._severed = True
+        channel, gone = None, None
+        try:
+            channel = Channel.connect(self._address, CALL_S / 2)
+            channel.give_up_after(2 * (self._lease_s or LEASE_S))
+        except TimeoutError as error:
+            if _now() - self._answered_at > GIVE_UP_S:
+                gone = PeerError(f"the master cannot be reached ({error}).")
+        except PeerError as error:  # whoever brings masters up is gone as well
+            gone = error
+        with self._arrived:
+            self._called_at = time.monotonic()
+            self._gone = self._gone or gone
+            if channel is not None:
+                self._take_over(channel)
+            self._arrived.notify_all()
+
+    def _take_over(self, channel: Channel) -> None:
+        """Introduce this process on another connection, and say what may not have been heard."""
+        again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
+        self._channel, self._dropped, self._severed = channel, 0, False
+        self._sent_at.clear()
+        try:
+            for message in (again, *self._unheard):
+                channel.send(message)
+        except PeerError:
+            channel.close()
+            self._severed = True
 
     # ---- what is sent
 
@@ -87,7 +164,7 @@ class Tie:
             except PeerError as error:
                 if not self.lasting:
                     raise
-                if self._thread is None:  # else it will notice
+                if self._thread is None and self._lease_s is None:  # else it will be noticed
                     self._find_another(error)
 
     # ---- what arrives
@@ -159,30 +236,45 @@ class Tie:
 
     # ---- while the process is busy
 
-    def listen(self, pulse: Callable[[], Pulse], on_arrival: Callable[[AnyMessage], None]) -> None:
+    def listen(
+        self,
+        pulse: Callable[[], Pulse],
+        on_arrival: Callable[[AnyMessage], None],
+        on_lapse: Callable[[], None] = lambda: None,
+    ) -> None:
         """Have a thread listen from now on, and show that this process lives.
 
         Args:
             pulse: what the process is at; called in that thread, a few times a second.
             on_arrival: told of each message as it arrives, in that thread; must not wait.
+            on_lapse: called there again and again while a lease has run out.
         """
         self._thread = threading.Thread(
-            target=self._listen, args=(pulse, on_arrival), name="instep tie", daemon=True
+            target=self._listen, args=(pulse, on_arrival, on_lapse), name="instep tie", daemon=True
         )
         self._thread.start()
 
-    def _listen(self, pulse: Callable[[], Pulse], on_arrival: Callable[[AnyMessage], None]) -> None:
-        beat = time.monotonic()
+    def _listen(
+        self,
+        pulse: Callable[[], Pulse],
+        on_arrival: Callable[[AnyMessage], None],
+        on_lapse: Callable[[], None],
+    ) -> None:
         while not self._closed and self._gone is None:
             for message in self._take_in(PULSE_S):
                 on_arrival(message)
-            now = time.monotonic()
-            if now - beat >= PULSE_S:
-                beat = now
-                self._beat(pulse())
+            if self.lapsed:
+                on_lapse()
+            self.show(pulse)
+        if self.lapsed and not self._closed:
+            on_lapse()
 
     def _beat(self, pulse: Pulse) -> None:
         with self._lock:
+            if self._lease_s is not None:
+                self._pulses += 1
+                self._sent_at[self._pulses] = _now()
+                pulse = msgspec.structs.replace(pulse, number=self._pulses)
             try:
                 self._channel.send(pulse)
             except PeerError:
@@ -190,13 +282,16 @@ class Tie:
 
     def _take_in(self, timeout_s: float | None) -> list[AnyMessage]:
         """Wait for what arrives, and put it into the inbox."""
+        if self._severed:
+            time.sleep(PULSE_S if timeout_s is None else min(timeout_s, PULSE_S))
+            return []
         try:
             messages = self._channel.read() if self._channel.wait(timeout_s) else []
         except PeerError as error:
             messages = []
             if not self._closed:
                 with self._arrived:
-                    self._find_another(error)
+                    self._lose(error)
                     self._arrived.notify_all()
         if not messages:
             return []
@@ -209,7 +304,9 @@ class Tie:
 
     def _is_own(self, message: AnyMessage) -> bool:
         match message:
-            case Heard(count=count):
+            case Heard(count=count, pulse=pulse):
+                self._answered_at = self._sent_at.get(pulse, self._answered_at)
+                self._sent_at = {n: at for n, at in self._sent_at.items() if n > pulse}
                 for _ in range(min(count - self._dropped, len(self._unheard))):
                     self._unheard.popleft()
                 self._dropped = count
@@ -222,6 +319,13 @@ class Tie:
         return True
 
     # ---- when the master is lost
+
+    def _lose(self, error: PeerError) -> None:
+        if self._lease_s is None:
+            self._find_another(error)
+        else:
+            self._channel.close()
+            self._severed = True  # `show` calls again
 
     def _find_another(self, error: PeerError) -> None:
         """Call the next master, as long as there can be one; else the tie has come apart."""
@@ -247,3 +351,9 @@ class Tie:
         """Hang up; a second call does nothing."""
         self._closed = True
         self._channel.close()
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine sleeps, where there is one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -12,10 +12,11 @@ import inspect
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -209,10 +210,12 @@ def _conduct(
 ) -> Run:
     """Run a job in its folder, from wherever it stands to its end."""
     began = started or time.time()
-    switchboard = Switchboard()
-    launcher = LAUNCHERS["local"]()
+    switchboard = open_switchboard(job)
+    hosts = job.launch.hosts
+    launcher = LAUNCHERS["hosts"](hosts) if hosts else LAUNCHERS["local"]()
     try:
-        launcher.start(switchboard.seat, folder / "logs")
+        for number in range(len(hosts) or 1):
+            launcher.start(replace(switchboard.seat, host=number), folder / "logs")
         over = _follow(job, folder, origin, switchboard, launcher, began, quiet, json_output)
     finally:
         launcher.stop()
@@ -243,12 +246,37 @@ def _follow(
         switchboard,
         launcher,
         {"about": about(job), "quiet": quiet, "json": json_output},
+        hosts=len(job.launch.hosts) or 1,
     )
     try:
         with seated(folder, switchboard.seat):
             return guard.serve()
     finally:
         guard.close()
+
+
+def open_switchboard(job: JobSpec) -> Switchboard:
+    """Where the run's masters listen: on loopback, or where its hosts reach this machine.
+
+    Raises:
+        SpecError: that is no address of this machine, or other hosts cannot reach it.
+    """
+    if not job.launch.hosts:
+        return Switchboard()
+    address = job.launch.address
+    try:
+        found = socket.gethostbyname(address or socket.gethostname())
+        if not address and found.startswith("127."):
+            raise SpecError(
+                f"this machine's name leads to {found}, which other hosts cannot reach. Say "
+                "launch.address, the address of this machine on the network of the hosts."
+            )
+        return Switchboard(found)
+    except OSError as error:
+        raise SpecError(
+            f"launch.address = {address!r}: nothing can listen there ({error.strerror}). Give an "
+            "address of this machine."
+        ) from None
 
 
 def check_job(job: JobSpec, *, resumed: bool = False) -> None:
@@ -287,6 +315,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     if not file.is_file():
         beside = [path.name for path in file.parent.glob("*.py")]
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
+    if job.launch.hosts:
+        open_switchboard(job).close()
     if not resumed:
         start_file(job.start)
 

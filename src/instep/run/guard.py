@@ -1,4 +1,4 @@
-"""Keeps a run's master and its host alive until the run is over. The client's part of it.
+"""Keeps a run's master and its hosts alive until the run is over. The client's part of it.
 
 Either may be killed: it is brought up again, and the rest goes on meanwhile.
 One that ends by itself has said why, and that ends the run. The client is
@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
 from instep.comm.tie import Tie
 from instep.errors import RunError
-from instep.run.launch.base import Launcher, Switchboard
+from instep.run.launch.base import Launcher, Switchboard, host_log
 from instep.run.member import as_error
 from instep.run.processes import on_signals
 
@@ -37,18 +38,26 @@ class Guard:
     Args:
         run: its folder.
         switchboard: on which its masters listen.
-        launcher: has started the host.
+        launcher: has started the hosts.
+        hosts: how many.
         note: for each master, beside what the folder says.
     """
 
     def __init__(
-        self, run: Path, switchboard: Switchboard, launcher: Launcher, note: Mapping[str, Any]
+        self,
+        run: Path,
+        switchboard: Switchboard,
+        launcher: Launcher,
+        note: Mapping[str, Any],
+        *,
+        hosts: int = 1,
     ) -> None:
         self._run, self._board, self._launcher, self._note = run, switchboard, launcher, note
+        self._hosts = range(hosts)
         self._starts: list[float] = []
         self._asked: list[str] = []
         self._told = 0
-        self._host_ended = False
+        self._ended: set[int] = set()  # hosts that have ended by themselves
         self._master = self._start(again=False)
 
     def _start(self, *, again: bool) -> subprocess.Popen[bytes]:
@@ -93,7 +102,7 @@ class Guard:
                     if isinstance(message, Refused):
                         raise as_error(message)
                     if isinstance(message, HostWanted):
-                        self._bring_host()
+                        self._bring_hosts(message.numbers)
                     self._pass_on(tie)
                     self._look_after(tie)
         finally:
@@ -105,10 +114,12 @@ class Guard:
             tie.send(Interrupt(by=self._asked[self._told - 1], times=self._told))
 
     def _look_after(self, tie: Tie) -> None:
-        code = self._launcher.ended()
-        if code is not None and code >= 0 and not self._host_ended:
-            self._host_ended = True
-            tie.send(HostEnded(code=code, detail=_last_line(self._run / "logs" / "host.log")))
+        for number in self._hosts:
+            code = self._launcher.ended(number)
+            if code is not None and code >= 0 and number not in self._ended:
+                self._ended.add(number)
+                detail = _last_line(host_log(self._run / "logs", number))
+                tie.send(HostEnded(code=code, detail=detail, number=number))
         code = self._master.poll()
         if code is None:
             return
@@ -128,10 +139,13 @@ class Guard:
         else:
             self._master = self._start(again=True)
 
-    def _bring_host(self) -> None:
-        """The master has no host any more, nor has one that took its place called."""
-        if self._launcher.ended() is not None:
-            self._launcher.start(self._board.seat, self._run / "logs")
+    def _bring_hosts(self, numbers: Iterable[int]) -> None:
+        """The master has none of these hosts any more, nor has one that took its place called."""
+        for number in numbers:
+            if number in self._hosts and self._launcher.ended(number) is not None:
+                self._ended.discard(number)
+                seat = replace(self._board.seat, host=number)
+                self._launcher.start(seat, self._run / "logs")
 
     def close(self) -> None:
         """End the master, if it still runs; a second call does nothing."""

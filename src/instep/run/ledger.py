@@ -3,13 +3,16 @@
 One process writes it, that of rank 0, and writes a step before anything that
 builds on it (a checkpoint, the next step). What a process has handed to the
 system outlives its death, so a step that was committed is in the file whoever
-is killed next. Readers are `events.read_records` and the audit.
+is killed next. The file's lock says who may write; a writer that has let go of
+it (`release`) never writes again. Readers are `events.read_records` and the audit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,69 +21,100 @@ from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, read_records
 from instep.run.folder import lock, unlock
 
+LOCKED_S = 120.0
+"""How long a writer on another host, cut off, may keep the file; NFS takes it from it after 90."""
+
 
 class Ledger:
     """Appends committed steps to a run's `ledger.bin`.
 
     Args:
         path: the file; created if missing, appended to if not.
+        wait: asked again and again whether to wait for another process that has the file;
+            what it raises is raised.
 
     Raises:
         RunError: it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wait: Callable[[], bool] = lambda: False) -> None:
         self._path = path
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
-        if not lock(self._file):
+        try:
+            self._take(wait)
+        except BaseException:
             self._file.close()
-            raise RunError(f"another process writes {path}. End it first.")
-        self.size_bytes = self._file.tell()
+            raise
+        self._use = threading.Lock()
+        self._released = False
+        self.size_bytes = self._file.seek(0, os.SEEK_END)
         """Up to where the committed steps stand."""
+
+    def _take(self, wait: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LOCKED_S
+        while not lock(self._file):
+            if time.monotonic() > deadline or not wait():
+                raise RunError(f"another process writes {self._path}. End it first.")
+            time.sleep(0.02)
 
     def append(self, shares: Sequence[tuple[int, ...]]) -> bytes:
         """Write one committed step: each worker's share, values in the order of `LEDGER`'s fields.
 
         Returns:
-            The records as they were written.
+            The records as they were written; none after `release`.
 
         Raises:
             RunError: they cannot be written, or only in part.
         """
         data = np.array(list(shares), LEDGER).tobytes()
-        try:
-            written = self._file.write(data)
-        except OSError as error:
-            raise self._unwritable(error) from None
+        with self._use:
+            if self._released:
+                return b""
+            try:
+                written = self._file.write(data)
+            except OSError as error:
+                raise self._unwritable(error) from None
         if written != len(data):
             raise RunError(f"{self._path} cannot be written: the disk is full. Make room.")
         self.size_bytes += len(data)
         return data
 
+    def release(self) -> None:
+        """Write nothing more, and let others write; for another thread too."""
+        with self._use:
+            self._released = True
+            unlock(self._file)
+
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        unlock(self._file)
+        self.release()
         self._file.close()
 
     def _unwritable(self, error: OSError) -> RunError:
         return RunError(f"{self._path} cannot be written: {error.strerror}. Make room, or access.")
 
 
-def mend(path: Path, step: int, shares: Sequence[tuple[int, ...]]) -> None:
+def mend(
+    path: Path,
+    step: int,
+    shares: Sequence[tuple[int, ...]],
+    wait: Callable[[], bool] = lambda: False,
+) -> None:
     """Make a ledger end with `step`, whose writer may have died before or after writing it.
 
     Args:
-        path: the file; nobody writes it now.
+        path: the file; nobody writes it now, or not for long.
         step: the last one that counts.
         shares: its records, values in the order of `LEDGER`'s fields.
+        wait: as for `Ledger`.
 
     Raises:
         RunError: it cannot be written.
     """
-    ledger = Ledger(path)
+    ledger = Ledger(path, wait)
     try:
         records = read_records(path, LEDGER)
         later = np.flatnonzero(records["step"] > step)

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from instep import spec_file
@@ -32,13 +33,14 @@ from instep.run import endings
 from instep.run import news as mind
 from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
+from instep.run.hosts import BACK_S, GATHER_S, Far, Hosts, Process
 from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
-from instep.run.processes import Watched
+from instep.run.processes import Watched, machine
 from instep.run.resume import go_back
 from instep.run.stacks import ASK, deepest_line, last_stack, stack_file
 from instep.run.stop_rules import Rules, recorded
-from instep.run.watch import Hang, Watch
+from instep.run.watch import FLOOR_S, Hang, Watch
 from instep.spec import JobSpec, as_table
 
 TICK_S = 0.1
@@ -49,6 +51,9 @@ ATTACH_S = 2.0
 
 PARENT_S = 1.0
 """How long a host may take to say how a worker ended, or another to take its place."""
+
+RETRY_S = 4.0
+"""How long after that a host on another machine is tried again."""
 
 LAST_WORD_S = 0.4
 """How long a process that hangs may take to tell where it stands."""
@@ -94,12 +99,16 @@ class Master:
         self._job, self._run, self._views, self._hosted = job, run, list(views), hosted
         self._started, self._origin, self._journal = started, origin, journal
         self._hub, self._token = switchboard.hub, switchboard.seat.token
+        self._machine = machine()
         self._rules = Rules(job.stop)
         self._rules.replay(origin.heard)
         self._judged: dict[tuple[int, bool], str] = {}
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
-        self._processes: dict[int, Watched] = {}
+        self._processes: dict[int, Process] = {}
+        self._places: dict[int, int] = {}  # worker to the number of its host
+        self._pulsed: dict[int, float] = {}  # when a worker was heard last
+        self._pulses: dict[Peer, int] = {}  # number of the newest
         self._heard: dict[Peer, int] = {}
         self._resends: dict[Peer, int] = {}
         self._store: dict[str, bytes] = {}
@@ -110,13 +119,19 @@ class Master:
         self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
         self._seen_ended: dict[int, float] = {}
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
-        self._no_host: float | None = None  # since when
+        self._no_host: dict[int, float] = {}  # since when there is none by this number
+        self._gathered = False  # whether workers may be started
         self._watch = Watch()
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
         cut_torn_record(run / "steps.bin", STEPS)
         self._steps = (run / "steps.bin").open("ab", buffering=0)
         known = journal.last() if journal is not None else None
+        self._hosts = Hosts(
+            len(job.launch.hosts) if hosted else 0,
+            self._hub.send,
+            gather_s=GATHER_S if known is None else BACK_S,
+        )
         if known is None:
             self._begin(about)
         else:
@@ -153,7 +168,9 @@ class Master:
         self._began = known.generation > self._origin.generations + 1
         for event in folder.named("worker_joined"):  # the newest process of each number
             if event["worker"] in known.joined and event["time"] >= self._started:
-                self._watch_process(int(event["worker"]), int(event["pid"]))
+                self._watch_process(
+                    int(event["worker"]), int(event["pid"]), int(event.get("host", 0))
+                )
         for worker in known.joined:
             mine = folder.steps_of(worker)
             if len(mine):
@@ -203,6 +220,7 @@ class Master:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
             self._think(mind.Interrupted(self._interrupts.pop(0), self._began, self._committed))
+        self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
         self._think(mind.Tick(self._committed))
@@ -243,24 +261,43 @@ class Master:
             ),
         )
         if hello.role == "host":
-            self._emit("host_joined", {"pid": hello.pid})
-            if living := [(n, p.pid) for n, p in self._processes.items() if n in self._peers]:
-                self._hub.send(peer, m.Adopt(workers=living))
-            self._think(mind.HostCame())
+            self._welcome_host(peer, hello)
         elif hello.role == "worker":
             self._welcome_worker(peer, hello)
 
+    def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
+        number, now = hello.number, time.monotonic()
+        self._emit("host_joined", {"pid": hello.pid, "host": number})
+        before = self._hosts.comes(peer, number, hello.pid, now)
+        if before is not None:
+            self._names.pop(before, None)
+            self._hub.drop(before)
+        there = [n for n in self._processes if n in self._peers and self._places[n] == number]
+        if there:
+            self._hub.send(peer, m.Adopt(workers=[(n, self._processes[n].pid) for n in there]))
+        self._gathered = self._hosts.ready(now)
+        self._think(mind.HostCame())
+
     def _welcome_worker(self, peer: Peer, hello: m.Hello) -> None:
-        number = hello.number
+        number, state = hello.number, self._state
         self._peers[number] = peer
         self._absent.pop(number, None)
-        if self._hosted and number not in self._processes:
-            self._watch_process(number, hello.pid)
-        if number in self._state.joined:
+        self._pulsed[number] = time.monotonic()
+        self._hosts.started(number, hello.host)
+        far = self._hosts.several and hello.machine != self._machine
+        known = self._processes.get(number)
+        if self._hosted and (known is None or isinstance(known, Far) != far):
+            self._watch_process(number, hello.pid, hello.host, far=far)
+        if number in state.joined:
             self._think(mind.Attached(number, hello.generation or 0))
+            if self._hosts.several and number in set(state.members) - state.inside:
+                # what it had asked the others' group for was answered on a connection now lost
+                self._think(mind.Broke(number, state.generation))
+            elif self._hosts.several and number in state.members:
+                self._watch.begins(number, time.monotonic())
             return
-        seconds = time.time() - self._started
-        self._emit("worker_joined", {"worker": number, "pid": hello.pid, "seconds": seconds})
+        fields = {"worker": number, "pid": hello.pid, "host": hello.host}
+        self._emit("worker_joined", {**fields, "seconds": time.time() - self._started})
         self._think(mind.Joined(number))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
@@ -271,25 +308,34 @@ class Master:
             return True
         number, state = hello.number, self._state
         process = self._processes.get(number)
+        if self._hosts.gave_up(hello.host, hello.pid):
+            return False
+        if isinstance(process, Far) and process.killed_at is not None:
+            return False
         if number in state.joined:  # the same process, whose connection or master was lost
             same = process is not None and process.pid == hello.pid
+            same &= self._places.get(number, 0) == hello.host
             if same and (before := self._peers.pop(number, None)) is not None:
                 self._names.pop(before, None)
                 self._hub.drop(before)
             return same
+        if hello.generation is not None:  # the run has gone on without it
+            return False
         return number in state.wanted and number not in self._peers
 
-    def _watch_process(self, number: int, pid: int) -> None:
+    def _watch_process(
+        self, number: int, pid: int, host: int = 0, *, far: bool | None = None
+    ) -> None:
         if number in self._processes:
             self._processes.pop(number).close()
-        self._processes[number] = Watched(pid)
+        far = self._hosts.several if far is None else far  # until it calls, nobody knows
+        self._processes[number] = Far(self._hosts, host, pid) if far else Watched(pid)
+        self._places[number] = host
 
     def _start_worker(self, number: int) -> None:
         """Have the host bring up a process under this number."""
         log = str(self._run / "logs" / f"worker-{number}.log")
-        for peer, (role, _) in self._names.items():
-            if role == "host":
-                self._hub.send(peer, m.StartWorker(number=number, log=log))
+        self._hosts.start(number, log, [self._places[n] for n in self._processes])
 
     # ---- what arrives
 
@@ -300,7 +346,7 @@ class Master:
             return
         match message:
             case m.Pulse():
-                self._watch.hears(number, message, time.monotonic())
+                self._hear_pulse(peer, message)
             case m.StoreSet(key=key, value=value):
                 self._store[key] = value
                 for waiting in self._waiting.pop(key, []):
@@ -327,17 +373,26 @@ class Master:
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
             case m.Exited(number=worker, pid=pid, code=code):
-                self._exited(worker, pid, code)
+                self._exited(worker, pid, code, host=number)
             case _:
                 raise TypeError(message)
+
+    def _hear_pulse(self, peer: Peer, pulse: m.Pulse) -> None:
+        (role, number), now = self._names[peer], time.monotonic()
+        self._pulses[peer] = pulse.number
+        if role == "host":
+            self._hosts.hears(number, peer, now)
+        else:
+            self._pulsed[number] = now
+            self._watch.hears(number, msgspec.structs.replace(pulse, number=0), now)
 
     def _hear_client(self, peer: Peer, message: m.AnyMessage) -> None:
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has heard it
                     self._think(mind.Interrupted(by, self._began, self._committed))
-            case m.HostEnded(code=code, detail=detail):
-                self._think(mind.HostLost(code, detail))
+            case m.HostEnded(code=code, detail=detail, number=number):
+                self._host_ended(number, code, detail)
             case m.Scale(workers=workers):
                 refusal = self._refusal_of(workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))
@@ -345,6 +400,15 @@ class Master:
                     self._think(mind.Scaled(workers))
             case _:
                 raise TypeError(message)
+
+    def _host_ended(self, number: int, code: int, detail: str) -> None:
+        """A process that starts workers has ended by itself."""
+        if self._hosts.fails(number):
+            self._think(mind.HostLost(code, detail))
+            return
+        host = self._job.launch.hosts[number]
+        text = f"host {number} ({host}) ended with code {code}; it is tried again. {detail}"
+        self._emit("warning", {"text": text.strip()})
 
     def _refusal_of(self, workers: int) -> str:
         most = self._job.train.micro_batches
@@ -363,12 +427,16 @@ class Master:
         """Count what has taken effect, and say so now and then."""
         if peer not in self._heard:
             return
-        role, _ = self._names.get(peer, ("", 0))
+        role, number = self._names.get(peer, ("", 0))
+        process = self._processes.get(number) if role == "worker" else None
+        if isinstance(process, Far) and process.killed_at is not None:
+            return  # its lease is to run out
         if not isinstance(message, m.Pulse):
             self._heard[peer] += 1
             self._resends[peer] = max(0, self._resends[peer] - 1)
         if isinstance(message, m.Pulse) or role != "worker":
-            self._hub.send(peer, m.Heard(count=self._heard[peer]))
+            heard = m.Heard(count=self._heard[peer], pulse=self._pulses.get(peer, 0))
+            self._hub.send(peer, heard)
 
     def _record(self, peer: Peer, worker: int, ledger: bytes, steps: bytes) -> None:
         done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
@@ -419,11 +487,14 @@ class Master:
 
     # ---- who goes, and who hangs
 
-    def _exited(self, worker: int, pid: int, code: int | None) -> None:
+    def _exited(self, worker: int, pid: int, code: int | None, host: int = 0) -> None:
         """A worker's process is gone."""
         process = self._processes.get(worker)
-        if process is not None and process.pid != pid:
+        if process is not None and (process.pid, self._places[worker]) != (pid, host):
             return  # it never had this place
+        unborn = process is None and worker not in self._state.joined
+        if unborn and not self._hosts.started(worker, host):
+            return  # nobody waits for it
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
                 self._hear(peer, last)
@@ -431,7 +502,7 @@ class Master:
             self._peers.pop(worker, None)
         if process is not None:
             self._processes.pop(worker).close()
-        for known in (self._asked, self._seen_ended, self._absent):
+        for known in (self._asked, self._seen_ended, self._absent, self._pulsed, self._places):
             known.pop(worker, None)
         self._watch.leaves(worker)
         self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
@@ -441,6 +512,9 @@ class Master:
         role, number = self._names.pop(peer, ("", -1))
         self._heard.pop(peer, None)
         self._resends.pop(peer, None)
+        self._pulses.pop(peer, None)
+        if role == "host":
+            self._host_left(peer, number, "it hung up")
         if role == "worker" and self._peers.get(number) is peer:
             self._peers.pop(number)
             self._absent[number] = time.monotonic()
@@ -456,29 +530,60 @@ class Master:
         if not self._hosted:
             return
         now = time.monotonic()
-        hosts = any(role == "host" for role, _ in self._names.values())
+        hosts = len(self._hosts.missing) < max(1, self._hosts.count)
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
                 if not hosts or now - since > PARENT_S:
-                    self._exited(worker, process.pid, None)
+                    self._exited(worker, process.pid, None, self._places[worker])
             elif absent_s > ATTACH_S:
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # nobody knows its process
             if now - self._absent.get(worker, now) > ATTACH_S:
                 self._exited(worker, 0, None)
-        self._want_host(hosts, now)
+        self._want_hosts(now)
 
-    def _want_host(self, hosts: bool, now: float) -> None:
+    def _want_hosts(self, now: float) -> None:
         """Ask the client for another host, where the last one is gone and none took its place."""
-        self._no_host = None if hosts else self._no_host or now
+        self._no_host = {number: self._no_host.get(number, now) for number in self._hosts.missing}
         going_on = self._state.phase in ("gathering", "training")
-        if self._no_host is not None and now - self._no_host > PARENT_S and going_on:
-            self._no_host = now
-            for peer, (role, number) in list(self._names.items()):
-                if (role, number) == ("client", 0):
-                    self._hub.send(peer, m.HostWanted())
+        wanted = [number for number, since in self._no_host.items() if now - since > PARENT_S]
+        if not wanted or not going_on:
+            return
+        again = now + (RETRY_S if self._hosts.several else 0.0)
+        self._no_host |= dict.fromkeys(wanted, again)
+        for peer, (role, number) in list(self._names.items()):
+            if (role, number) == ("client", 0):
+                self._hub.send(peer, m.HostWanted(numbers=wanted))
+
+    def _watch_hosts(self) -> None:
+        """Who of several hosts is silent, and who was lost with one."""
+        now = time.monotonic()
+        for peer in self._hosts.turn(now):
+            _, number = self._names.pop(peer)
+            self._hub.drop(peer)
+            self._host_left(peer, number, f"it gave no sign of life for {FLOOR_S:g} s")
+        if not self._gathered and self._hosts.ready(now):
+            self._gathered = True
+            self._think(mind.HostCame())
+        for worker, process in list(self._processes.items()):
+            if isinstance(process, Far):
+                self._watch_far(worker, process, now)
+
+    def _watch_far(self, worker: int, process: Far, now: float) -> None:
+        silent_s = now - self._pulsed.setdefault(worker, now)
+        quiet = self._hosts.is_quiet(process.host) and self._hosts.can_do_without
+        if quiet and silent_s > FLOOR_S + BACK_S:  # before its first step nobody else notices
+            process.signal(signal.SIGKILL)
+        if process.is_lost(now, silent_s):
+            self._hosts.give_up(process.host, process.pid)
+            self._exited(worker, process.pid, None, process.host)
+
+    def _host_left(self, peer: Peer, number: int, why: str) -> None:
+        if self._hosts.goes(number, peer) and self._hosts.several:
+            self._emit("host_lost", {"host": number, "why": why})
+            self._think(mind.HostCame())  # what it was to start, another starts
 
     def _watch_progress(self) -> None:
         """End whoever hangs, after asking where it stands."""
@@ -490,7 +595,7 @@ class Master:
             often = {w: n for w, (step, n) in self._state.lost.items() if step >= self._committed}
             for hang in self._watch.hangs(now, often):
                 if hang.worker in self._processes and hang.worker not in self._asked:
-                    self._ask(hang, now)
+                    self._look_into(hang, now)
             seconds = self._watch.stuck_s(self._state.members, now)
             if seconds:
                 self._think(mind.Stuck(self._state.generation, seconds))
@@ -499,6 +604,14 @@ class Master:
             if stack.endswith("\n") or now > until:
                 self._asked.pop(worker)
                 self._think(replace(hung, where=deepest_line(stack)))
+
+    def _look_into(self, hang: Hang, now: float) -> None:
+        process = self._processes[hang.worker]
+        if not (isinstance(process, Far) and self._hosts.is_quiet(process.host)):
+            self._ask(hang, now)
+        elif self._hosts.can_do_without:  # else they may all be back in a moment
+            how = f"{hang.how}, nor did its host"
+            self._think(mind.Hung(hang.worker, hang.step, hang.phase, how))
 
     def _ask(self, hang: Hang, now: float) -> None:
         """Have a process tell where it stands; one that was stopped has to go on for that."""

@@ -42,9 +42,10 @@ from instep.comm.messages import (
 )
 from instep.comm.metered import tcp_traffic
 from instep.comm.tie import Tie
-from instep.errors import InstepError, WorkerError
+from instep.errors import InstepError, PeerError, WorkerError
 from instep.events import STEPS
 from instep.run.launch.base import Seat
+from instep.run.processes import machine
 
 FLUSH_S = 0.25
 """How often records leave for the master."""
@@ -73,7 +74,14 @@ class Member:
     def __init__(self, seat: Seat, number: int, phases: Mapping[str, float] | None = None) -> None:
         self.number = number
         self.master_host = seat.address.host
-        hello = Hello(token=seat.token, role="worker", number=number, pid=os.getpid())
+        hello = Hello(
+            token=seat.token,
+            role="worker",
+            number=number,
+            pid=os.getpid(),
+            host=seat.host,
+            machine=machine(),
+        )
         self._tie = Tie(seat.address, hello)
         welcome = self._tie.welcome()
         if isinstance(welcome, Refused):
@@ -91,6 +99,9 @@ class Member:
         """What this worker is doing; told to the master while it trains."""
         self.interrupt: Callable[[], None] = lambda: None
         """Breaks the exchange under way, from another thread."""
+        self.hold: Callable[[], None] = lambda: None
+        """Has this worker write nothing more of the present generation, from another thread."""
+        self._fenced = -1  # the generation in which nothing more may be committed
         self._next: Form | None = None
         self._stop: Stop | None = None
         self._regroup = -1  # the generation that is to be left at the next commit
@@ -110,7 +121,9 @@ class Member:
         if self.form is None:
             self._tie.send(Built(recovers=self.recovers))
             if self.at is not None and self.recovers:
-                self._tie.listen(self.at, self._arrived)
+                if self.job.launch.hosts:
+                    self._tie.keep()
+                self._tie.listen(self.at, self._arrived, self._lapsed)
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             answer = self._tie.wait_for(Form, Release)
@@ -130,6 +143,42 @@ class Member:
         if isinstance(message, Form) and form and message.generation > form.generation:
             self.interrupt()
 
+    def _lapsed(self) -> None:
+        """In the listening thread: the others may go on without this worker by now."""
+        self._fence()
+        self.hold()
+        self.interrupt()
+
+    def _fence(self) -> None:
+        if self.form is not None:
+            self._fenced = self.form.generation
+
+    @property
+    def fenced(self) -> bool:
+        """Whether nothing more may be committed in the present generation.
+
+        So it is between hosts once the master has not been heard from for a lease,
+        and stays so until the next generation.
+        """
+        if self._tie.lapsed:
+            self._fence()
+        return self.form is not None and self._fenced == self.form.generation
+
+    def check_lease(self) -> None:
+        """PeerError where nothing more may be committed in the present generation."""
+        if self.fenced:
+            raise PeerError("the master was not heard from for too long: the others may go on.")
+
+    def waits_for_writer(self) -> bool:
+        """Whether a process that still has the ledger is waited for.
+
+        Raises:
+            PeerError: this worker cannot get it in the present generation any more.
+        """
+        if self.superseded:
+            raise PeerError("the members have changed while the ledger was in use.")
+        return bool(self.job.launch.hosts)
+
     def leave_soon(self) -> None:
         """This worker's machine is about to go away; may be called from a signal handler."""
         self._leaving = True
@@ -138,7 +187,7 @@ class Member:
     def superseded(self) -> bool:
         """Whether another generation is to begin, so that the present one can end nothing more."""
         self._listen()
-        return self._next is not None
+        return self._next is not None or self.fenced
 
     @property
     def regroups(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import select
 import signal
 import sys
@@ -28,6 +29,19 @@ def die_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), number)
+
+
+def machine() -> str:
+    """The same in all processes that can reach each other whatever happens to a network.
+
+    They share the kernel, the numbers of processes, and (Linux) the network's interfaces.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    except OSError:
+        return platform.node()
+    return " ".join([boot, *spaces])
 
 
 def started_at() -> float:

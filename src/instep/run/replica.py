@@ -95,7 +95,11 @@ class Replica:
         self._parts = member.job.train.micro_batches
         exact = self._parts if member.job.train.determinism == "bits" else 0
         self.buffers = Buffers(model, parts=exact)
-        self._ledger = Ledger(member.run / "ledger.bin") if comm.rank == 0 else None
+        self._ledger = (
+            Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
+            if comm.rank == 0
+            else None
+        )
         self._notes = Notes(
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
@@ -176,7 +180,11 @@ class Replica:
 
         Returns:
             The norm of the gradient, if it was computed.
+
+        Raises:
+            PeerError: the others may have gone on without this worker; nothing has moved.
         """
+        self.member.check_lease()  # before anything moves
         since = time.perf_counter()
         norm = update.apply(step)
         self.clock.lap(since, "update")
@@ -193,6 +201,9 @@ class Replica:
     ) -> None:
         """The step counts. Parameters have moved; write down who did what, and how long it took.
 
+        Where this worker has been cut off since they began to move, the ledger is for
+        whoever goes on from what it holds.
+
         Args:
             step: counts from 1.
             position: of the global batch.
@@ -202,7 +213,8 @@ class Replica:
         """
         self.strategy.after_step(step)
         self._last = (step, position)
-        done = self._ledger.append(self.shares()) if self._ledger is not None else b""
+        fenced = self._ledger is None or self.member.fenced
+        done = self._ledger.append(self.shares()) if self._ledger and not fenced else b""
         times = astuple(self.clock)
         norm = _as_recorded(gradient_norm)
         self.member.record(done, (step, self.member.number, samples, loss, *times, norm))
@@ -232,6 +244,11 @@ class Replica:
         self.buffers.undo()
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def hold(self) -> None:
+        """Write nothing more; for another thread."""
+        if self._ledger is not None:
+            self._ledger.release()
 
     def close(self) -> None:
         """Let go of model and group."""

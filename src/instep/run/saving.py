@@ -156,6 +156,7 @@ class Saver:
             keep_every=member.job.checkpoint.keep_every,
             best=best,
             builds_on=[member.run / name for name in RESUMED_FROM],
+            may_publish=lambda: not member.fenced,
         )
 
     def after_step(

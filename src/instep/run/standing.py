@@ -99,7 +99,8 @@ class Standing:
             raise PeerError("nobody in the group holds the state of the run.")
         root = steps.index(newest)
         if comm.rank == root:
-            mend(self._member.run / "ledger.bin", newest, self._shares)
+            ledger = self._member.run / "ledger.bin"
+            mend(ledger, newest, self._shares, wait=self._member.waits_for_writer)
         if oldest < newest:
             self._share(comm, root)
         if self.last is not None:  # a word that one has heard counts for all

@@ -121,6 +121,7 @@ class Training:
         began = time.time()
         self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
         self.member.at, self.member.interrupt = self._pulse, self._interrupt
+        self.member.hold = self._hold
         self._standing.merging = self._try_merging()
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -154,6 +155,11 @@ class Training:
         replica = self._replica
         if replica is not None and self.phase in WAITING:
             replica.comm.interrupt()
+
+    def _hold(self) -> None:
+        """The others may go on without this worker; called by another thread."""
+        if self._replica is not None:
+            self._replica.hold()
 
     def _leave(self) -> None:
         """Leave the group: keep what was committed, undo the rest, tell the master."""
@@ -329,6 +335,7 @@ class Training:
         Returns:
             The step, and whether this start of the run ends with it.
         """
+        self.member.check_lease()
         where = position(done.step, self.samples, self.job.train.global_batch)
         self._tell_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
@@ -467,9 +474,9 @@ class Training:
             False where a member was lost before all had ended: train on, then finish again.
         """
         self.phase = "saving"
-        if self._saver is not None:
+        if self._saver is not None and not self.member.fenced:
             self._saver.finish(self.step)
-        if not self.member.done(self.step, self.rule):
+        if self.member.fenced or not self.member.done(self.step, self.rule):
             self._leave()
             self._regroup()
             return False

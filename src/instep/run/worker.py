@@ -64,7 +64,8 @@ def prepare(member: Member, local_rank: int) -> Training:
     """From a membership to a training that has all it needs but the other workers."""
     job, lap = member.job, _Laps(member)
     lap("fork")
-    set_kernels(job.train, max(1, cores() // job.workers))
+    here = -(-job.workers // max(1, len(job.launch.hosts)))
+    set_kernels(job.train, max(1, cores() // here))
     device = choose_device(job, local_rank)
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")

@@ -20,7 +20,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +73,8 @@ class CheckpointWriter:
         best: which did best in validation; they are kept as well.
         builds_on: files without which a checkpoint is worth nothing, if they are there:
             they are on the disk before it counts, even if the host crashes.
+        may_publish: asked, in the background, when one has been written; one that may
+            not be published is not saved.
 
     Raises:
         CheckpointError: the folder cannot be made or cleared.
@@ -86,9 +88,11 @@ class CheckpointWriter:
         keep_every: int = 0,
         best: Best | None = None,
         builds_on: Sequence[Path] = (),
+        may_publish: Callable[[], bool] = lambda: True,
     ) -> None:
         self._folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
         self._best, self._builds_on = best, tuple(builds_on)
+        self._may_publish = may_publish
         self._staged: dict[str, _Staged] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -194,9 +198,14 @@ class CheckpointWriter:
             for file in filter(Path.exists, self._builds_on):
                 _sync_path(file)
                 _sync_path(file.parent)
+            if not self._may_publish():  # what stands beside is for whoever may
+                text = f"the checkpoint of step {step} was not saved: others may save by now."
+                self._outcomes.put(CheckpointError(text))
+                return
             _publish(beside, final)
         except OSError as error:
-            shutil.rmtree(beside, ignore_errors=True)
+            if self._may_publish():
+                shutil.rmtree(beside, ignore_errors=True)
             self._values.pop(step, None)
             self._outcomes.put(
                 CheckpointError(

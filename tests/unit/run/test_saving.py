@@ -24,6 +24,8 @@ WHERE = Position(0, 0, 64)
 class Tie:
     """A member that writes down what it is told to do, and what was on disk by then."""
 
+    fenced = False
+
     def __init__(self, folder, job):
         self.run, self.job = folder, job
         self.told = []

@@ -10,5 +10,6 @@ LAUNCHERS = Registry(
     "launcher",
     {
         "local": "instep.run.launch.local:LocalLauncher",
+        "hosts": "instep.run.launch.hosts:HostsLauncher",
     },
 )

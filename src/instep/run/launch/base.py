@@ -1,4 +1,4 @@
-"""What a launcher is: it brings up one host process, and ends whatever it brought up.
+"""What a launcher is: it brings up host processes, and ends whatever it brought up.
 
 Beside it what the processes are told: where their master is, and the token
 by which it knows them.
@@ -18,6 +18,11 @@ from instep.comm.channel import Address, Hub, listen
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""
 
+POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+SETTINGS = {INSIDE: "1", **dict.fromkeys(POOLS, "1")}
+"""Environment of a host: one thread for libraries that would start a pool before the fork."""
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -25,6 +30,13 @@ class Seat:
 
     address: Address
     token: str
+    host: int = 0
+    """The number of the host that the process is on."""
+
+
+def host_log(logs: Path, host: int) -> Path:
+    """Where a host prints; the first has the plain name."""
+    return logs / (f"host-{host}.log" if host else "host.log")
 
 
 class Switchboard:
@@ -60,19 +72,19 @@ class Switchboard:
 
 
 class Launcher(Protocol):
-    """Starts a host on a machine; the host starts the workers there, at the master's word."""
+    """Starts a host on each machine; it starts the workers there, at the master's word."""
 
     def start(self, seat: Seat, logs: Path) -> None:
-        """Bring the host up. Returns at once; the host calls the master when it is ready.
+        """Bring up the host of number `seat.host`. Returns at once; it calls the master itself.
 
         Args:
             seat: where the master is.
             logs: existing folder for what the processes print.
         """
 
-    def ended(self) -> int | None:
-        """The exit code of the host that was started last, negative for a signal; None while
-        it runs. Another that it has brought up itself may have taken its place."""
+    def ended(self, host: int = 0) -> int | None:
+        """The exit code of the host that was started last under this number, negative for a
+        signal; None while it runs. Another that it has brought up may have taken its place."""
 
     def stop(self) -> None:
         """End the host and all it has started, now, and wait until they are gone.

@@ -22,15 +22,26 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from instep.comm.channel import Address
-from instep.comm.messages import Adopt, Exited, Hello, KillAll, Refused, StartWorker, Welcome
-from instep.comm.tie import Tie
+from instep.comm.messages import (
+    Adopt,
+    Exited,
+    Hello,
+    KillAll,
+    Pulse,
+    Refused,
+    Signal,
+    StartWorker,
+    Welcome,
+)
+from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
-from instep.run.launch.base import Seat
-from instep.run.processes import Watched, die_with_parent, exit_code_of
+from instep.run.launch.base import SETTINGS, Seat
+from instep.run.processes import Watched, die_with_parent, exit_code_of, machine
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
@@ -45,7 +56,8 @@ def main() -> None:
     die_with_parent(signal.SIGTERM)
     note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
     seen = json.loads(note)
-    seat = Seat(Address(seen["host"], seen["port"]), seen["token"])
+    seat = Seat(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
+    _settle(seen["folder"])
     tie = _call(seat)
     welcome = tie.welcome()
     if not isinstance(welcome, Welcome):
@@ -58,11 +70,22 @@ def main() -> None:
     if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
-    Server(tie, seat, phases).serve()
+    several = bool(tomllib.loads(welcome.job).get("launch", {}).get("hosts"))
+    Server(tie, seat, phases, several=several).serve()
+
+
+def _settle(folder: str) -> None:
+    """Be where the run was started, also if a command such as ssh has begun us elsewhere."""
+    os.environ.update(SETTINGS)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
 
 
 def _call(seat: Seat) -> Tie:
-    tie = Tie(seat.address, Hello(token=seat.token, role="host", number=0, pid=os.getpid()))
+    hello = Hello(
+        token=seat.token, role="host", number=seat.host, pid=os.getpid(), machine=machine()
+    )
+    tie = Tie(seat.address, hello)
     tie.lasting = True
     return tie
 
@@ -97,11 +120,21 @@ def _start_again(note: str) -> NoReturn:
 
 
 class Server:
-    """Forks, reaps, reports; and has a spare of itself."""
+    """Forks, reaps, reports; and has a spare of itself.
 
-    def __init__(self, tie: Tie, seat: Seat, phases: dict[str, float]) -> None:
-        self._tie, self._seat, self._phases = tie, seat, phases
+    Args:
+        tie: to the master.
+        seat: where that is, for the workers.
+        phases: seconds that parts of the start took.
+        several: whether it is one of several hosts, which may lose the master from sight.
+    """
+
+    def __init__(
+        self, tie: Tie, seat: Seat, phases: dict[str, float], *, several: bool = False
+    ) -> None:
+        self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
         self._workers: dict[int, int] = {}
+        self._given_up: set[int] = set()  # workers that are being ended
         self._adopted: dict[int, Watched] = {}
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
@@ -115,17 +148,26 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._several:
+            self._tie.keep()
         try:
             while not self._ending:
                 self._reap()
                 self._look_after_adopted()
+                if self._several:
+                    self._tie.show(Pulse)
                 self._obey()  # before waiting: messages may have come together with the welcome
-                tick_s = ADOPTED_S if self._adopted else None
-                select.select([self._tie.fileno(), self._wake_read], [], [], tick_s)
+                self._wait()
         except PeerError:
             pass
         finally:
             self._kill_all()
+
+    def _wait(self) -> None:
+        """For a message, a signal, or the time to look after something."""
+        tick_s = ADOPTED_S if self._adopted else PULSE_S / 2 if self._several else None
+        ends = [end for end in (self._tie.fileno(), self._wake_read) if end >= 0]
+        select.select(ends, [], [], tick_s)
 
     def _have_a_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
@@ -144,7 +186,7 @@ class Server:
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             tie = _call(self._seat)
-            Server(tie, self._seat, self._phases).serve()
+            Server(tie, self._seat, self._phases, several=self._several).serve()
         except PeerError:
             pass  # no master is left either
         finally:
@@ -156,8 +198,12 @@ class Server:
     def _obey(self) -> None:
         while (message := self._tie.poll()) is not None:
             match message:
-                case StartWorker() if message.number not in self._workers.values():
-                    self._fork(message)
+                case StartWorker(number=number):
+                    there = self._workers.items()
+                    if number not in {n for pid, n in there if pid not in self._given_up}:
+                        self._fork(message)
+                case Signal(pid=pid, signals=signals):
+                    self._signal(pid, signals)
                 case Adopt(workers=workers):
                     known = {*self._workers.values(), *self._adopted}
                     new = {number: pid for number, pid in workers if number not in known}
@@ -166,6 +212,17 @@ class Server:
                     self._kill_all(wait=False)
                 case Refused():
                     self._ending = True
+
+    def _signal(self, pid: int, signals: Iterable[int]) -> None:
+        """Send signals to a worker, and to no other process."""
+        adopted = next((each for each in self._adopted.values() if each.pid == pid), None)
+        for number in signals:
+            if pid in self._workers:
+                os.kill(pid, number)
+            elif adopted is not None:
+                adopted.signal(number)
+            if number == signal.SIGKILL:
+                self._given_up.add(pid)
 
     def _fork(self, order: StartWorker) -> None:
         forked = time.time()
@@ -202,6 +259,7 @@ class Server:
             if not pid:
                 return
             number = self._workers.pop(pid, None)
+            self._given_up.discard(pid)
             if number is not None:
                 self._tie.send(Exited(number=number, pid=pid, code=exit_code_of(status)))
             elif pid == self._spare and not self._ending:

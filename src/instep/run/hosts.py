@@ -1,0 +1,245 @@
+"""What the master knows of its hosts: who lives, who has which worker, and whom to give up.
+
+A run on this machine has one host. One on several knows a process of another
+machine by its host's word only: the master asks the host to signal it, hears
+from the host that it has ended, and where the host itself is silent, counts
+the process as lost once it cannot commit any more (`comm/tie.py`, LEASE_S).
+What follows for the run is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from instep.comm import messages as m
+from instep.comm.channel import Peer
+from instep.run.watch import FLOOR_S
+
+GATHER_S = 10.0
+"""How long the first workers wait for hosts that have not come."""
+
+QUIET_S = 0.6
+"""A host that says nothing for so long will hardly tell how a process of its has ended."""
+
+FIRST_PULSE_S = 60.0
+"""How long a host may take to import what workers need; it says nothing meanwhile."""
+
+BACK_S = 2.0
+"""How long a host must have been there before workers are given up that may be back as well."""
+
+
+class Process(Protocol):
+    """A worker's process, as the master sees it."""
+
+    pid: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, as far as can be seen."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it can be reached."""
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+
+
+@dataclass
+class _Host:
+    """One that is connected."""
+
+    peer: Peer
+    pid: int
+    since: float
+    heard: float
+    spoke: bool = False
+
+
+class Hosts:
+    """The hosts of a run.
+
+    Args:
+        count: how many it has; 0 where all workers are on this machine.
+        send: says something to one of them.
+        gather_s: how long the first that comes waits for the others.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        send: Callable[[Peer, m.AnyMessage], None],
+        *,
+        gather_s: float = GATHER_S,
+    ) -> None:
+        self.count, self._send, self._gather_s = count, send, gather_s
+        self._there: dict[int, _Host] = {}
+        self._underway: dict[int, int] = {}  # worker to the host that was told to start it
+        self._given_up: set[tuple[int, int]] = set()  # host and pid
+        self._failed: set[int] = set()  # who has ended by itself, and not come since
+        self._first: float | None = None
+        self._now = 0.0
+
+    @property
+    def several(self) -> bool:
+        """Whether the run is on machines that may lose each other."""
+        return self.count > 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Who is not there."""
+        return [number for number in range(max(1, self.count)) if number not in self._there]
+
+    @property
+    def now(self) -> float:
+        """The time of the last turn."""
+        return self._now
+
+    # ---- who comes, speaks and goes
+
+    def turn(self, now: float) -> list[Peer]:
+        """The time; who has been silent for too long."""
+        away, self._now = now - self._now if self._now else 0.0, now
+        if away > FLOOR_S / 4:  # the master itself was held up
+            for host in self._there.values():
+                host.heard += away
+        if not self.several:
+            return []
+        return [
+            host.peer
+            for host in self._there.values()
+            if now - host.heard > (FLOOR_S if host.spoke else FIRST_PULSE_S)
+        ]
+
+    def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
+        """A host is there; it ends what was given up while it was not.
+
+        Returns:
+            Its former connection, where the same process had another.
+        """
+        self._first = self._first or now
+        self._failed.discard(number)
+        before = self._there.get(number)
+        self._there[number] = _Host(peer, pid, now, now)
+        for host, given_up in self._given_up:
+            if host == number:
+                self._send(peer, m.Signal(pid=given_up, signals=[signal.SIGKILL]))
+        return before.peer if before is not None and before.pid == pid else None
+
+    def fails(self, number: int) -> bool:
+        """A host has ended by itself; whether there is none left that has not."""
+        self._failed.add(number)
+        return len(self._failed) >= max(1, self.count)
+
+    def hears(self, number: int, peer: Peer, now: float) -> None:
+        """A host lives."""
+        host = self._there.get(number)
+        if host is not None and host.peer is peer:
+            host.heard, host.spoke = now, True
+
+    def goes(self, number: int, peer: Peer) -> bool:
+        """A host's connection is lost; whether there is none by its number now."""
+        host = self._there.get(number)
+        if host is None or host.peer is not peer:
+            return False
+        del self._there[number]
+        self._underway = {w: h for w, h in self._underway.items() if h != number}
+        return True
+
+    # ---- where workers are
+
+    def ready(self, now: float) -> bool:
+        """Whether workers may be started: all hosts have come, or have had their time."""
+        if self._first is None:
+            return False
+        return not self.missing or not self.several or now - self._first > self._gather_s
+
+    def start(self, worker: int, log: str, placed: Iterable[int]) -> None:
+        """Have a worker started where the fewest are, unless it has just been.
+
+        Args:
+            worker: its number.
+            log: takes its output.
+            placed: the host of each worker that is there.
+        """
+        if not self.ready(self._now) or (self.several and worker in self._underway):
+            return
+        workers = Counter([*placed, *self._underway.values()])
+        host = min(self._there, key=lambda number: (workers[number], number), default=None)
+        if host is not None:
+            self._underway[worker] = host
+            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log))
+
+    def started(self, worker: int, host: int) -> bool:
+        """A worker has come, or has ended before it could; whether it was to be started there."""
+        if self._underway.get(worker) != host:
+            return not self.several
+        del self._underway[worker]
+        return True
+
+    # ---- processes on other machines
+
+    def signal(self, host: int, pid: int, number: int) -> None:
+        """Have a host send a signal to a process, if it is there."""
+        if host in self._there:
+            self._send(self._there[host].peer, m.Signal(pid=pid, signals=[number]))
+
+    def is_quiet(self, number: int) -> bool:
+        """Whether a host is not there, or has just not been heard from."""
+        host = self._there.get(number)
+        return host is None or (host.spoke and self._now - host.heard > QUIET_S)
+
+    @property
+    def can_do_without(self) -> bool:
+        """Whether a host is there, and has been for long enough, that could take others' work."""
+        living = [n for n in self._there if not self.is_quiet(n)]
+        return any(self._now - self._there[number].since > BACK_S for number in living)
+
+    def give_up(self, host: int, pid: int) -> None:
+        """The run goes on without this process; it is ended once its host can be reached."""
+        self._given_up.add((host, pid))
+        self.signal(host, pid, signal.SIGKILL)
+
+    def gave_up(self, host: int, pid: int) -> bool:
+        """Whether the run has gone on without this process."""
+        return (host, pid) in self._given_up
+
+
+class Far:
+    """A process of another machine: only its host can do something about it."""
+
+    def __init__(self, hosts: Hosts, host: int, pid: int) -> None:
+        self._hosts, self.host, self.pid = hosts, host, pid
+        self.killed_at: float | None = None
+        """When it was to be ended; from then on the master does not answer it."""
+
+    @property
+    def ended(self) -> bool:
+        """Its host tells."""
+        return False
+
+    def signal(self, number: int) -> None:
+        """Ask its host."""
+        if number == signal.SIGKILL:
+            if self.killed_at is not None:
+                return
+            self.killed_at = self._hosts.now
+        self._hosts.signal(self.host, self.pid, number)
+
+    def is_lost(self, now: float, silent_s: float) -> bool:
+        """Whether it cannot commit any more, though nobody has seen its end.
+
+        Args:
+            now: seconds, on the master's clock.
+            silent_s: how long it has not been heard.
+        """
+        if self.killed_at is None or not self._hosts.can_do_without:
+            return False
+        quiet = self._hosts.is_quiet(self.host) and silent_s > FLOOR_S
+        return quiet or now - self.killed_at > FLOOR_S
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
