@@ -100,13 +100,15 @@ class TorchComm:
         """Have whatever waits for another rank raise; for another thread, on the CPU.
 
         Gloo can neither be told to give up nor to hurry (torch 2.13: its `abort` does not
-        wake who waits), but it notices a connection that ends.
+        wake who waits), but it notices a connection that ends. Where it listens is left
+        alone: it ends the process when that breaks.
         """
         for number, inode in self._sockets & open_sockets():
             with contextlib.suppress(OSError):
                 end = socket.socket(fileno=os.dup(number))
                 with end:
-                    if os.fstat(end.fileno()).st_ino == inode:
+                    listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if os.fstat(end.fileno()).st_ino == inode and not listens:
                         end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -81,6 +81,7 @@ class Hosts:
         self._given_up: set[tuple[int, int]] = set()  # host and pid
         self._failed: set[int] = set()  # who has ended by itself, and not come since
         self._first: float | None = None
+        self._ready = False
         self._now = 0.0
 
     @property
@@ -153,9 +154,9 @@ class Hosts:
 
     def ready(self, now: float) -> bool:
         """Whether workers may be started: all hosts have come, or have had their time."""
-        if self._first is None:
-            return False
-        return not self.missing or not self.several or now - self._first > self._gather_s
+        late = self._first is not None and now - self._first > self._gather_s
+        self._ready |= late or (self._first is not None and not (self.several and self.missing))
+        return self._ready
 
     def start(self, worker: int, log: str, placed: Iterable[int]) -> None:
         """Have a worker started where the fewest are, unless it has just been.
@@ -168,7 +169,8 @@ class Hosts:
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
         workers = Counter([*placed, *self._underway.values()])
-        host = min(self._there, key=lambda number: (workers[number], number), default=None)
+        living = [number for number in self._there if not self.is_quiet(number)]
+        host = min(living, key=lambda number: (workers[number], number), default=None)
         if host is not None:
             self._underway[worker] = host
             self._send(self._there[host].peer, m.StartWorker(number=worker, log=log))

@@ -107,7 +107,7 @@ class Master:
         self._names: dict[Peer, tuple[str, int]] = {}
         self._processes: dict[int, Process] = {}
         self._places: dict[int, int] = {}  # worker to the number of its host
-        self._pulsed: dict[int, float] = {}  # when a worker was heard last
+        self._pulsed: dict[int, tuple[float, m.Pulse | None]] = {}  # when heard last, and what
         self._pulses: dict[Peer, int] = {}  # number of the newest
         self._heard: dict[Peer, int] = {}
         self._resends: dict[Peer, int] = {}
@@ -282,7 +282,7 @@ class Master:
         number, state = hello.number, self._state
         self._peers[number] = peer
         self._absent.pop(number, None)
-        self._pulsed[number] = time.monotonic()
+        self._pulsed[number] = time.monotonic(), None
         self._hosts.started(number, hello.host)
         far = self._hosts.several and hello.machine != self._machine
         known = self._processes.get(number)
@@ -383,7 +383,7 @@ class Master:
         if role == "host":
             self._hosts.hears(number, peer, now)
         else:
-            self._pulsed[number] = now
+            self._pulsed[number] = now, pulse
             self._watch.hears(number, msgspec.structs.replace(pulse, number=0), now)
 
     def _hear_client(self, peer: Peer, message: m.AnyMessage) -> None:
@@ -572,9 +572,14 @@ class Master:
                 self._watch_far(worker, process, now)
 
     def _watch_far(self, worker: int, process: Far, now: float) -> None:
-        silent_s = now - self._pulsed.setdefault(worker, now)
+        heard, pulse = self._pulsed.setdefault(worker, (now, None))
+        silent_s = now - heard
         quiet = self._hosts.is_quiet(process.host) and self._hosts.can_do_without
-        if quiet and silent_s > FLOOR_S + BACK_S:  # before its first step nobody else notices
+        patience_s = FLOOR_S if pulse is not None else FLOOR_S + BACK_S
+        if quiet and silent_s > patience_s and process.killed_at is None:
+            step, phase = (pulse.step, pulse.phase) if pulse is not None else (0, "building")
+            how = f"gave no sign of life for {silent_s:.1f} s, nor did its host"
+            self._think(mind.Hung(worker, step, phase, how))
             process.signal(signal.SIGKILL)
         if process.is_lost(now, silent_s):
             self._hosts.give_up(process.host, process.pid)
@@ -608,10 +613,7 @@ class Master:
     def _look_into(self, hang: Hang, now: float) -> None:
         process = self._processes[hang.worker]
         if not (isinstance(process, Far) and self._hosts.is_quiet(process.host)):
-            self._ask(hang, now)
-        elif self._hosts.can_do_without:  # else they may all be back in a moment
-            how = f"{hang.how}, nor did its host"
-            self._think(mind.Hung(hang.worker, hang.step, hang.phase, how))
+            self._ask(hang, now)  # else its host is to blame
 
     def _ask(self, hang: Hang, now: float) -> None:
         """Have a process tell where it stands; one that was stopped has to go on for that."""
