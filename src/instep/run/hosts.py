@@ -195,6 +195,11 @@ class Hosts:
         return host is None or (host.spoke and self._now - host.heard > QUIET_S)
 
     @property
+    def all_quiet(self) -> bool:
+        """Whether it is the master that has been cut off, as far as can be seen."""
+        return self.several and all(map(self.is_quiet, range(self.count)))
+
+    @property
     def can_do_without(self) -> bool:
         """Whether a host is there, and has been for long enough, that could take others' work."""
         living = [n for n in self._there if not self.is_quiet(n)]

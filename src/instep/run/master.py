@@ -602,7 +602,7 @@ class Master:
                 if hang.worker in self._processes and hang.worker not in self._asked:
                     self._look_into(hang, now)
             seconds = self._watch.stuck_s(self._state.members, now)
-            if seconds:
+            if seconds and not self._hosts.all_quiet:
                 self._think(mind.Stuck(self._state.generation, seconds))
         for worker, (until, since_bytes, hung) in list(self._asked.items()):
             stack = last_stack(stack_file(self._run, worker), since_bytes)
