@@ -8,17 +8,23 @@ any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from instep.comm.base import Comm
+from instep.data.balance import deal
 from instep.data.loader import Loader, Slice
 from instep.run.forward import Forward
 
 
 def evaluate(
-    forward: Forward, loader: Loader, samples: int, batch: int, comm: Comm
+    forward: Forward,
+    loader: Loader,
+    samples: int,
+    batch: int,
+    comm: Comm,
+    speeds: Sequence[float] | None = None,
 ) -> dict[str, float]:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -28,6 +34,7 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
+        speeds: of each, where they are not alike; who is slow gets fewer batches.
 
     Returns:
         `loss` and each metric by name, equal on every worker.
@@ -35,7 +42,7 @@ def evaluate(
     names = ["loss", *forward.recipe.metrics]
     count = -(-samples // batch)
     table = torch.zeros(count, len(names), dtype=torch.float64)
-    own = list(range(comm.rank, count, comm.size))
+    own = list(deal(count, comm.size, speeds)[comm.rank])
     was_training = forward.model.training
     forward.model.eval()
     try:
