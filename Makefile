@@ -36,8 +36,8 @@ format: setup    ## let the tools mend what they can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup     ## every benchmark, one after the other (half an hour)
-	for name in against_ddp startup loader checkpoint bits lattice recovery; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+bench: setup     ## every benchmark, one after the other (three quarters of an hour)
+	for name in against_ddp startup loader checkpoint bits lattice recovery slow_worker; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:           ## remove what make and the runs left
 	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
