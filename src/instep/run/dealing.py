@@ -24,6 +24,9 @@ WINDOW = 8
 MARGIN = 0.05
 """What share of a window's time another deal must save."""
 
+FEW, FEW_S, LARGE = 3, 0.5, 0.25
+"""So few steps are enough where they took so long, and so large a share is saved."""
+
 LEAST_S = 1e-3
 """And how much of a step; where that is all there is, the system's own hitches are what is seen."""
 
@@ -64,9 +67,13 @@ class Dealing:
         """Deal so from the next step on."""
         self.speeds = self._proposed = speeds
         self._before: list[list[float]] = []
-        self._window: list[list[float]] = []
+        self._begin_window()
         self._first = True
         self._idle = 0
+
+    def _begin_window(self) -> None:
+        self._window: list[list[float]] = []
+        self._window_s, self._looked = 0.0, False
 
     def after_step(self, seconds: Sequence[float], samples: Sequence[int], parts: int) -> str:
         """Take in a committed step; must be told the same on every rank.
@@ -92,7 +99,8 @@ class Dealing:
         )
         if self._tried is not None:
             return self._judge_trial(self._tried)
-        if len(self._window) == WINDOW and self._decide():
+        self._window_s += max(seconds)
+        if self._is_time() and self._decide():
             return "speed"
         return "trial" if self._try_again() else ""
 
@@ -102,30 +110,42 @@ class Dealing:
 
     # ---- by what was measured
 
+    def _is_time(self) -> bool:
+        """At the end of a window, and once before it, when its few steps say enough."""
+        few = len(self._window) >= FEW and self._window_s >= FEW_S
+        looks, self._looked = few and not self._looked, self._looked or few
+        return looks or len(self._window) == WINDOW
+
     def _decide(self) -> bool:
-        """At the end of a window: deal as the one before proposed, or propose."""
+        """Deal as the window before proposed, or propose."""
         before, window = self._before, self._window
-        self._before, self._window = window, []
+        whole = len(window) == WINDOW
+        costs, margin = self._costs, MARGIN if whole else LARGE
         self._costs = self._known(window)
-        if self._confirms(window):
+        if self._saves(self._proposed, window, margin):
             present = self.counts(self.speeds)
             self._costs = self._known([*before, *window])
             self._deal(self._best())
             return self.counts(self.speeds) != present
-        self._proposed = self._best()
+        best = self._best()
+        if whole or self._saves(best, window, margin):
+            self._begin_window()
+            self._before, self._proposed = window, best
+        else:
+            self._costs = costs  # the window goes on
         return False
 
     def _known(self, steps: list[list[float]]) -> list[float]:
         """The usual cost of each rank in some steps."""
         return [_middle(of_one, old) for *of_one, old in zip(*steps, self._costs, strict=True)]
 
-    def _confirms(self, window: list[list[float]]) -> bool:
-        """Whether each step of the window would have been shorter if dealt as was proposed."""
-        now, then = self.counts(self.speeds), self.counts(self._proposed)
+    def _saves(self, speeds: Speeds | None, window: list[list[float]], margin: float) -> bool:
+        """Whether each step of the window would have been shorter if dealt so, and by enough."""
+        now, then = self.counts(self.speeds), self.counts(speeds)
         costs = [list(map(_or, step, self._costs)) for step in window]
         whole = [_time(now, each) for each in costs]
         saved = [before - _time(then, each) for before, each in zip(whole, costs, strict=True)]
-        enough = max(MARGIN * sum(whole), LEAST_S * len(window))
+        enough = max(margin * sum(whole), LEAST_S * len(window))
         return min(saved) > 0 and sum(saved) >= enough
 
     def _best(self) -> Speeds | None:

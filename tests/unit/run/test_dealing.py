@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from instep.data.balance import deal
-from instep.run.dealing import PAUSE, TRIAL, TRIAL_SHARE, WINDOW, Dealing
+from instep.run.dealing import FEW, FEW_S, PAUSE, TRIAL, TRIAL_SHARE, WINDOW, Dealing
 
-STEP_S, SAMPLES = 0.01, 3  # of a micro-batch, on a worker of speed 1
+STEP_S, SAMPLES = 0.001, 3  # of a micro-batch, on a worker of speed 1
 
 
 def counts_of(dealing, workers, parts):
@@ -65,6 +65,13 @@ def test_work_is_dealt_by_speed_after_two_windows_and_then_stays(speeds, parts, 
     assert (step, why) == (1 + 2 * WINDOW, "speed")
     assert sorted(dealt) == sorted(counts)
     assert took[-1] < 0.95 * took[0]
+
+
+def test_in_long_steps_few_are_enough_for_a_large_difference_and_not_for_a_small_one():
+    _, changes, _ = train(slow(1, 0.25), 4, 32, 100, part_s=FEW_S)
+    assert [(step, dealt) for step, _, dealt in changes] == [(1 + 2 * FEW, [10, 2, 10, 10])]
+    _, changes, _ = train(slow(1, 0.8), 4, 32, 100, part_s=FEW_S)
+    assert [(step, dealt) for step, _, dealt in changes] == [(1 + 2 * WINDOW, [9, 7, 8, 8])]
 
 
 def test_one_of_four_slowed_four_times_costs_what_it_lacks_and_no_more():
