@@ -5,10 +5,13 @@
 Four workers, of which one is four times slower, with work dealt by speed and,
 as the rival, evenly. At last one of four is five times slower for so many steps
 as `--long` says. The time of a sample is slept, so that two cores are enough
-for four workers; the ideal is the sum of what they could sleep through, with
-nothing lost to loading, exchange, update or a late waking. Three figures of each
-run: of all its steps (the first few are dealt evenly), of those after that, and of
-their median, which other work on the machine moves less.
+for four workers.
+
+Two ideals. What the four could sleep through, with nothing lost to loading,
+exchange, update, calls or a late waking. And, in the same run, the sum of the
+samples per second that each shows while it computes: medians of its steps. The
+rates are of all steps (the first few are dealt evenly), of those after that, and
+of their median, which other work on the machine moves less.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +78,17 @@ def median_rate(run: RunFolder, first: int) -> float:
     return BATCH / float(np.median(np.diff(ends[first:])))
 
 
+def sum_of_speeds(run: RunFolder, first: int) -> float:
+    """Samples per second of all workers, each while it computes, in its median step."""
+    whole = 0.0
+    for worker in range(WORKERS):
+        steps = run.steps_of(worker)
+        steps = steps[(steps["step"] >= first) & (steps["samples"] > 0)]
+        busy_s = steps["load_s"] + steps["forward_s"] + steps["backward_s"]
+        whole += float(np.median(steps["samples"] / busy_s))
+    return whole
+
+
 def share_of_slow(run: RunFolder) -> float:
     """The smallest part of all samples that a worker computed."""
     steps = run.steps
@@ -81,33 +96,40 @@ def share_of_slow(run: RunFolder) -> float:
     return min(parts) / sum(parts)
 
 
+def told(run: RunFolder, sample_s: float, times: float) -> dict[str, Any]:
+    """What a run that was dealt by speed has to tell."""
+    ideal, dealt = (WORKERS - 1 + 1 / times) / sample_s, run.named("work_dealt")
+    first = dealt[0]["step"]
+    return {
+        "determinism": run.spec.train.determinism,
+        "slower": times,
+        "steps": run.last_step,
+        "sample_ms": 1000 * sample_s,
+        "ideal_samples_per_s": round(ideal, 1),
+        "of_ideal": round(rate(run, 1) / ideal, 3),
+        "of_ideal_once_dealt": round(rate(run, first) / ideal, 3),
+        "of_ideal_median_step": round(median_rate(run, first) / ideal, 3),
+        "of_speeds_once_dealt": round(rate(run, first) / sum_of_speeds(run, first), 3),
+        "of_speeds_median_step": round(median_rate(run, first) / sum_of_speeds(run, first), 3),
+        "dealt": [[e["step"], e["reason"], *e["micro_batches"]] for e in dealt],
+        "share_of_the_slow": round(share_of_slow(run), 3),
+        "generations": len(run.generations),
+        "repeated_samples": run.audit.repeated,
+        "missing_samples": run.audit.missing,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
 def case(
     bench: Bench, steps: int, sample_s: float, times: float, mode: str, *, rival: int = 0
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Dealt by speed, against the sum of speeds and, for `rival` steps, against even deals."""
     settings = {"determinism": mode, "threads": 1}
     by_speed = bench.train(steps, sample_s, times, **settings)
-    ideal = (WORKERS - 1 + 1 / times) / sample_s
-    dealt = by_speed.named("work_dealt")
-    result: dict[str, object] = {
-        "determinism": mode,
-        "slower": times,
-        "steps": steps,
-        "sample_ms": 1000 * sample_s,
-        "ideal_samples_per_s": round(ideal, 1),
-        "of_ideal": round(rate(by_speed, 1) / ideal, 3),
-        "of_ideal_once_dealt": round(rate(by_speed, dealt[0]["step"]) / ideal, 3),
-        "of_ideal_median_step": round(median_rate(by_speed, dealt[0]["step"]) / ideal, 3),
-        "dealt": [[e["step"], e["reason"], *e["micro_batches"]] for e in dealt],
-        "share_of_the_slow": round(share_of_slow(by_speed), 3),
-        "generations": len(by_speed.generations),
-        "repeated_samples": by_speed.audit.repeated,
-        "missing_samples": by_speed.audit.missing,
-        "load": round(os.getloadavg()[0], 1),
-    }
+    result = told(by_speed, sample_s, times)
     if rival:
         even = bench.train(rival, sample_s, times, deal="even", **settings)
-        result["even_of_ideal"] = round(rate(even, 1) / ideal, 3)
+        result["even_of_ideal"] = round(rate(even, 1) / float(result["ideal_samples_per_s"]), 3)
     print(json.dumps(result), file=sys.stderr)
     return result
 
