@@ -37,7 +37,7 @@ format: setup    ## let the tools mend what they can
 	$(BIN)/ruff check --fix .
 
 bench: setup     ## every benchmark, one after the other (an hour)
-	for name in against_ddp startup loader checkpoint bits lattice recovery; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in against_ddp startup loader checkpoint bits lattice recovery slow_worker; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:           ## remove what make and the runs left
 	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

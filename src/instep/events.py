@@ -72,6 +72,8 @@ EVENTS = {
     "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
     "sha256, text",
     "passes_chosen": "worker, merged, reason",
+    "work_dealt": "generation, step (the first that is dealt so), members, micro_batches "
+    "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, seconds, scheduled",

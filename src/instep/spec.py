@@ -51,6 +51,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Whether a worker runs the micro-batches it was dealt as one larger forward pass:
     `auto` where a trial shows that no layer can tell the difference, `never` to save memory."""
 
+    deal: Literal["speed", "even"] = "speed"
+    """Who computes how much: `speed` gives a slow worker fewer micro-batches, `even` each as many.
+    Your own loop always has `even`."""
+
     determinism: Literal["order", "bits"] = "order"
     """`order`: the same global batches at any number of workers. `bits`: the same parameters."""
 

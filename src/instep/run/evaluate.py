@@ -8,11 +8,12 @@ any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from instep.comm.base import Comm
+from instep.data.balance import deal
 from instep.data.loader import Loader, Slice
 from instep.run.forward import Forward
 
@@ -23,6 +24,7 @@ def evaluate(
     samples: int,
     batch: int,
     comm: Comm,
+    speeds: Sequence[float] | None = None,
     arrived: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
@@ -33,6 +35,7 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
+        speeds: of each, where they are not alike; who is slow gets fewer batches.
         arrived: called when this worker has done its part, and waits for the others.
 
     Returns:
@@ -41,7 +44,7 @@ def evaluate(
     names = ["loss", *forward.recipe.metrics]
     count = -(-samples // batch)
     table = torch.zeros(count, len(names), dtype=torch.float64)
-    own = list(range(comm.rank, count, comm.size))
+    own = list(deal(count, comm.size, speeds)[comm.rank])
     was_training = forward.model.training
     forward.model.eval()
     try:

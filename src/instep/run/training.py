@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +179,13 @@ class Training:
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
             strategy.load_state(standing.carried.strategy)
             self._replica = Replica(
-                member, built.model, built.parameters, strategy, comm, compare=not given
+                member,
+                built.model,
+                built.parameters,
+                strategy,
+                comm,
+                compare=not given,
+                by_speed=self.job.train.deal == "speed",
             )
         except PeerError:
             comm.close()
@@ -307,21 +313,29 @@ class Training:
             yield step
             if ends:
                 return
-        first = self.step + 1
+        while (yield from self._steps_of_a_deal()):
+            pass
+
+    def _steps_of_a_deal(self) -> Generator[Step, None, bool]:
+        """The steps until the end, or until work is dealt otherwise; whether that is so."""
+        first, dealt = self.step + 1, self.replica.dealing.speeds
         loads = self._loader.load(
             part.samples for _, share in self._plan(first) for part in share.passes
         )
         try:
             for where, share in self._plan(first):
                 self.step += 1
-                done = standing.commit(self._one_step(where, share, loads), where)
+                done = self._standing.commit(self._one_step(where, share, loads), where)
                 step, ends = self._settle(done)
                 yield step
                 self._regroups &= not ends
                 if ends or self._regroups:
                     break
+                if self.replica.dealing.speeds != dealt:
+                    return True
         finally:
             loads.close()
+        return False
 
     def _settle(self, done: Committed) -> tuple[Step, bool]:
         """What follows a commit: judge it, validate, save. Done again if a member is lost in it.
@@ -375,6 +389,7 @@ class Training:
             self.last_step,
             self.replica.comm,
             merge=self._standing.merging.merge,
+            speeds=self.replica.dealing.speeds,
         )
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> Committed:
@@ -444,8 +459,8 @@ class Training:
         batch = train.global_batch
         if train.merge == "never":
             batch = -(-batch // train.micro_batches)
-        comm = self.replica.comm
-        metrics = evaluate(self._forward, self._validation, count, batch, comm, self._waits)
+        speeds, comm = self.replica.dealing.speeds, self.replica.comm
+        metrics = evaluate(self._forward, self._validation, count, batch, comm, speeds, self._waits)
         if self.replica.comm.rank == 0:
             self.member.emit(
                 "validated",
