@@ -67,9 +67,12 @@ EVENTS = {
     "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
     "sha256, text",
     "passes_chosen": "worker, merged, reason",
+    "loaders_started": "worker, pids (of its loader processes; one that is killed is replaced)",
+    "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
+    "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
     "epoch_finished": "epoch, step, loss, samples",
-    "validated": "step, epoch, metrics (name to value), samples, seconds, scheduled",
+    "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",

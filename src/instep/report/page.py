@@ -66,6 +66,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
     return [
         bars.start_up(folder),
         sections.audit_of_samples(folder),
+        sections.skipped_samples(folder),
         sections.changes_and_failures(folder),
         sections.checkpoints(folder),
         sections.configuration(folder),

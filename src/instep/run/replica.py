@@ -28,6 +28,7 @@ from instep.run.ledger import Ledger
 from instep.run.member import Member
 from instep.run.notes import Notes
 from instep.run.passes import parts_of, ranges_of
+from instep.run.skipping import scale_gradients, share_read
 from instep.run.update import Update
 from instep.sync.base import Strategy
 
@@ -39,6 +40,8 @@ class Agreement(NamedTuple):
     """Mean over the global batch."""
     stop: bool
     """Whether any worker has been told to stop."""
+    skipped: int = 0
+    """Samples of the global batch that could not be read; the means are over the others."""
 
 
 @dataclass(slots=True)
@@ -98,6 +101,7 @@ class Replica:
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
+            skipped=1,  # samples that could not be read
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
             buffers=len(self.buffers),  # who moved each
         )
@@ -115,7 +119,13 @@ class Replica:
         return self.buffers.after_pass(weight, number)
 
     def agree(
-        self, losses: Mapping[int, float], *, stop: bool, leaving: bool = False
+        self,
+        losses: Mapping[int, float],
+        *,
+        stop: bool,
+        leaving: bool = False,
+        skipped: int = 0,
+        samples: int = 0,
     ) -> Agreement | None:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
@@ -123,6 +133,8 @@ class Replica:
             losses: number of each of this worker's passes to weight times mean loss.
             stop: whether this worker has been told to stop.
             leaving: whether this worker has no further step; then all must have none.
+            skipped: samples that its passes lack, since they could not be read.
+            samples: of the global batch; 0 where there is none.
 
         Returns:
             The same on every worker. None where all must run their passes of
@@ -130,12 +142,14 @@ class Replica:
 
         Raises:
             SpecError: some workers leave and some have another step.
+            DataError: no sample of the global batch could be read.
             PeerError: another worker went away.
         """
         since, arrived = time.perf_counter(), time.time()
         own = self._notes.blank()
         own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
         own["arrived"][self.comm.rank] = arrived - self._base
+        own["skipped"] = [float(skipped)]
         for number, loss in losses.items():
             own["losses"][number] = loss
         own["buffers"] = self.buffers.marks()
@@ -151,13 +165,17 @@ class Replica:
                 f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
-        self.buffers.commit(agreed["buffers"], self.comm)
+        missed = round(agreed["skipped"][0])
+        share = share_read(missed, samples)
+        if missed:
+            scale_gradients(self.model.parameters(), 1 / share)
+        self.buffers.commit(agreed["buffers"], self.comm, read=share)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed["arrived"])
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
-        return Agreement(sum(agreed["losses"]), agreed["stop"][0] > 0)
+        return Agreement(sum(agreed["losses"]) / share, agreed["stop"][0] > 0, missed)
 
     def advance(
         self, update: Update, step: int, position: Position, samples: int, loss: float
