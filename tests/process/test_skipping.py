@@ -61,7 +61,7 @@ def in_plain_torch(seed: int) -> tuple[dict[str, torch.Tensor], float]:
 
 
 @pytest.mark.parametrize(
-    "train", [{}, {"merge": "never"}, {"determinism": "bits"}], ids=["merged", "apart", "bits"]
+    "train", [{}, {"determinism": "bits"}], ids=["merged", "apart, to the bit"]
 )
 def test_a_step_is_that_of_the_samples_that_could_be_read(
     tmp_path: Path, train: dict[str, object]
@@ -98,6 +98,7 @@ def test_skipping_gives_the_same_bits_on_any_number_of_workers_also_to_batch_sta
         assert "12 positions" in "\n".join(proof.lines())
 
 
+@pytest.mark.slow  # tests/unit/report/test_skipped.py has what it rests on
 def test_a_worker_that_is_killed_leaves_each_skipped_sample_counted_once(
     start: Start, tmp_path: Path
 ) -> None:

@@ -220,9 +220,11 @@ def _conduct(
     finally:
         launcher.stop()
         switchboard.close()
-    summary = finish(folder)
-    if outcome.blame is not None:
-        raise failure(outcome.blame, folder)
+    try:
+        summary = finish(folder)
+    finally:  # what ended the run comes before what came of its report
+        if outcome.blame is not None:
+            raise failure(outcome.blame, folder)
     return Run(folder, summary, outcome.finish.exit_code)
 
 
@@ -359,6 +361,11 @@ def finish(folder: Path) -> dict[str, Any]:
             f"the run has ended, but its report cannot be written to {folder}: {error.strerror}. "
             f"Make room, then: instep report {folder}"
         ) from None
+    if run.outcome == "unfinished":
+        raise RunError(
+            f"the run has ended, but how could not be written to {folder / 'events.jsonl'}, and "
+            "its report has gaps: the disk was full, or not to be written to."
+        )
     return summary
 
 

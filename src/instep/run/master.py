@@ -20,7 +20,7 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.events import LEDGER, STEPS, EventLog, cut_torn_record, read_records
+from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.run import decide as mind
 from instep.run.folder import BEGINNING, Origin
@@ -92,7 +92,7 @@ class Master:
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
         cut_torn_record(run / "steps.bin", STEPS)
-        self._steps = (run / "steps.bin").open("ab", buffering=0)
+        self._steps = Appender(run / "steps.bin")
         resumed = {"resumed_step": origin.step} if origin.generations else {}
         self._emit("run_started", {"job": as_table(job), **about, **resumed})
         for text in origin.warnings:
@@ -187,6 +187,8 @@ class Master:
         self._last_step = dict.fromkeys(self._last_step, self._origin.step)
         path = str(self._origin.checkpoint or "")
         self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
+        for text in self._origin.warnings:
+            self._emit("warning", {"text": text})
         self._think(mind.WentBack(path))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
