@@ -124,9 +124,8 @@ def test_checkpoints_that_find_no_room_are_one_warning_and_each_next_save_tries_
     saver._tell()
     assert len(texts(tie)) == 1
     assert "the checkpoint of step 2 was not saved" in texts(tie)[0]
-    assert "1.0 MB are needed, 0.5 MB are free (ENOSPC)" in texts(tie)[0].replace(
-        "500 kB", "0.5 MB"
-    )
+    assert "1.0 MB are needed" in texts(tie)[0]
+    assert "are free (ENOSPC)" in texts(tie)[0]
     small_disk.make_room()
     after(saver, 5)
     saver._writer.finish()
