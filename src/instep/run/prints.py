@@ -29,10 +29,13 @@ class Dropping(io.RawIOBase):
         return self._descriptor
 
     def write(self, data: Any, /) -> int:
-        """Write some of it; all counts as written where none can be."""
+        """Write what can be written; all of it counts as written."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
         with suppress(OSError):
-            return os.write(self._descriptor, data)
-        return memoryview(data).nbytes
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        return size
 
 
 def spare_prints() -> None:
@@ -41,11 +44,12 @@ def spare_prints() -> None:
         before = getattr(sys, name)
         with suppress(OSError, ValueError):
             before.flush()
-        buffer = io.BufferedWriter(Dropping(descriptor))
+        raw: Any = Dropping(descriptor)
         text = io.TextIOWrapper(
-            buffer,
+            raw if before.write_through else io.BufferedWriter(raw),  # the former with python -u
             encoding=before.encoding,
             errors="backslashreplace",
             line_buffering=before.line_buffering,
+            write_through=before.write_through,
         )
         setattr(sys, name, text)
