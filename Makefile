@@ -36,7 +36,7 @@ format: setup    ## let the tools mend what they can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup     ## every benchmark, one after the other (half an hour)
+bench: setup     ## every benchmark, one after the other (an hour)
 	for name in against_ddp startup loader checkpoint bits lattice recovery; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:           ## remove what make and the runs left

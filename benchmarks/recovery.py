@@ -1,11 +1,19 @@
-"""How long does a run stand still when a worker is killed, and does its result show it?
+"""How long does a run stand still when a worker is killed? torchrun and torchft beside us.
 
-    python benchmarks/recovery.py [--kills 100] [--workers 3] [--seed 7] [--json FILE]
+    python benchmarks/recovery.py [--kills 50] [--rounds 2] [--only NAME ...] [--json FILE]
 
-A run to the bit on this machine; now and then a worker, drawn by chance, gets
-SIGKILL at a moment drawn by chance. Recovery is the time from the word that
-the process has ended to the end of the first step of the whole group after
-it. At the end the parameters are compared with those of an undisturbed run.
+Three workers on this machine, the same model, batch and optimizer, gloo, CPU. In each
+round the systems have a turn, one after the other. In a turn a worker, drawn by
+chance, gets SIGKILL at a moment drawn by chance, 0.5 to 1.5 s after the last step
+that shows the full number of workers; then the next one, when it is full again.
+A recovery is the time from the kill to the end of the next step that all workers
+committed, the new one among them. torchrun restarts all from a checkpoint. torchft's
+survivors go on, fewer, until the new one is there; so it has a figure for either.
+Slow rivals get fewer kills (`--torchft-kills`, `--torchrun-kills`, each in a round).
+
+Our run is "to the bit": at the end of each turn its parameters are compared with those
+of an undisturbed run. torchft is installed into a virtual environment of its own, made in
+a temporary folder or kept in `--environment`; without it the rest goes on.
 """
 
 import argparse
@@ -19,61 +27,84 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from rivals.contender import Contender, Recovery, Step, end_tree, recovery, tail
+from rivals.under_torchft import VERSION, UnderTorchft, make_environment
+from rivals.under_torchrun import CHECKPOINT_EVERY, UnderTorchrun
 
 import instep
-from instep.events import STEPS, read_events, read_records
+from instep.events import STEPS, read_events
 from instep.report.run_folder import RunFolder, step_ends
 
 HERE = Path(__file__).parent
 RECIPE = f"{HERE / 'recipes' / 'mlp.py'}:recipe"
-TRAIN = {"global_batch": 128, "determinism": "bits", "threads": 1}
+TRAIN = {"determinism": "bits", "threads": 1}
+LIMIT_S = 120.0
+"""For a system to have its full number again; one that takes longer is given up."""
+
+NEWEST = 5000
+"""Records that are read while a recovery is awaited: many seconds of steps."""
+
+
+class UnderInstep:
+    """`instep run` to the bit, training without end in `folder`."""
+
+    def __init__(self, folder: Path, workers: int, global_batch: int) -> None:
+        self.workers, self.run = workers, folder / "disturbed"
+        job = folder / "job.toml"
+        job.write_text(f'name = "disturbed"\nrecipe = "{RECIPE}"\nworkers = {workers}\nseed = 7\n')
+        train = {**TRAIN, "global_batch": global_batch, "steps": 1_000_000}
+        sets = [word for k, v in train.items() for word in ("--set", f"train.{k}={v}")]
+        command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(folder), *sets]
+        with (folder / "said").open("w") as said:
+            self._process = subprocess.Popen(command, stdout=said, stderr=said)
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def pids(self) -> list[int]:
+        return newest_pids(self.run)
+
+    def steps(self, newest: int | None = None) -> list[Step]:
+        """A step belongs to the generation that had begun last when it ended."""
+        started = [
+            (e["time"], e["generation"], len(e["members"]))
+            for e in read_events(self.run / "events.jsonl")
+            if e["event"] == "generation_started"
+        ]
+        records = tail(self.run / "steps.bin", STEPS, newest)
+        ends = step_ends(records)
+        places = np.searchsorted([moment for moment, _, _ in started], ends) - 1
+        found: dict[tuple[int, int], list[float]] = {}
+        for number, end, place in zip(records["step"], ends, places, strict=True):
+            if place >= 0:
+                found.setdefault((int(number), int(place)), []).append(float(end))
+        whole = [
+            Step(number, max(of_step), started[place][2], started[place][1])
+            for (number, place), of_step in found.items()
+            if len(of_step) >= started[place][2]
+        ]
+        return sorted(whole, key=lambda step: step.end)
+
+    def stop(self) -> None:
+        """Cleanly, with the model saved."""
+        time.sleep(1)  # so that it stops in a step and not in a recovery
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+
+    def end(self) -> None:
+        end_tree(self._process.pid)
+        self._process.wait()
 
 
 def newest_pids(run: Path) -> list[int]:
     joined = [e for e in read_events(run / "events.jsonl") if e["event"] == "worker_joined"]
     return list({e["worker"]: e["pid"] for e in joined}.values())
-
-
-def steps_so_far(run: Path) -> int:
-    return int(read_records(run / "steps.bin", STEPS)["step"].max(initial=0))
-
-
-def disturb(folder: Path, kills: int, workers: int, seed: int) -> Path:
-    """Run until so many kills have been survived, then stop; the run's folder."""
-    draw, run = random.Random(seed), folder / "disturbed"
-    job = folder / "job.toml"
-    job.write_text(f'name = "disturbed"\nrecipe = "{RECIPE}"\nworkers = {workers}\nseed = 7\n')
-    settings = ["train.steps=1000000", *(f"train.{k}={v}" for k, v in TRAIN.items())]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(folder), *sets]
-    with (folder / "said").open("w") as said:
-        program = subprocess.Popen(command, stdout=said, stderr=said)
-    try:
-        while not run.is_dir() or not steps_so_far(run):
-            assert program.poll() is None, (folder / "said").read_text()
-            time.sleep(0.1)
-        killed = 0
-        while killed < kills:
-            time.sleep(draw.uniform(0.5, 1.5))
-            assert program.poll() is None, (folder / "said").read_text()
-            try:
-                os.kill(draw.choice(newest_pids(run)), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            killed += 1
-            print(f"\r{killed} of {kills} killed", end="", file=sys.stderr, flush=True)
-        time.sleep(3)
-        program.send_signal(signal.SIGTERM)
-        program.wait(60)
-    finally:
-        program.kill()
-        program.wait()
-        print(file=sys.stderr)
-    return run
 
 
 def recoveries(run: RunFolder) -> np.ndarray:
@@ -90,38 +121,179 @@ def recoveries(run: RunFolder) -> np.ndarray:
     return np.array(found)
 
 
+def full_again(contender: Contender, moment: float) -> bool:
+    """Wait for a step of the full number, in a group that began after the moment."""
+    deadline = time.monotonic() + LIMIT_S
+    while recovery(contender.steps(NEWEST), moment, contender.workers) is None:
+        if time.monotonic() > deadline or not contender.alive():
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def disturb(contender: Contender, kills: int, draw: random.Random, name: str) -> list[float]:
+    """Kill so many workers, each when the number is full; the moments of those survived."""
+    survived: list[float] = []
+    going = full_again(contender, 0.0)
+    while going and len(survived) < kills:
+        time.sleep(draw.uniform(0.5, 1.5))
+        victim, moment = draw.choice(contender.pids()), time.time()
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:  # its system has ended it, or is about to replace it
+            continue
+        going = full_again(contender, moment)
+        if going:
+            survived.append(moment)
+            print(f"\r{name}: {len(survived)} of {kills} ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return survived
+
+
+def turn(
+    make: Callable[[Path], Contender], name: str, kills: int, draw: random.Random
+) -> tuple[list[Recovery], dict[str, object]]:
+    """One system's turn: what each kill cost, and what else is known about it."""
+    with tempfile.TemporaryDirectory() as text:
+        folder, known = Path(text), {}
+        contender = make(folder)
+        try:
+            moments = disturb(contender, kills, draw, name)
+            if len(moments) < kills:
+                known["given_up"] = f"no full number in {LIMIT_S:.0f} s, or it ended"
+                print((folder / "said").read_text()[-3000:], file=sys.stderr)
+            elif isinstance(contender, UnderInstep):
+                contender.stop()
+                known = sameness(contender.run, folder)
+            steps = contender.steps()
+        finally:
+            contender.end()
+    lengths = np.diff([step.end for step in steps])
+    known["usual_step_s"] = round(float(np.median(lengths)), 4)
+    known["load"] = round(os.getloadavg()[1], 1)
+    found = (recovery(steps, moment, contender.workers) for moment in moments)
+    return [each for each in found if each is not None], known
+
+
+def sameness(path: Path, folder: Path) -> dict[str, object]:
+    """Whether the disturbed run has the bits of an undisturbed one on one worker."""
+    run = RunFolder(path)
+    steps = run.last("model_saved")["step"]
+    train = {**TRAIN, "global_batch": run.spec.train.global_batch, "steps": 1_000_000}
+    train["stop_after_steps"] = steps
+    job = {"name": "whole", "runs": folder, "seed": 7, "train": train, "workers": 1}
+    whole = instep.train(RECIPE, quiet=True, **job)
+    hashes = whole.summary["parameters_sha256"], run.last("model_saved")["parameters_sha256"]
+    return {
+        "steps": steps,
+        "same_bits_as_undisturbed": hashes[0] == hashes[1],
+        "repeated_samples": run.audit.repeated,
+        "missing_samples": run.audit.missing,
+        "s_from_the_word_of_the_loss": percentiles(list(recoveries(run))),
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    shares = (("median", 50), ("p90", 90), ("p99", 99), ("worst", 100))
+    return {name: round(float(np.percentile(values, share)), 3) for name, share in shares}
+
+
+def summed_up(found: list[Recovery], ours: list[Recovery] | None) -> dict[str, object]:
+    """Of one system: its percentiles, those over ours, and every value."""
+    full = [each.full_s for each in found]
+    summary: dict[str, object] = {"kills": len(found), "full_s": percentiles(full)}
+    summary["first_s"] = percentiles([each.first_s for each in found])
+    if ours:
+        base = percentiles([each.full_s for each in ours])
+        summary["full_over_ours"] = {k: round(percentiles(full)[k] / base[k], 1) for k in base}
+    summary["steps_redone_median"] = float(np.median([each.redone for each in found]))
+    summary["steps_reduced_median"] = float(np.median([each.reduced for each in found]))
+    for name, values in zip(Recovery._fields, zip(*found, strict=True), strict=True):
+        summary[f"all_{name}"] = [round(value, 3) for value in values]
+    return summary
+
+
+def table(systems: dict[str, dict[str, object]]) -> str:
+    head = "| kill to the next step of all, s | kills | median | p99 | worst | over ours (median) |"
+    lines = [head + " first step of any, median | steps redone | at reduced strength |"]
+    lines.append("|---" * 9 + "|")
+    for name, of in systems.items():
+        full, ratio = of["full_s"], of.get("full_over_ours", {"median": "-"})
+        parts = [name, of["kills"], full["median"], full["p99"], full["worst"], ratio["median"]]
+        parts += [of["first_s"]["median"], of["steps_redone_median"], of["steps_reduced_median"]]
+        lines.append("| " + " | ".join(str(part) for part in parts) + " |")
+    return "\n".join(lines)
+
+
+def torchft_or_none(folder: Path) -> Path | None:
+    """The Python that has torchft; None, said aloud, where it cannot be had."""
+    print(f"torchft {VERSION}: making {folder}", file=sys.stderr)
+    try:
+        return make_environment(folder)
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr or "").strip().splitlines() or ["no reason given"]
+        print(f"torchft {VERSION} cannot be had, going on without: {why[-1]}", file=sys.stderr)
+        return None
+
+
+def measure(args: argparse.Namespace, temporary: Path) -> dict[str, object]:
+    size = {"workers": args.workers, "global_batch": args.global_batch}
+    systems: dict[str, tuple[Callable[[Path], Contender], int]] = {
+        "instep": (partial(UnderInstep, **size), args.kills),
+        "torchft": (partial(UnderTorchft, **size), args.torchft_kills),
+        "torchrun": (partial(UnderTorchrun, **size), args.torchrun_kills),
+    }
+    systems = {name: each for name, each in systems.items() if name in args.only}
+    if "torchft" in systems:
+        python = torchft_or_none(args.environment or temporary / "torchft")
+        make, kills = systems.pop("torchft")
+        if python:
+            systems["torchft"] = partial(make, python=python), kills
+    draw = random.Random(args.seed)
+    found: dict[str, list[Recovery]] = {name: [] for name in systems}
+    known: dict[str, list[dict[str, object]]] = {name: [] for name in systems}
+    for _ in range(args.rounds):
+        for name, (make, kills) in systems.items():
+            of_turn, facts = turn(make, name, kills, draw)
+            found[name] += of_turn
+            known[name].append(facts)
+    ours = found.get("instep")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "torchft": VERSION,
+        **size,
+        "rounds": args.rounds,
+        "torchrun_checkpoint_every_steps": CHECKPOINT_EVERY,
+        "systems": {
+            name: {**summed_up(each, ours if name != "instep" else None), "turns": known[name]}
+            for name, each in found.items()
+            if each
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=50, help="of ours, in each round")
+    parser.add_argument("--torchft-kills", type=int, default=10)
+    parser.add_argument("--torchrun-kills", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--global-batch", type=int, default=126, help="a multiple of the workers")
     parser.add_argument("--seed", type=int, default=7)
+    names = ["instep", "torchrun", "torchft"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--environment", type=Path, help="where torchft is, or is to be installed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.global_batch % args.workers:
+        parser.error(f"--global-batch {args.global_batch} is no multiple of {args.workers} workers")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended on the way out
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        run = RunFolder(disturb(folder, args.kills, args.workers, args.seed))
-        took, steps = recoveries(run), run.last_step
-        train = {**TRAIN, "steps": 1_000_000, "stop_after_steps": steps}
-        job = {"name": "whole", "runs": folder, "seed": 7, "train": train, "workers": 1}
-        whole = instep.train(RECIPE, quiet=True, **job)
-        same = whole.summary["parameters_sha256"] == run.last("model_saved")["parameters_sha256"]
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "torch": torch.__version__,
-            "workers": args.workers,
-            "kills": len(run.named("worker_lost")),
-            "steps": steps,
-            "load": os.getloadavg()[1],
-            "recovery_s": {
-                name: round(float(np.percentile(took, share)), 3)
-                for name, share in (("median", 50), ("p90", 90), ("p99", 99), ("worst", 100))
-            },
-            "same_bits_as_undisturbed": same,
-            "repeated_samples": run.audit.repeated,
-            "missing_samples": run.audit.missing,
-        }
-    print(json.dumps(result, indent=2))
+        result = measure(args, Path(text))
+    print(table(result["systems"]))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

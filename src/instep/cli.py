@@ -76,6 +76,20 @@ def resume(args: argparse.Namespace) -> int:
     )
 
 
+def scale(args: argparse.Namespace) -> int:
+    """Have a run that goes on use another number of workers, from one of its next commits on."""
+    from instep.run.live_run import scale
+
+    scale(Path(args.run), args.workers)
+    workers = f"{args.workers} worker{'s' if args.workers > 1 else ''}"
+    if args.json:
+        print(json.dumps({"run": args.run, "workers": args.workers}))
+    else:
+        print(f"{workers} from one of the next commits on; the run says when")
+        print(f"next    instep report {args.run}")
+    return 0
+
+
 def _told(done: Run, args: argparse.Namespace) -> int:
     """Say how a run went, and return its exit code."""
     from instep.report.run_folder import RunFolder
@@ -199,7 +213,14 @@ class _Parser(argparse.ArgumentParser):
         return sorted(found)
 
 
-COMMANDS = {"run": run, "resume": resume, "report": report, "audit": audit, "export": export}
+COMMANDS = {
+    "run": run,
+    "resume": resume,
+    "scale": scale,
+    "report": report,
+    "audit": audit,
+    "export": export,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,6 +248,10 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "resume")
     one.add_argument("run", help="run folder")
     _add_changes(one, "change a value of the job; may be given again")
+
+    one = _command(commands, "scale")
+    one.add_argument("run", help="folder of a run that goes on")
+    one.add_argument("--workers", type=int, required=True, metavar="N", help="how many from now on")
 
     one = _command(commands, "report")
     one.add_argument("run", help="run folder")

@@ -102,12 +102,13 @@ def own_line(error: BaseException) -> tuple[str, str]:
     chain: BaseException | None = error
     while chain is not None:
         for frame in reversed(traceback.extract_tb(chain.__traceback__)):
-            if _is_users(Path(frame.filename)):
+            if is_users(Path(frame.filename)):
                 return f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line or ""
         chain = chain.__cause__
     return "", ""
 
 
-def _is_users(file: Path) -> bool:
+def is_users(file: Path) -> bool:
+    """Whether a file of code is the user's own: not ours, Python's, or an installed package's."""
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     return file.is_file() and not installed and not str(file.resolve()).startswith(_LIBRARY)

@@ -65,6 +65,11 @@ EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
     "resumed_step where a run goes on",
     "worker_joined": "worker, pid, seconds",
+    "master_started": "pid, again (whether it takes the place of one that was lost)",
+    "host_joined": "pid",
+    "scaled": "before, workers",
+    "worker_leaving": "worker, successor",
+    "worker_hung": "worker, step, phase, how, where",
     "generation_started": "generation, members, reason, seconds",
     "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
     "loader, phases (name to seconds, from the start of `instep run` on)",

@@ -8,7 +8,6 @@ import signal
 import time
 
 import numpy as np
-import psutil
 import pytest
 from started import SOON_S, Start, Started
 
@@ -29,12 +28,6 @@ def training(run: Start, *settings: str) -> Started:
 def pid_of_worker(program: Started, number: int) -> int:
     joined = program.events("worker_joined")
     return int(next(event["pid"] for event in joined if event["worker"] == number))
-
-
-def fork_server(program: Started) -> psutil.Process:
-    (process,) = (p for p in psutil.Process(program.process.pid).children())
-    assert "instep.run.launch.fork_server" in process.cmdline()
-    return process
 
 
 def last_step(program: Started) -> int:
@@ -113,16 +106,6 @@ def test_ctrl_c_twice_ends_at_once_even_if_a_worker_never_comes_back(run: Start)
     assert program.summary["repeated_samples"] == 0
     assert "Traceback" not in program.stderr
     program.check_nothing_is_left()
-
-
-def test_a_fork_server_that_is_killed_takes_its_workers_with_it(run: Start) -> None:
-    program = training(run)
-    fork_server(program).kill()
-    assert program.end() == 5
-    assert program.error.startswith("instep: the launcher failed")
-    assert "ended with code -9" in program.error
-    assert program.summary["outcome"] == "failed"
-    program.check_nothing_is_left(soon_s=SOON_S)
 
 
 def test_a_client_that_is_killed_leaves_no_process_and_a_folder_that_can_be_read(

@@ -21,5 +21,8 @@ class AloneComm:
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Nobody else is there."""
 
+    def interrupt(self) -> None:
+        """Nobody is waited for."""
+
     def close(self) -> None:
         """Nothing is held."""

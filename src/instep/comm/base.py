@@ -44,5 +44,11 @@ class Comm(Protocol):
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Replace `tensor`, on every rank, by that of rank `root`; returns when done."""
 
+    def interrupt(self) -> None:
+        """Have a collective that waits for other ranks raise, as if one of them were gone.
+
+        For another thread than the one that waits. The group can do nothing more.
+        """
+
     def close(self) -> None:
         """Leave the group; a second call does nothing."""

@@ -39,6 +39,11 @@ class Address(NamedTuple):
     port: int
 
 
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    """A socket at a port of its own, on which masters can be called."""
+    return socket.create_server((host, 0), backlog=1024)
+
+
 class _Frames:
     """Bytes in, messages out."""
 
@@ -115,6 +120,24 @@ class Channel:
             self._read()
         return self._inbox.popleft() if self._inbox else None
 
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether something has arrived, or does so within a time; None waits for ever."""
+        if self._inbox:
+            return True
+        return bool(self._ready.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def read(self) -> list[AnyMessage]:
+        """All messages that are here; waits for bytes if there are none.
+
+        Raises:
+            PeerError: the master is gone.
+        """
+        if not self._inbox:
+            self._read()
+        found = list(self._inbox)
+        self._inbox.clear()
+        return found
+
     def receive(self) -> AnyMessage:
         """The next message; waits for it."""
         while not self._inbox:
@@ -175,13 +198,15 @@ class Hub:
     """The master's switchboard: every connection, in one thread, never blocked by any of them.
 
     Args:
-        host: the address to listen on; loopback unless the job says otherwise.
+        listener: that listens already; by default one on loopback.
         largest: bytes of the longest frame of a peer, until its `frames.largest` is raised.
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, largest: int = LARGEST_OF_A_STRANGER) -> None:
+    def __init__(
+        self, listener: socket.socket | None = None, *, largest: int = LARGEST_OF_A_STRANGER
+    ) -> None:
         self._largest = largest
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = listener or listen()
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -240,6 +265,13 @@ class Hub:
         if peer.socket.fileno() >= 0:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
             self._selector.modify(peer.socket, wanted, peer)
+
+    def peers(self) -> list[Peer]:
+        """Everyone who is connected."""
+        if self._listener.fileno() < 0:
+            return []
+        found = (key.data for key in self._selector.get_map().values())
+        return [peer for peer in found if isinstance(peer, Peer)]
 
     def drain(self, peer: Peer) -> Iterator[AnyMessage]:
         """What a peer that is gone has sent, to its last word; hangs up on it."""

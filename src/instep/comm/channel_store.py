@@ -1,4 +1,4 @@
-"""The meeting place of a group that is forming: kept by the master, reached by the channel.
+"""The meeting place of a group that is forming: kept by the master, reached by a worker's tie.
 
 Torch's own `TCPStore` listens on every interface and lets anybody write. This
 one opens no port: a worker's keys go over the connection it already has, so a
@@ -12,38 +12,38 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from instep.comm.channel import Channel
-from instep.comm.messages import Form, StoreGet, StoreSet, StoreValue
+from instep.comm.messages import Form, Release, StoreGet, StoreSet, StoreValue
+from instep.comm.tie import Tie
 from instep.errors import PeerError
 
 
 class ChannelStore(Store):
-    """What `ProcessGroupGloo` and `ProcessGroupNCCL` need of a store, over a channel.
+    """What `ProcessGroupGloo` and `ProcessGroupNCCL` need of a store, over a tie.
 
     Args:
-        channel: to the master; used only while the group forms.
+        tie: to the master; used only while the group forms.
         prefix: put before every key, one for each generation.
     """
 
-    def __init__(self, channel: Channel, prefix: str) -> None:
+    def __init__(self, tie: Tie, prefix: str) -> None:
         super().__init__()
-        self._channel, self._prefix = channel, prefix
+        self._tie, self._prefix = tie, prefix
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Leave a value for the others."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._channel.send(StoreSet(key=self._prefix + key, value=data))
+        self._tie.send(StoreSet(key=self._prefix + key, value=data))
 
     def get(self, key: str) -> bytes:
         """A value, once somebody has left it; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
-            self._channel.send(StoreGet(key=name))
+            self._tie.send(StoreGet(key=name))
             while name not in self._known:
-                answer = self._channel.wait_for_either(StoreValue, Form)
-                if isinstance(answer, Form):  # somebody is gone: this group will never form
-                    self._channel.put_back(answer)
+                answer = self._tie.wait_for(StoreValue, Form, Release)
+                if not isinstance(answer, StoreValue):  # this group will never form
+                    self._tie.put_back(answer)
                     raise PeerError("the members changed while the group was forming.")
                 self._known[answer.key] = answer.value
         return self._known[name]

@@ -79,7 +79,7 @@ class MemoryComm:
         """Leave the group; ranks that still wait for this one raise `PeerError`."""
         self._queue.shutdown(wait=False)
 
-    def abort(self) -> None:
+    def interrupt(self) -> None:
         """Break the group for everyone, as a dying process does."""
         self._room.barrier.abort()
 
@@ -112,7 +112,7 @@ def run_ranks(size: int, body: Callable[..., T], *arguments: Any) -> list[T]:
         try:
             return body(comm, *arguments)
         except BaseException:
-            comm.abort()
+            comm.interrupt()
             raise
         finally:
             comm.close()

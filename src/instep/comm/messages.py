@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 """Of the messages below; both ends of a channel must have the same."""
 
 
@@ -27,9 +27,14 @@ class Hello(Message, frozen=True):
 
     token: str
     role: str
-    """`worker` or `host` (the fork server that starts the others)."""
+    """`worker`, `host` (the fork server that starts the others) or `client` (who submits a job,
+    or has a wish while it runs)."""
     number: int
     pid: int
+    generation: int | None = None
+    """The last that a worker was told to form; None from a process that is new to the run."""
+    resends: int = 0
+    """How many of the messages that follow may have been heard already, by a master now lost."""
     phases: dict[str, float] = {}
     """Unix seconds at which it reached each point of its start."""
     version: int = VERSION
@@ -71,16 +76,90 @@ class StartWorker(Message, frozen=True):
     """File that takes the worker's own output."""
 
 
+class Adopt(Message, frozen=True):
+    """To the host: these workers live, whoever started them; tell of their end too."""
+
+    workers: list[tuple[int, int]]
+    """Number and pid of each."""
+
+
 class Exited(Message, frozen=True):
     """From the host: a process has ended. `code` is negative for a signal, as in `subprocess`."""
 
     number: int
     pid: int
-    code: int
+    code: int | None
+    """None where it was started by another host: nobody saw how it ended."""
 
 
 class KillAll(Message, frozen=True):
     """To the host: end every process that is left, now."""
+
+
+# ---- master and client
+
+
+class Interrupt(Message, frozen=True):
+    """From the client: stop at the next commit; a second time, now."""
+
+    by: str
+    """Name of the signal that asks for it."""
+    times: int
+    """How often it was asked for by now."""
+
+
+class HostWanted(Message, frozen=True):
+    """To the client: nobody is left who starts workers."""
+
+
+class HostEnded(Message, frozen=True):
+    """From the client: the process that starts workers has ended by itself."""
+
+    code: int
+    detail: str
+    """What it said last."""
+
+
+class Scale(Message, frozen=True):
+    """From a client: go on with so many workers; `Answer` answers."""
+
+    workers: int
+
+
+class Answer(Message, frozen=True):
+    """To a client: what comes of its wish. Empty where it is granted."""
+
+    refusal: str
+
+
+class Over(Message, frozen=True):
+    """To the client: how the run ended."""
+
+    outcome: str
+    rule: str
+    step: int
+    exit_code: int
+    worker: int | None = None
+    """Who failed, where one did."""
+    failed: Failed | None = None
+
+
+# ---- both ways, of processes that outlive their master
+
+
+class Pulse(Message, frozen=True):
+    """From a worker: it lives, and is at this; a few times a second. Not counted by `Heard`."""
+
+    step: int
+    phase: str
+    progress: int
+    """Grows with everything it gets done: passes, gradients, batches."""
+
+
+class Heard(Message, frozen=True):
+    """To a worker or host: how many of its messages on this connection have taken effect."""
+
+    count: int
 
 
 # ---- master and worker: a generation and its work
@@ -114,9 +193,19 @@ class Formed(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """From a worker: the group of this generation has come apart; it waits for the next."""
+    """From a worker: it has left the group of this generation, and waits for the next."""
 
     generation: int
+
+
+class Regroup(Message, frozen=True):
+    """To a worker: leave the group of this generation at the next commit, with all others."""
+
+    generation: int
+
+
+class Notice(Message, frozen=True):
+    """From a worker: its machine is about to go away."""
 
 
 class StoreSet(Message, frozen=True):
@@ -178,6 +267,8 @@ class Figures(Message, frozen=True):
     """None where it was not computed."""
     metrics: dict[str, float] = {}
     """Of a validation."""
+    number: int = 0
+    """Counts what one worker has asked; the answer has it too."""
 
 
 class Verdict(Message, frozen=True):
@@ -185,6 +276,7 @@ class Verdict(Message, frozen=True):
 
     step: int
     rule: str
+    number: int = 0
 
 
 class Stop(Message, frozen=True):
@@ -210,12 +302,23 @@ AnyMessage: TypeAlias = (
     | Welcome
     | Refused
     | StartWorker
+    | Adopt
     | Exited
     | KillAll
+    | Interrupt
+    | HostWanted
+    | HostEnded
+    | Scale
+    | Answer
+    | Over
+    | Pulse
+    | Heard
     | Built
     | Form
     | Formed
     | Broken
+    | Regroup
+    | Notice
     | StoreSet
     | StoreGet
     | StoreValue

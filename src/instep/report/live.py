@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from instep.report.figures import Figures, Records
+from instep.report.run_folder import RunFolder
 from instep.report.screen import eta, heading, notice, progress_words, screen
 from instep.report.words import metrics_in_words, plural, printable, short_number, whole_seconds
 from instep.spec import JobSpec
@@ -51,6 +52,7 @@ def make_view(
     stream: TextIO | None = None,
     json: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    so_far: RunFolder | None = None,
 ) -> View:
     """A live table where `stream` is a terminal that can draw one, plain lines elsewhere.
 
@@ -60,9 +62,14 @@ def make_view(
         stream: where to write; standard error where none is given.
         json: plain lines in any case.
         clock: seconds, from any origin; `tick` is given times of the same clock.
+        so_far: what has happened already, to somebody else's eyes.
     """
     stream = sys.stderr if stream is None else stream
     figures = Figures(job, run.name, clock)
+    if so_far is not None:
+        for event in so_far.events:
+            figures.event(event)
+        figures.records(so_far.ledger, so_far.steps)
     if json or not stream.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
         return PlainLines(figures, stream)
     return LiveTable(figures, stream)

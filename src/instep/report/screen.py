@@ -53,6 +53,17 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
+    if what == "worker_hung":
+        where = f" ({event['where']})" if event["where"] else ""
+        return f"worker {event['worker']} {event['how']} in {event['phase']}{where}"
+    if what == "worker_leaving":
+        return f"worker {event['worker']} was told to leave; {event['successor']} comes instead"
+    if what == "scaled":
+        return f"from {event['before']} to {event['workers']} workers at one of the next commits"
+    if what == "master_started" and event["again"]:
+        return "the master was lost; another has taken its place"
+    if what == "went_back":
+        return f"nobody was left: back to step {event['resumed_step']}"
     if what == "model_loaded":
         return f"started from {start_in_words(event)}"
     if what == "generation_started" and generations > 1:

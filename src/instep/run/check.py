@@ -100,7 +100,7 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
         checkpoint=msgspec.structs.replace(job.checkpoint, every_steps=1, keep_last=STEPS),
     )
     try:
-        done = run_job(small, runs, named=False, views=[])
+        done = run_job(small, runs, named=False, quiet=True)
     except InstepError as error:
         error.args = (_without_folder(str(error), runs),)
         raise

@@ -1,4 +1,4 @@
-"""Whoever submits a job: makes the run folder, runs the master, returns what came of it.
+"""Whoever submits a job: makes the run folder, has the run looked after, returns what came of it.
 
 `instep run` and `instep.train` both end here. Nothing in it imports torch: a
 client waits while others compute. What is not needed to start the processes
@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import platform
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,20 +24,18 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from instep import spec_file
+from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
-from instep.run.processes import on_signals
+from instep.run.live_run import seated
 from instep.run.start_file import start_file
 from instep.spec import JobSpec
 from instep.sync import STRATEGIES
 
 if TYPE_CHECKING:
-    from instep.report.live import View
-    from instep.run.decide import Blame
     from instep.run.launch.base import Launcher
-    from instep.run.master import Outcome
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def train(
         **{section: dict(values) for section, values in sections.items()},
     }
     job = spec_file.absolute(spec_file.build(table, source="instep.train"), Path.cwd())
-    return run_job(job, Path(runs), named=name is not None, views=[] if quiet else None)
+    return run_job(job, Path(runs), named=name is not None, quiet=quiet)
 
 
 def reference_to(function: Callable[..., Any]) -> str:
@@ -118,7 +115,7 @@ def run_job(
     runs: Path,
     *,
     named: bool,
-    views: list[View] | None = None,
+    quiet: bool = False,
     started: float | None = None,
     json_output: bool = False,
 ) -> Run:
@@ -128,7 +125,7 @@ def run_job(
         job: what to run.
         runs: folder of run folders.
         named: the name was asked for: refuse if it is taken, rather than number it.
-        views: who watches; by default a live table, or lines, on standard error.
+        quiet: print nothing; by default a live table, or lines, go to standard error.
         started: Unix seconds at which the command began; now, if not given.
         json_output: progress as lines, since standard output is for a machine.
 
@@ -138,7 +135,7 @@ def run_job(
     check_job(job)
     folder = make_run_folder(runs, job, named=named)
     with held(folder):
-        return _conduct(job, folder, BEGINNING, started, views, json_output)
+        return _conduct(job, folder, BEGINNING, started, quiet, json_output)
 
 
 def resume_run(
@@ -146,7 +143,7 @@ def resume_run(
     overrides: Iterable[str] = (),
     *,
     changes: Mapping[str, Any] = MappingProxyType({}),
-    views: list[View] | None = None,
+    quiet: bool = False,
     started: float | None = None,
     json_output: bool = False,
 ) -> Run:
@@ -156,7 +153,7 @@ def resume_run(
         path: its folder.
         overrides: `section.key=value`, laid over the job as run.
         changes: nested tables of values, laid over it after those.
-        views, started, json_output: as for `run_job`.
+        quiet, started, json_output: as for `run_job`.
 
     Raises:
         InstepError: it cannot go on, or a worker failed; the text says why.
@@ -175,7 +172,7 @@ def resume_run(
     folder = path.resolve()
     with held(folder):
         origin = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(job, folder, origin, started, views, json_output)
+        return _conduct(job, folder, origin, started, quiet, json_output)
 
 
 def resume(
@@ -199,7 +196,7 @@ def resume(
     """
     if workers is not None:
         changes["workers"] = workers
-    return resume_run(Path(run), changes=changes, views=[] if quiet else None)
+    return resume_run(Path(run), changes=changes, quiet=quiet)
 
 
 def _conduct(
@@ -207,7 +204,7 @@ def _conduct(
     folder: Path,
     origin: Origin,
     started: float | None,
-    views: list[View] | None,
+    quiet: bool,
     json_output: bool,
 ) -> Run:
     """Run a job in its folder, from wherever it stands to its end."""
@@ -216,16 +213,16 @@ def _conduct(
     launcher = LAUNCHERS["local"]()
     try:
         launcher.start(switchboard.seat, folder / "logs")
-        outcome = _follow(job, folder, origin, switchboard, launcher, began, views, json_output)
+        over = _follow(job, folder, origin, switchboard, launcher, began, quiet, json_output)
     finally:
         launcher.stop()
         switchboard.close()
     try:
         summary = finish(folder)
     finally:  # what ended the run comes before what came of its report
-        if outcome.blame is not None:
-            raise failure(outcome.blame, folder)
-    return Run(folder, summary, outcome.finish.exit_code)
+        if over.failed is not None:
+            raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+    return Run(folder, summary, over.exit_code)
 
 
 def _follow(
@@ -235,41 +232,25 @@ def _follow(
     switchboard: Switchboard,
     launcher: Launcher,
     began: float,
-    views: list[View] | None,
+    quiet: bool,
     json_output: bool,
-) -> Outcome:
-    """Be the run's master until it is over."""
-    from instep.run.master import Master
+) -> Over:
+    """See to it that the run has a master and a host until it is over."""
+    from instep.run.guard import Guard
+    from instep.run.journal import Begin, Journal
 
-    watchers = _views(job, folder, json_output) if views is None else views
+    Journal(folder, Begin(began, origin)).close()
+    guard = Guard(
+        folder,
+        switchboard,
+        launcher,
+        {"about": about(job), "quiet": quiet, "json": json_output},
+    )
     try:
-        master = Master(
-            job,
-            folder,
-            switchboard,
-            views=watchers,
-            launcher=launcher,
-            started=began,
-            about=about(job),
-            origin=origin,
-        )
-        # the first asks the workers to stop at the next commit
-        with on_signals(lambda number, _: master.interrupt(signal.Signals(number).name)):
-            return master.serve()
+        with seated(folder, switchboard.seat):
+            return guard.serve()
     finally:
-        for view in watchers:
-            view.close()
-
-
-def _views(job: JobSpec, folder: Path, json_output: bool) -> list[View]:
-    from instep.report.live import make_view
-
-    views: list[View] = [make_view(job, folder, json=json_output)]
-    if job.report.tensorboard:
-        from instep.report.tensorboard import TensorBoardWriter
-
-        views.append(TensorBoardWriter(folder / "tensorboard"))
-    return views
+        guard.close()
 
 
 def check_job(job: JobSpec, *, resumed: bool = False) -> None:
@@ -369,11 +350,10 @@ def finish(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def failure(blame: Blame, folder: Path) -> InstepError:
+def failure(worker: int, word: Failed, folder: Path) -> InstepError:
     """The one error that a failed run ends with: the cause first, and where to read on."""
-    word = blame.failed
-    who = f"worker {blame.worker}" if blame.worker >= 0 else "the launcher"
-    log = f"worker-{blame.worker}.log" if blame.worker >= 0 else "host.log"
+    who = f"worker {worker}" if worker >= 0 else "the launcher"
+    log = f"worker-{worker}.log" if worker >= 0 else "host.log"
     at = f" at step {word.step}" if word.step else ""
     doing = f", in {word.phase}" if word.phase else ""
     lines = [f"{who} failed{at}{doing}: {word.cause}"]

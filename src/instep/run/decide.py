@@ -2,29 +2,56 @@
 
 `decide(state, news, now)` gives the next state and what is to be done about
 it. The shell in `master.py` turns messages, exits and signals into news, and
-carries the actions out; every story of a run is thus a table in a test.
+carries the actions out; every story of a run is thus a table in a test. The
+words of both are in `news.py`.
 
     gathering  ->  training  ->  releasing  ->  ended
         \\______________\\____________\\__>  ending  ->  ended
 
-A failure that may be the consequence of another (a broken collective, an exit
-without a last word) is held back for `SECOND_THOUGHT_S`, so that the cause is
-named and not its echo.
+A generation ends in one of two ways. It breaks: somebody was lost, and the
+rest wait for the next one where they are. Or it changes: who is to come is
+ready, and all members leave it at the same commit. What makes a run fail,
+and how it ends, is in `endings.py`.
 """
 
 from __future__ import annotations
 
-import signal
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable
+from dataclasses import replace
 
-from instep.comm.messages import AnyMessage, Done, Failed, Form, Release, Stop
-from instep.errors import INTERRUPTED, WorkerError
+from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
+from instep.run import endings
+from instep.run.news import (
+    Action,
+    Attached,
+    Blame,
+    Broke,
+    Built,
+    Ended,
+    Formed,
+    GoBack,
+    HostCame,
+    HostLost,
+    Hung,
+    Interrupted,
+    Joined,
+    Kill,
+    KillAll,
+    Log,
+    News,
+    Noticed,
+    Restarted,
+    Said,
+    Scaled,
+    Send,
+    Start,
+    State,
+    Stuck,
+    Tick,
+    WentBack,
+)
 from instep.run.stop_rules import Fired
 from instep.units import readable_seconds
-
-SECOND_THOUGHT_S = 1.0
-"""How long a suspected consequence waits for its cause."""
 
 BROKEN_S = 0.3
 """How long a group that came apart waits for word of a process that has ended."""
@@ -35,228 +62,8 @@ FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 MOST_LOSSES = 10
 """A worker that is lost so often while no step is committed is not replaced again."""
 
-FAREWELL_S = 5.0
-"""How long processes may take to end after they were told to."""
-
-TOLD = "told"
-"""What a worker gives as its rule that stopped because the master wanted it to."""
-
-# ---- news: what can happen
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A worker has introduced itself."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Built:
-    """A worker has all that it needs but the others."""
-
-    worker: int
-    recovers: bool = True
-    """Whether it can be in one group after another."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """A worker's last word: it has finished, or it cannot go on."""
-
-    worker: int
-    word: Done | Failed
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A worker's process has ended, or hung up and has no process that we could watch."""
-
-    worker: int
-    code: int
-    step: int
-    """The step that it was computing, as far as is known; 0 before the first."""
-    committed: int = 0
-    """The last step that any worker has committed, as far as is known."""
-
-
-@dataclass(frozen=True)
-class HostLost:
-    """The process that starts workers has ended."""
-
-    code: int
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """Somebody wants the run to stop: once for the next commit, twice for now."""
-
-    by: str
-    ready: bool = True
-    """Whether every worker has said that its first step is about to begin."""
-    step: int = 0
-    """The last that is known to have been committed."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-    step: int = 0
-    """The last that is known to have been committed."""
-
-
-@dataclass(frozen=True)
-class Formed:
-    """A worker is in the group of a generation, and holds its state."""
-
-    worker: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class WentBack:
-    """The run's files are those of this checkpoint again; empty for the beginning."""
-
-    checkpoint: str
-
-
-@dataclass(frozen=True)
-class Broke:
-    """A worker's group has come apart."""
-
-    worker: int
-    generation: int
-
-
-News: TypeAlias = (
-    Joined
-    | Built
-    | Formed
-    | Said
-    | Ended
-    | HostLost
-    | Interrupted
-    | Fired
-    | Broke
-    | WentBack
-    | Tick
-)
-
-# ---- actions: what can be done
-
-
-@dataclass(frozen=True)
-class Send:
-    """Say something to a worker."""
-
-    worker: int
-    message: AnyMessage
-
-
-@dataclass(frozen=True)
-class Log:
-    """Write an event."""
-
-    name: str
-    fields: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class KillAll:
-    """End every process that is left."""
-
-
-@dataclass(frozen=True)
-class GoBack:
-    """Take back what was committed after the newest checkpoint: nobody is left who has it."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Bring up a process under this worker's number."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The run is over."""
-
-    outcome: Literal["completed", "stopped", "failed", "interrupted"]
-    rule: str
-    step: int
-    """The last that is known to have been committed."""
-    exit_code: int
-
-
-Action: TypeAlias = Send | Log | KillAll | GoBack | Start | Finish
-
-# ---- state
-
-
-@dataclass(frozen=True)
-class Blame:
-    """Which worker failed, and how."""
-
-    worker: int
-    failed: Failed
-
-
-@dataclass(frozen=True)
-class TimeLimit:
-    """How long the whole run may take."""
-
-    limit_s: float
-    began: float
-    """When this session of the run began, on the clock of `decide`'s `now`."""
-    spent_s: float = 0.0
-    """What earlier sessions took."""
-
-
-@dataclass(frozen=True)
-class State:
-    """All that the master knows of a run's members."""
-
-    workers: int
-    recovers: bool = False
-    """Whether a worker that is lost is replaced."""
-    phase: Literal["gathering", "training", "releasing", "ending", "ended"] = "gathering"
-    joined: frozenset[int] = frozenset()
-    """Who has introduced itself, and lives."""
-    built: frozenset[int] = frozenset()
-    """Who is ready to be in a group."""
-    ended: frozenset[int] = frozenset()
-    spoke: frozenset[int] = frozenset()
-    """Who has had a last word."""
-    done: dict[int, Done] = field(default_factory=dict)
-    generation: int = 0
-    formed: bool = False
-    """Whether there has been a generation in this session."""
-    since: float = 0.0
-    """When members began to be gathered for the next generation."""
-    why: str = "start"
-    """What made the next generation necessary."""
-    origin: str = ""
-    """The checkpoint that a generation begins from where no member holds state."""
-    from_origin: bool = True
-    """Whether the next generation begins there."""
-    holders: frozenset[int] = frozenset()
-    """Who holds the state of the run."""
-    lost: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Worker to the committed step when it was lost last, and how often it was lost there."""
-    broken: int = 0
-    """How often groups have come apart since somebody was lost last."""
-    asked: int = 0
-    """How often a stop was asked for from outside."""
-    stop: str = ""
-    """The rule that asked for a stop first; it stands, whatever asks after it."""
-    time_limit: TimeLimit | None = None
-    suspect: Blame | None = None
-    blame: Blame | None = None
-    deadline: float | None = None
-    """When patience ends: with a suspect, or with processes that should have ended."""
+MOST_HANGS = 7
+"""The same, for one that hangs; each time it is given twice as long."""
 
 
 def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
@@ -264,75 +71,322 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
     if state.phase == "ended":
         return state, []
     match news:
+        case HostCame():
+            return state, _starts(state)
         case Joined(worker):
             return replace(state, joined=state.joined | {worker}), []
+        case Attached(worker, generation):
+            return state, _reminders(state, worker, generation)
         case Built(worker, recovers):
             recovers = state.recovers and recovers
-            return _built(replace(state, built=state.built | {worker}, recovers=recovers), now)
+            return _advance(replace(state, built=state.built | {worker}, recovers=recovers), now)
+        case Formed(worker, generation):
+            return _formed(state, worker, generation, now)
+        case Broke(worker, generation):
+            return _broke(state, worker, generation, now)
         case Said(worker, word):
             return _said(state, worker, word, now)
-        case Ended(worker, code, step, committed):
-            return _ended(state, worker, code, step, committed, now)
+        case Ended(worker):
+            return _ended(state, news, now)
+        case Hung():
+            return _hung(state, news)
+        case Stuck(generation, seconds):
+            return _stuck(state, generation, seconds, now)
+        case Scaled(workers):
+            return _scaled(state, workers, now)
+        case Noticed(worker):
+            return _noticed(state, worker, now)
         case HostLost(code, detail):
-            return _host_lost(state, code, detail, now)
+            return endings.host_lost(state, code, detail, now)
         case Interrupted():
             return _interrupted(state, news, now)
         case Fired():
             return _fired(state, news)
-        case Broke(_, generation):
-            return _broke(state, generation, now)
-        case Formed(worker, generation):
-            return _formed(state, worker, generation), []
         case WentBack(checkpoint):
             return _next_generation(replace(state, origin=checkpoint), now)
+        case Restarted():
+            return _restarted(state, now)
         case Tick(step):
             return _tick(state, step, now)
 
 
-def _built(state: State, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "gathering" or len(state.built) < state.workers or state.ended:
+# ---- from one generation to the next
+
+
+def _advance(state: State, now: float) -> tuple[State, list[Action]]:
+    """Form the next generation, or prepare for it, if all that it shall have are there."""
+    if not state.wanted <= state.built or state.ended & (state.wanted | set(state.members)):
         return state, []
-    if state.formed and not state.holders:  # by now, whoever holds the state has said so
-        return replace(state, from_origin=True), [GoBack()]
-    return _next_generation(state, now)
+    if state.phase == "gathering":
+        # by now, whoever holds the state has said so
+        if state.formed and not state.holders and not state.from_origin:
+            return replace(state, from_origin=True), [GoBack()]
+        return _next_generation(state, now)
+    if state.phase != "training" or set(state.members) == state.wanted:
+        return state, []
+    whole = state.inside >= set(state.members) and not state.out
+    if not whole or state.changing or state.done:
+        return state, []
+    regroup = Regroup(generation=state.generation)
+    sends: list[Action] = [Send(worker, regroup) for worker in state.members]
+    return replace(state, changing=True), sends
 
 
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
-    members = sorted(state.joined)
-    generation = state.generation + 1
-    patience_s = FIRST_MEETING_S if not state.formed else MEETING_S * 2 ** min(state.broken, 6)
-    sends: list[Action] = [
-        Send(
-            worker,
-            Form(
-                generation=generation,
-                rank=rank,
-                members=members,
-                patience_s=patience_s,
-                checkpoint=state.origin if state.from_origin else None,
-            ),
-        )
-        for rank, worker in enumerate(members)
-    ]
+    chosen = state.wanted
+    if state.formed and not state.from_origin and not state.holders & chosen:
+        chosen |= state.holders  # they leave once they have handed over
+    members = tuple(sorted(chosen))
+    after = replace(
+        state,
+        phase="training",
+        generation=state.generation + 1,
+        formed=True,
+        members=members,
+        begins_at=state.origin if state.from_origin else None,
+        patience_s=(MEETING_S * 2 ** min(state.broken, 6) if state.formed else FIRST_MEETING_S),
+        inside=frozenset(),
+        out=frozenset(),
+        changing=False,
+        done={},
+        suspect=None,
+        deadline=None,
+    )
+    sends: list[Action] = [Send(worker, _form(after, worker)) for worker in members]
     if state.stop:  # whoever is new has not heard of it
-        sends += _stops(state, state.stop)
+        sends += _stops(after, state.stop)
+    sends += [Send(worker, Release()) for worker in sorted(state.joined - set(members))]
     log = Log(
         "generation_started",
         {
-            "generation": generation,
-            "members": members,
+            "generation": after.generation,
+            "members": list(members),
             "reason": state.why,
             "seconds": now - state.since,
         },
     )
-    after = replace(state, phase="training", generation=generation, formed=True, done={})
-    return replace(after, suspect=None, deadline=None), [log, *sends]
+    return after, [log, *sends]
 
 
-def _formed(state: State, worker: int, generation: int) -> State:
+def _form(state: State, worker: int) -> Form:
+    return Form(
+        generation=state.generation,
+        rank=state.members.index(worker),
+        members=list(state.members),
+        patience_s=state.patience_s,
+        checkpoint=state.begins_at,
+    )
+
+
+def _formed(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
     if generation != state.generation or worker not in state.joined:
-        return state  # from before it was lost, or before the run went back
-    return replace(state, holders=state.holders | {worker}, from_origin=False)
+        return state, []  # from before it was lost, or before the run went back
+    after = replace(
+        state,
+        holders=state.holders | {worker},
+        inside=state.inside | {worker},
+        from_origin=False,
+    )
+    return _advance(after, now)  # the next change may be waiting
+
+
+def _broke(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "training" or generation != state.generation:
+        return state, []
+    state = replace(state, out=state.out | {worker})
+    if state.changing and state.out >= set(state.members) and state.wanted <= state.built:
+        return _next_generation(state, now)
+    if state.deadline is not None:
+        return state, []
+    # as a rule a process has ended, and its parent is about to say so
+    patience_s = BROKEN_S if not state.changing else MEETING_S
+    return replace(state, deadline=now + patience_s), []
+
+
+def _stuck(state: State, generation: int, seconds: float, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "training" or generation != state.generation or not state.recovers:
+        return state, []
+    why = f"the exchange did not move for {readable_seconds(seconds)}, and every worker lives"
+    return _again(state, why, now)
+
+
+def _again(state: State, why: str, now: float) -> tuple[State, list[Action]]:
+    """The same members, in another group."""
+    state, starts = _recall(replace(state, why=why, broken=state.broken + 1, deadline=None))
+    after = replace(state, phase="gathering", since=now)
+    if starts:
+        return after, starts
+    advanced, actions = _advance(after, now)
+    return advanced, actions
+
+
+def _restarted(state: State, now: float) -> tuple[State, list[Action]]:
+    """What is to be done again by a master that does not know how far the last one came."""
+    if state.phase == "ending":
+        return replace(state, deadline=now + endings.FAREWELL_S), [KillAll()]
+    if state.phase == "releasing":
+        return replace(state, deadline=now + endings.FAREWELL_S), []
+    if state.phase == "gathering":
+        return state, _starts(state)
+    if not state.inside >= set(state.members) and state.recovers:
+        return _again(state, "the master was lost while the group was forming", now)
+    deadline = now + MEETING_S if state.out else state.deadline
+    return replace(state, deadline=deadline), _starts(state)
+
+
+def _reminders(state: State, worker: int, generation: int) -> list[Action]:
+    """What a worker may have missed."""
+    if worker not in state.joined:
+        return []
+    sends: list[Action] = []
+    if worker in state.members and generation < state.generation and state.phase == "training":
+        sends.append(Send(worker, _form(state, worker)))
+    if state.stop:
+        sends.append(Send(worker, Stop(rule=state.stop)))
+    if state.changing and worker in state.members:
+        sends.append(Send(worker, Regroup(generation=state.generation)))
+    gone = state.formed and worker in state.leaving and worker not in state.members
+    if state.phase == "releasing" or gone:
+        sends.append(Send(worker, Release()))
+    return sends
+
+
+# ---- who is wanted
+
+
+def _starts(state: State) -> list[Action]:
+    if state.phase not in ("gathering", "training"):
+        return []
+    return [Start(worker) for worker in sorted(state.wanted - state.joined - state.ended)]
+
+
+def _scaled(state: State, workers: int, now: float) -> tuple[State, list[Action]]:
+    if state.phase not in ("gathering", "training") or workers == len(state.wanted):
+        return state, []
+    before = len(state.wanted)
+    wanted = frozenset(sorted(state.wanted)[:workers])
+    wanted |= frozenset(_unused(state, workers - len(wanted)))
+    why = f"scaled from {before} to {workers} workers"
+    log = Log("scaled", {"before": before, "workers": workers})
+    return _wanting(state, wanted, why, log, now)
+
+
+def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]]:
+    if worker not in state.wanted or state.phase not in ("gathering", "training"):
+        return state, []
+    (successor,) = _unused(state, 1)
+    why = f"worker {worker} was told to leave; worker {successor} takes its place"
+    log = Log("worker_leaving", {"worker": worker, "successor": successor})
+    return _wanting(state, state.wanted - {worker} | {successor}, why, log, now)
+
+
+def _wanting(
+    state: State, wanted: frozenset[int], why: str, log: Log, now: float
+) -> tuple[State, list[Action]]:
+    idle = state.phase == "training" and set(state.members) == state.wanted
+    after = replace(state, wanted=wanted, why=why, since=now if idle else state.since)
+    starts = [Start(worker) for worker in sorted(wanted - state.wanted - state.joined)]
+    after, actions = _advance(after, now)
+    return after, [log, *starts, *actions]
+
+
+def _unused(state: State, count: int) -> list[int]:
+    """The lowest numbers that nobody has, or is about to have."""
+    taken = state.wanted | state.joined | state.ended | set(state.members)
+    return [n for n in range(len(taken) + count) if n not in taken][:count]
+
+
+# ---- who is lost
+
+
+def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
+    worker, code = news.worker, news.code
+    if worker in state.done and state.phase == "training":
+        return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
+    unexplained = code is None or code < 0
+    if state.phase in ("gathering", "training"):
+        spare = worker not in state.wanted and (
+            state.phase == "gathering" or worker not in state.members
+        )
+        if spare and state.recovers:  # it was released, or went before it was
+            return _advance(_without(state, {worker}), now)
+        if unexplained and state.recovers:
+            return _replace(state, news, now)
+    state = replace(state, ended=state.ended | {worker})
+    if state.phase in ("releasing", "ending"):
+        gone = len(state.ended) >= max(len(state.joined), 1)
+        return endings.finish(state) if gone else (state, [])
+    if unexplained:  # a signal is a cause in itself
+        return endings.fail(state, Blame(worker, endings.by_signal(code, news.step)), now)
+    return endings.suspect(state, Blame(worker, endings.without_word(code or 0, news.step)), now)
+
+
+def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
+    """Somebody was lost: bring up another in its place, unless that has been of no use."""
+    worker, word = news.worker, endings.by_signal(news.code, news.step)
+    hung = state.hung.get(worker)
+    cause = hung or word.cause
+    before, times = state.lost.get(worker, (-1, 0))
+    times = times + 1 if news.committed <= before else 1
+    if times >= (MOST_HANGS if hung else MOST_LOSSES):
+        cause = f"{cause} It happened {times} times and no step was committed."
+        state = replace(state, ended=state.ended | {worker})
+        kind = "hang" if hung else word.kind
+        return endings.fail(state, Blame(worker, endings.failed(kind, cause, word.step)), now)
+    since = state.since if state.phase == "gathering" and state.formed else now
+    after = replace(
+        _without(state, {worker}),
+        phase="gathering",
+        spoke=state.spoke - {worker},
+        since=since if state.formed else state.since,
+        why=f"worker {worker} was lost: {cause}",
+        lost=state.lost | {worker: (news.committed, times)},
+        changing=False,
+        broken=0,
+        deadline=state.deadline if state.suspect else None,
+    )
+    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": cause})
+    after, starts = _recall(after)
+    anew: list[Action] = [Start(worker)] if worker in after.wanted else []
+    advanced, actions = (after, []) if anew or starts else _advance(after, now)
+    return advanced, [log, *anew, *starts, *actions]
+
+
+def _without(state: State, gone: Iterable[int]) -> State:
+    """Nothing is known of these any more."""
+    out = frozenset(gone)
+    return replace(
+        state,
+        joined=state.joined - out,
+        built=state.built - out,
+        holders=state.holders - out,
+        inside=state.inside - out,
+        ended=state.ended - out,
+        hung={worker: how for worker, how in state.hung.items() if worker not in out},
+    )
+
+
+def _recall(state: State) -> tuple[State, list[Action]]:
+    """Those that had finished must finish again; those of them that have ended come anew."""
+    gone = state.ended & frozenset(state.done)
+    after = replace(_without(state, gone), done={})
+    return after, [Start(worker) for worker in sorted(gone & after.wanted)]
+
+
+def _hung(state: State, news: Hung) -> tuple[State, list[Action]]:
+    worker = news.worker
+    known = worker in state.joined and worker not in state.hung
+    if not known or not state.recovers or state.phase not in ("gathering", "training"):
+        return state, []
+    at = f" ({news.where})" if news.where else ""
+    during = f" at step {news.step}" if news.step else ""
+    how = f"it {news.how} in {news.phase}{during}{at}."
+    fields = {"worker": worker, "step": news.step, "phase": news.phase, "how": news.how}
+    log = Log("worker_hung", {**fields, "where": news.where})
+    return replace(state, hung=state.hung | {worker: how}), [log, Kill(worker)]
+
+
+# ---- who speaks
 
 
 def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[State, list[Action]]:
@@ -343,159 +397,17 @@ def _said(state: State, worker: int, word: Done | Failed, now: float) -> tuple[S
         return _done(replace(state, done=state.done | {worker: word}), now)
     blame = Blame(worker, word)
     echo = word.kind == "PeerError"
-    return _suspect(state, blame, now) if echo else _fail(state, blame, now)
+    return endings.suspect(state, blame, now) if echo else endings.fail(state, blame, now)
 
 
 def _done(state: State, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "training" or len(state.done) < state.workers:
+    if state.phase != "training" or not state.done.keys() >= set(state.members):
         return state, []
-    releases: list[Action] = [Send(worker, Release()) for worker in sorted(state.done)]
-    return replace(state, phase="releasing", deadline=now + FAREWELL_S), releases
+    releases: list[Action] = [Send(worker, Release()) for worker in sorted(state.joined)]
+    return replace(state, phase="releasing", deadline=now + endings.FAREWELL_S), releases
 
 
-def _suspect(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:
-    if state.phase in ("ending", "releasing") or _is_likelier(state.suspect, blame, state):
-        return state, []
-    return replace(state, suspect=blame, deadline=now + SECOND_THOUGHT_S), []
-
-
-def _is_likelier(suspect: Blame | None, other: Blame, state: State) -> bool:
-    """Whether `suspect` stands: an echo gives way to a worker that ended without a word."""
-    if suspect is None:
-        return False
-    silent = other.failed.kind == "exit" and other.worker not in state.spoke
-    return not (silent and suspect.failed.kind == "PeerError")
-
-
-def _fail(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:
-    if state.phase == "ending":
-        return state, []
-    word = blame.failed
-    log = Log(
-        "worker_failed",
-        {
-            "worker": blame.worker,
-            "step": word.step,
-            "phase": word.phase,
-            "kind": word.kind,
-            "cause": word.cause,
-            "where": word.where,
-            "line": word.line,
-        },
-    )
-    return _end(replace(state, blame=blame), now, log)
-
-
-def _end(state: State, now: float, *before: Action) -> tuple[State, list[Action]]:
-    """Kill what is left; the run is over once all of it has ended."""
-    ending = replace(state, phase="ending", deadline=now + FAREWELL_S)
-    if len(state.ended) >= len(state.joined):
-        ended, finish = _finish(ending)
-        return ended, [*before, KillAll(), *finish]
-    return ending, [*before, KillAll()]
-
-
-def _ended(
-    state: State, worker: int, code: int, step: int, committed: int, now: float
-) -> tuple[State, list[Action]]:
-    if worker in state.done and state.phase == "training":
-        return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
-    if code < 0 and state.recovers and state.phase in ("gathering", "training"):
-        return _replace(state, Blame(worker, _by_signal(-code, step)), committed, now)
-    state = replace(state, ended=state.ended | {worker})
-    gone = len(state.ended) >= max(len(state.joined), 1)
-    if state.phase in ("releasing", "ending"):
-        return _finish(state) if gone else (state, [])
-    if code < 0:  # a signal is a cause in itself
-        return _fail(state, Blame(worker, _by_signal(-code, step)), now)
-    return _suspect(state, Blame(worker, _without_word(code, step)), now)
-
-
-def _replace(state: State, blame: Blame, committed: int, now: float) -> tuple[State, list[Action]]:
-    """Somebody was lost: bring up another in its place, unless that has been of no use."""
-    worker, word = blame.worker, blame.failed
-    before, times = state.lost.get(worker, (-1, 0))
-    times = times + 1 if committed <= before else 1
-    if times >= MOST_LOSSES:
-        cause = f"{word.cause} It happened {times} times and no step was committed."
-        state = replace(state, ended=state.ended | {worker})
-        return _fail(state, Blame(worker, _failed(word.kind, cause, word.step)), now)
-    since = state.since if state.phase == "gathering" and state.formed else now
-    after = replace(
-        state,
-        phase="gathering",
-        joined=state.joined - {worker},
-        built=state.built - {worker},
-        holders=state.holders - {worker},
-        spoke=state.spoke - {worker},
-        since=since if state.formed else state.since,
-        why=f"worker {worker} was lost: {word.cause}",
-        lost=state.lost | {worker: (committed, times)},
-        broken=0,
-        deadline=state.deadline if state.suspect else None,
-    )
-    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
-    after, starts = _recall(after)
-    return after, [log, Start(worker), *starts]
-
-
-def _recall(state: State) -> tuple[State, list[Action]]:
-    """Those that had finished must finish again; those of them that have ended come anew."""
-    gone = state.ended & frozenset(state.done)
-    after = replace(
-        state,
-        joined=state.joined - gone,
-        built=state.built - gone,
-        holders=state.holders - gone,
-        ended=state.ended - gone,
-        done={},
-    )
-    return after, [Start(worker) for worker in sorted(gone)]
-
-
-def _broke(state: State, generation: int, now: float) -> tuple[State, list[Action]]:
-    """A group came apart. As a rule a process has ended, and its parent is about to say so."""
-    if state.phase != "training" or generation != state.generation or state.deadline is not None:
-        return state, []
-    return replace(state, deadline=now + BROKEN_S), []
-
-
-def _by_signal(number: int, step: int) -> Failed:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "an unknown signal"
-    hints = {
-        "SIGKILL": " Somebody killed it, or the system ran out of memory.",
-        "SIGSEGV": " Native code of a library crashed.",
-        "SIGBUS": " The disk or the shared memory may be full.",
-    }
-    cause = f"the process was killed by {name} (signal {number}).{hints.get(name, '')}"
-    return _failed("killed", cause, step)
-
-
-def _without_word(code: int, step: int) -> Failed:
-    return _failed("exit", f"the process ended with code {code} and said nothing.", step)
-
-
-def _failed(kind: str, cause: str, step: int) -> Failed:
-    return Failed(
-        kind=kind,
-        cause=cause,
-        where="",
-        line="",
-        step=step,
-        phase="",
-        exit_code=WorkerError.exit_code,
-    )
-
-
-def _host_lost(state: State, code: int, detail: str, now: float) -> tuple[State, list[Action]]:
-    if state.phase in ("ending", "releasing"):
-        return _finish(state)
-    cause = f"the process that starts the workers ended with code {code}. {detail}".strip()
-    state = replace(state, ended=state.joined)
-    return _fail(state, Blame(-1, _failed("host", cause, 0)), now)
+# ---- stops, and time
 
 
 def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, list[Action]]:
@@ -507,7 +419,7 @@ def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, li
     first = not state.lost  # later, whoever is not ready comes to a group that is
     nothing_yet = not state.formed or (first and state.phase == "training" and not news.ready)
     if state.asked > 1 or nothing_yet:
-        return _end(state, now, log)
+        return endings.end(state, now, log)
     return replace(state, stop=state.stop or "interrupted"), [log, *_stops(state, "interrupted")]
 
 
@@ -542,29 +454,8 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     if state.deadline is None or now < state.deadline:
         return state, []
     if state.phase in ("releasing", "ending"):
-        ended, finish = _finish(state)
+        ended, finish = endings.finish(state)
         return ended, [KillAll(), *finish]
     if state.suspect is not None:
-        return _fail(state, state.suspect, now)
-    why = "the group came apart, and every process lives"
-    state, starts = _recall(replace(state, why=why, broken=state.broken + 1, deadline=None))
-    if starts:
-        return replace(state, phase="gathering", since=now), starts
-    return _next_generation(state, now)
-
-
-def _finish(state: State) -> tuple[State, list[Action]]:
-    step = max((word.step for word in state.done.values()), default=0)
-    rule = next((word.rule for word in state.done.values()), "")
-    rule = state.stop if rule == TOLD and state.stop else rule
-    if state.blame is not None:
-        word = state.blame.failed
-        committed = max(word.step - 1, 0)  # it failed in the step after
-        finish = Finish("failed", word.kind, committed, word.exit_code)
-    elif len(state.done) < state.workers or rule in ("interrupted", TOLD):
-        finish = Finish("interrupted", "interrupted", step, INTERRUPTED)
-    elif rule in ("epochs", "steps", "own loop"):
-        finish = Finish("completed", rule, step, 0)
-    else:
-        finish = Finish("stopped", rule, step, 0)
-    return replace(state, phase="ended", deadline=None), [finish]
+        return endings.fail(state, state.suspect, now)
+    return _again(state, "the group came apart, and every process lives", now)

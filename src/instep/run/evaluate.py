@@ -8,7 +8,7 @@ any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,14 @@ class Evaluation(NamedTuple):
     """Those that this worker could not read."""
 
 
-def evaluate(forward: Forward, loader: Loader, samples: int, batch: int, comm: Comm) -> Evaluation:
+def evaluate(
+    forward: Forward,
+    loader: Loader,
+    samples: int,
+    batch: int,
+    comm: Comm,
+    arrived: Callable[[], None] = lambda: None,
+) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
     Args:
@@ -39,6 +46,7 @@ def evaluate(forward: Forward, loader: Loader, samples: int, batch: int, comm: C
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
+        arrived: called when this worker has done its part, and waits for the others.
 
     Raises:
         DataError: no sample could be read.
@@ -61,6 +69,7 @@ def evaluate(forward: Forward, loader: Loader, samples: int, batch: int, comm: C
     finally:
         forward.model.train(was_training)
     shared = table.to(forward.device)
+    arrived()
     comm.all_reduce(shared).wait()
     table, sizes = shared.to("cpu").split([len(names), 1], dim=1)
     read_in_all = int(sizes.sum())

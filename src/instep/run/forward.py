@@ -33,6 +33,8 @@ class Forward:
         self._precision = precision
         self.phase = "forward"
         """What is being done: `forward`, `loss` or a metric's name."""
+        self.batches = 0
+        """That were begun so far: a sign of life."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass, as a context."""
@@ -51,6 +53,7 @@ class Forward:
 
     def _outputs(self, batch: Any) -> tuple[Tensor, Any, Any]:
         self.phase = "forward"
+        self.batches += 1
         batch = to_device(batch, self.device)
         with self.autocast():
             if self.recipe.compute_loss is not None:

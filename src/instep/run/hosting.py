@@ -103,7 +103,7 @@ class Host:
             self.folder,
             self._switchboard,
             views=[] if quiet else [_lines(self._job, self.folder)],
-            launcher=None,
+            hosted=False,
             started=time.time(),
             about={**about(self._job), "started_by": "join"},
             origin=origin,
@@ -159,7 +159,8 @@ class Host:
         finally:
             self._hold.close()
         if self._outcome is not None and self._outcome.blame is not None:
-            raise failure(self._outcome.blame, self.folder)
+            blamed = self._outcome.blame
+            raise failure(blamed.worker, blamed.failed, self.folder)
         return summary
 
     def _summary(self) -> dict[str, Any]:

@@ -2,16 +2,21 @@
 
 One thread serves every connection, writes the run's files and lets the view
 draw. It never imports torch and never waits for a worker. Whoever calls it
-gives it a run folder, views, and the launcher that starts the processes;
+gives it a run folder, views, and says whether a host starts the processes;
 under torchrun or Slurm there is none, and a worker that hangs up counts as one
-that has ended.
+that has ended. Where it has a journal, it may be killed: the next one takes
+up what that says, and the processes find it at the same address.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +27,31 @@ from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
-from instep.run import decide as mind
+from instep.report.run_folder import RunFolder
+from instep.run import endings
+from instep.run import news as mind
+from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
-from instep.run.launch.base import Launcher, Switchboard
+from instep.run.journal import Journal
+from instep.run.launch.base import Switchboard
+from instep.run.processes import Watched
 from instep.run.resume import go_back
-from instep.run.stop_rules import Rules
+from instep.run.stacks import ASK, deepest_line, last_stack, stack_file
+from instep.run.stop_rules import Rules, recorded
+from instep.run.watch import Hang, Watch
 from instep.spec import JobSpec, as_table
 
 TICK_S = 0.1
 """How often the master looks up when nothing arrives."""
+
+ATTACH_S = 2.0
+"""How long processes may take to find a new master."""
+
+PARENT_S = 1.0
+"""How long a host may take to say how a worker ended, or another to take its place."""
+
+LAST_WORD_S = 0.4
+"""How long a process that hangs may take to tell where it stands."""
 
 
 class Outcome(Exception):
@@ -49,10 +70,12 @@ class Master:
         run: its folder; must exist.
         switchboard: to which the processes connect.
         views: told of everything that is written.
-        launcher: brings the workers up; None if somebody else does.
+        hosted: whether a host starts the workers, and starts them again.
         started: Unix seconds at which the user's command began.
         origin: from where the run goes on.
         about: further fields of the `run_started` event.
+        journal: what is decided is kept there; where it holds decisions already, this
+            master takes the place of one that was lost.
     """
 
     def __init__(
@@ -62,43 +85,86 @@ class Master:
         switchboard: Switchboard,
         *,
         views: list[View],
-        launcher: Launcher | None,
+        hosted: bool,
         started: float,
         about: Mapping[str, Any],
         origin: Origin = BEGINNING,
+        journal: Journal | None = None,
     ) -> None:
-        self._job, self._run, self._views, self._launcher = job, run, list(views), launcher
-        self._started, self._origin = started, origin
+        self._job, self._run, self._views, self._hosted = job, run, list(views), hosted
+        self._started, self._origin, self._journal = started, origin, journal
         self._hub, self._token = switchboard.hub, switchboard.seat.token
-        now, limit_s = time.monotonic(), job.stop.time_limit_s
-        limit = mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None
-        self._state = mind.State(
-            workers=job.workers,
-            recovers=launcher is not None,
-            since=now,
-            generation=origin.generations,
-            origin=str(origin.checkpoint or ""),
-            time_limit=limit,
-        )
         self._rules = Rules(job.stop)
         self._rules.replay(origin.heard)
         self._judged: dict[tuple[int, bool], str] = {}
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
+        self._processes: dict[int, Watched] = {}
+        self._heard: dict[Peer, int] = {}
+        self._resends: dict[Peer, int] = {}
         self._store: dict[str, bytes] = {}
         self._waiting: dict[str, list[Peer]] = {}
         self._last_step: dict[int, int] = {}
         self._ready: set[int] = set()
+        self._began = False  # whether all were ready at one time
+        self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
+        self._seen_ended: dict[int, float] = {}
+        self._absent: dict[int, float] = {}  # since when a living worker has had no connection
+        self._no_host: float | None = None  # since when
+        self._watch = Watch()
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
         cut_torn_record(run / "steps.bin", STEPS)
         self._steps = Appender(run / "steps.bin")
+        known = journal.last() if journal is not None else None
+        if known is None:
+            self._begin(about)
+        else:
+            self._take_over(known)
+
+    def _begin(self, about: Mapping[str, Any]) -> None:
+        now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
+        limit = mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None
+        self._state = mind.State(
+            wanted=frozenset(range(self._job.workers)),
+            recovers=self._hosted,
+            since=now,
+            generation=origin.generations,
+            origin=str(origin.checkpoint or ""),
+            time_limit=limit,
+        )
         resumed = {"resumed_step": origin.step} if origin.generations else {}
-        self._emit("run_started", {"job": as_table(job), **about, **resumed})
+        self._emit("run_started", {"job": as_table(self._job), **about, **resumed})
+        if self._hosted:
+            self._emit("master_started", {"pid": os.getpid(), "again": False})
         for text in origin.warnings:
             self._emit("warning", {"text": text})
-        before = read_records(run / "ledger.bin", LEDGER)
+        before = read_records(self._run / "ledger.bin", LEDGER)
         self._show(lambda view: view.records(before, np.empty(0, STEPS)))
+
+    def _take_over(self, known: mind.State) -> None:
+        """Go on where a master was lost; the processes are about to call again."""
+        self._state = known
+        self._origin = replace(
+            self._origin, checkpoint=Path(known.origin) if known.origin else None
+        )
+        self._absent = dict.fromkeys(known.joined, time.monotonic())
+        folder = RunFolder(self._run)
+        self._began = known.generation > self._origin.generations + 1
+        for event in folder.named("worker_joined"):  # the newest process of each number
+            if event["worker"] in known.joined and event["time"] >= self._started:
+                self._watch_process(int(event["worker"]), int(event["pid"]))
+        for worker in known.joined:
+            mine = folder.steps_of(worker)
+            if len(mine):
+                self._last_step[worker] = int(mine["step"][-1])
+        self._ready |= {int(e["worker"]) for e in folder.named("worker_ready")}
+        heard = recorded(folder.steps, folder.validations, self._committed)
+        self._rules = Rules(self._job.stop)
+        self._rules.replay(heard)
+        self._judged = {(f.step, f.loss is None): "" for f in heard[-2:]}
+        self._emit("master_started", {"pid": os.getpid(), "again": True})
+        self._think(mind.Restarted())
 
     def interrupt(self, by: str) -> None:
         """Ask for a stop; may be called from a signal handler or another thread."""
@@ -107,12 +173,15 @@ class Master:
     def serve(self) -> Outcome:
         """Run to the end, whatever the end is."""
         try:
+            if self._state.phase == "ended":  # the one before this was lost with its last word
+                raise Outcome(endings.finish_of(self._state), self._state.blame)
             while True:
                 self._turn()
         except Outcome as outcome:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._emit("run_finished", {**fields, "seconds": time.time() - self._started})
+            self._tell_clients(outcome)
             return outcome
         finally:
             self._close()
@@ -126,31 +195,42 @@ class Master:
             elif peer in self._names:
                 try:
                     self._hear(peer, message)
+                    self._confirm(peer, message)
                 except (AssertionError, TypeError, ValueError):  # it does not know the rules
                     self._hub.drop(peer)
                     self._hung_up(peer)
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
-            ready = len(self._ready) == self._job.workers
-            self._think(mind.Interrupted(self._interrupts.pop(0), ready, self._committed))
-        self._watch_host()
+            self._think(mind.Interrupted(self._interrupts.pop(0), self._began, self._committed))
+        self._watch_processes()
+        self._watch_progress()
         self._think(mind.Tick(self._committed))
         self._show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
         self._log.close()
         self._steps.close()
+        if self._journal is not None:
+            self._journal.close()
+        for process in self._processes.values():
+            process.close()
 
-    # ---- what arrives
+    # ---- who comes
 
     def _welcome(self, peer: Peer, hello: m.Hello) -> None:
         known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-        if not known or hello.version != m.VERSION or not self._may_come(peer, hello):
+        if not known or hello.version != m.VERSION or hello.role not in _ROLES:
             self._hub.drop(peer)
             return
         peer.frames.largest = LARGEST
+        if not self._may_come(peer, hello):
+            text = "the run goes on without this process: another has its place."
+            self._hub.send(peer, m.Refused(kind="PeerError", text=text, exit_code=5))
+            self._hub.drop(peer)
+            return
         self._names[peer] = (hello.role, hello.number)
+        self._heard[peer], self._resends[peer] = 0, hello.resends
         checkpoint = self._origin.checkpoint
         self._hub.send(
             peer,
@@ -163,13 +243,46 @@ class Master:
             ),
         )
         if hello.role == "host":
-            for number in range(self._job.workers):
-                self._start_worker(number)
+            self._emit("host_joined", {"pid": hello.pid})
+            if living := [(n, p.pid) for n, p in self._processes.items() if n in self._peers]:
+                self._hub.send(peer, m.Adopt(workers=living))
+            self._think(mind.HostCame())
+        elif hello.role == "worker":
+            self._welcome_worker(peer, hello)
+
+    def _welcome_worker(self, peer: Peer, hello: m.Hello) -> None:
+        number = hello.number
+        self._peers[number] = peer
+        self._absent.pop(number, None)
+        if self._hosted and number not in self._processes:
+            self._watch_process(number, hello.pid)
+        if number in self._state.joined:
+            self._think(mind.Attached(number, hello.generation or 0))
             return
-        self._peers[hello.number] = peer
         seconds = time.time() - self._started
-        self._emit("worker_joined", {"worker": hello.number, "pid": hello.pid, "seconds": seconds})
-        self._think(mind.Joined(hello.number))
+        self._emit("worker_joined", {"worker": number, "pid": hello.pid, "seconds": seconds})
+        self._think(mind.Joined(number))
+
+    def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
+        """Whether the run has use for a process: one for each worker's number, once."""
+        if peer in self._names:
+            return False
+        if hello.role != "worker":
+            return True
+        number, state = hello.number, self._state
+        process = self._processes.get(number)
+        if number in state.joined:  # the same process, whose connection or master was lost
+            same = process is not None and process.pid == hello.pid
+            if same and (before := self._peers.pop(number, None)) is not None:
+                self._names.pop(before, None)
+                self._hub.drop(before)
+            return same
+        return number in state.wanted and number not in self._peers
+
+    def _watch_process(self, number: int, pid: int) -> None:
+        if number in self._processes:
+            self._processes.pop(number).close()
+        self._processes[number] = Watched(pid)
 
     def _start_worker(self, number: int) -> None:
         """Have the host bring up a process under this number."""
@@ -177,6 +290,273 @@ class Master:
         for peer, (role, _) in self._names.items():
             if role == "host":
                 self._hub.send(peer, m.StartWorker(number=number, log=log))
+
+    # ---- what arrives
+
+    def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
+        role, number = self._names[peer]
+        if role == "client":
+            self._hear_client(peer, message)
+            return
+        match message:
+            case m.Pulse():
+                self._watch.hears(number, message, time.monotonic())
+            case m.StoreSet(key=key, value=value):
+                self._store[key] = value
+                for waiting in self._waiting.pop(key, []):
+                    self._hub.send(waiting, m.StoreValue(key=key, value=value))
+            case m.StoreGet(key=key):
+                if key in self._store:
+                    self._hub.send(peer, m.StoreValue(key=key, value=self._store[key]))
+                else:
+                    self._waiting.setdefault(key, []).append(peer)
+            case m.Records(ledger=ledger, steps=steps):
+                self._record(peer, number, ledger, steps)
+            case m.Emit(name=name, fields=fields):
+                self._emit_of(peer, name, fields)
+            case m.Figures():
+                self._judge(peer, message)
+            case m.Built(recovers=recovers):
+                self._think(mind.Built(number, recovers))
+            case m.Formed(generation=generation):
+                self._think(mind.Formed(number, generation))
+            case m.Broken(generation=generation):
+                self._think(mind.Broke(number, generation))
+            case m.Notice():
+                self._think(mind.Noticed(number))
+            case m.Done() | m.Failed():
+                self._think(mind.Said(number, message))
+            case m.Exited(number=worker, pid=pid, code=code):
+                self._exited(worker, pid, code)
+            case _:
+                raise TypeError(message)
+
+    def _hear_client(self, peer: Peer, message: m.AnyMessage) -> None:
+        match message:
+            case m.Interrupt(by=by, times=times):
+                if times > self._state.asked:  # else another master has heard it
+                    self._think(mind.Interrupted(by, self._began, self._committed))
+            case m.HostEnded(code=code, detail=detail):
+                self._think(mind.HostLost(code, detail))
+            case m.Scale(workers=workers):
+                refusal = self._refusal_of(workers)
+                self._hub.send(peer, m.Answer(refusal=refusal))
+                if not refusal:
+                    self._think(mind.Scaled(workers))
+            case _:
+                raise TypeError(message)
+
+    def _refusal_of(self, workers: int) -> str:
+        most = self._job.train.micro_batches
+        if not 1 <= workers <= most:
+            return (
+                f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
+                f"most, since train.micro_batches = {most}."
+            )
+        if not self._state.recovers:
+            return "the workers of this run cannot change: it computes on GPUs."
+        if self._state.phase not in ("gathering", "training") or self._state.stop:
+            return "the run is about to end."
+        return ""
+
+    def _confirm(self, peer: Peer, message: m.AnyMessage) -> None:
+        """Count what has taken effect, and say so now and then."""
+        if peer not in self._heard:
+            return
+        role, _ = self._names.get(peer, ("", 0))
+        if not isinstance(message, m.Pulse):
+            self._heard[peer] += 1
+            self._resends[peer] = max(0, self._resends[peer] - 1)
+        if isinstance(message, m.Pulse) or role != "worker":
+            self._hub.send(peer, m.Heard(count=self._heard[peer]))
+
+    def _record(self, peer: Peer, worker: int, ledger: bytes, steps: bytes) -> None:
+        done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
+        if self._resends[peer]:  # a master that is lost may have written them
+            mine = RunFolder(self._run).steps_of(worker)
+            timed = timed[timed["begin"] > (mine["begin"].max() if len(mine) else 0.0)]
+        self._steps.write(timed.tobytes())
+        if len(timed):
+            self._last_step[worker] = int(timed["step"][-1])
+            parts = [name for name in STEPS.names or () if name.endswith("_s")]
+            seconds = float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
+            self._watch.commits(worker, len(timed), seconds)
+        self._show(lambda view: view.records(done, timed))
+
+    def _emit_of(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
+        """An event that a worker tells of."""
+        _, number = self._names[peer]
+        if self._resends[peer] and self._was_written(name, fields):
+            return
+        if name == "worker_ready":
+            self._ready.add(number)
+            self._began = self._began or self._ready >= set(self._state.members)
+        self._emit(name, fields)
+
+    def _was_written(self, name: str, fields: Mapping[str, Any]) -> bool:
+        plain = json.loads(json.dumps(fields, default=str))
+        return any(
+            {k: v for k, v in event.items() if k not in ("time", "event")} == plain
+            for event in RunFolder(self._run).named(name)
+        )
+
+    def _judge(self, peer: Peer, figures: m.Figures) -> None:
+        """Let the rules decide on committed figures, and tell whoever sent them."""
+        asked = figures.step, figures.loss is None
+        if asked not in self._judged:  # told again, where a member was lost after the commit
+            fired = self._rules.hear(figures)
+            if fired is not None:
+                self._think(fired)
+            self._judged[asked] = fired.rule if fired else ""
+        rule = self._judged[asked]
+        self._hub.send(peer, m.Verdict(step=figures.step, rule=rule, number=figures.number))
+        for old in [each for each in self._judged if each[0] < figures.step - 1]:
+            del self._judged[old]
+
+    @property
+    def _committed(self) -> int:
+        return max(self._last_step.values(), default=0)
+
+    # ---- who goes, and who hangs
+
+    def _exited(self, worker: int, pid: int, code: int | None) -> None:
+        """A worker's process is gone."""
+        process = self._processes.get(worker)
+        if process is not None and process.pid != pid:
+            return  # it never had this place
+        if (peer := self._peers.get(worker)) is not None:
+            for last in self._hub.drain(peer):  # a child of it may hold its connection open
+                self._hear(peer, last)
+            self._names.pop(peer, None)
+            self._peers.pop(worker, None)
+        if process is not None:
+            self._processes.pop(worker).close()
+        for known in (self._asked, self._seen_ended, self._absent):
+            known.pop(worker, None)
+        self._watch.leaves(worker)
+        self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
+        self._think(mind.Ended(worker, code, self._in_flight(worker), self._committed))
+
+    def _hung_up(self, peer: Peer) -> None:
+        role, number = self._names.pop(peer, ("", -1))
+        self._heard.pop(peer, None)
+        self._resends.pop(peer, None)
+        if role == "worker" and self._peers.get(number) is peer:
+            self._peers.pop(number)
+            self._absent[number] = time.monotonic()
+            if not self._hosted:  # nobody else tells us that it has ended
+                code = 0 if number in self._state.done else 1
+                self._think(mind.Ended(number, code, self._in_flight(number)))
+
+    def _in_flight(self, worker: int) -> int:
+        return self._last_step[worker] + 1 if worker in self._last_step else 0
+
+    def _watch_processes(self) -> None:
+        """Where nobody tells of a process that has ended, or one does not call again."""
+        if not self._hosted:
+            return
+        now = time.monotonic()
+        hosts = any(role == "host" for role, _ in self._names.values())
+        for worker, process in list(self._processes.items()):
+            absent_s = now - self._absent.get(worker, now)
+            if process.ended:
+                since = self._seen_ended.setdefault(worker, now)
+                if not hosts or now - since > PARENT_S:
+                    self._exited(worker, process.pid, None)
+            elif absent_s > ATTACH_S:
+                process.signal(signal.SIGKILL)
+        for worker in self._state.joined - self._processes.keys():  # nobody knows its process
+            if now - self._absent.get(worker, now) > ATTACH_S:
+                self._exited(worker, 0, None)
+        self._want_host(hosts, now)
+
+    def _want_host(self, hosts: bool, now: float) -> None:
+        """Ask the client for another host, where the last one is gone and none took its place."""
+        self._no_host = None if hosts else self._no_host or now
+        going_on = self._state.phase in ("gathering", "training")
+        if self._no_host is not None and now - self._no_host > PARENT_S and going_on:
+            self._no_host = now
+            for peer, (role, number) in list(self._names.items()):
+                if (role, number) == ("client", 0):
+                    self._hub.send(peer, m.HostWanted())
+
+    def _watch_progress(self) -> None:
+        """End whoever hangs, after asking where it stands."""
+        if not self._state.recovers:
+            return
+        now = time.monotonic()
+        self._watch.turn(now)
+        if self._state.phase == "training":
+            often = {w: n for w, (step, n) in self._state.lost.items() if step >= self._committed}
+            for hang in self._watch.hangs(now, often):
+                if hang.worker in self._processes and hang.worker not in self._asked:
+                    self._ask(hang, now)
+            seconds = self._watch.stuck_s(self._state.members, now)
+            if seconds:
+                self._think(mind.Stuck(self._state.generation, seconds))
+        for worker, (until, since_bytes, hung) in list(self._asked.items()):
+            stack = last_stack(stack_file(self._run, worker), since_bytes)
+            if stack.endswith("\n") or now > until:
+                self._asked.pop(worker)
+                self._think(replace(hung, where=deepest_line(stack)))
+
+    def _ask(self, hang: Hang, now: float) -> None:
+        """Have a process tell where it stands; one that was stopped has to go on for that."""
+        file = stack_file(self._run, hang.worker)
+        size = file.stat().st_size if file.exists() else 0
+        hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
+        self._asked[hang.worker] = now + LAST_WORD_S, size, hung
+        process = self._processes[hang.worker]
+        process.signal(ASK)
+        process.signal(signal.SIGCONT)
+
+    # ---- what follows
+
+    def _think(self, news: mind.News) -> None:
+        before = self._state
+        self._state, actions = decide(before, news, time.monotonic())
+        if self._journal is not None and self._state != before:
+            self._journal.write(news, self._state)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: mind.Action) -> None:
+        match action:
+            case mind.Send(worker, message):
+                self._send(worker, message)
+            case mind.Log(name, fields):
+                if name == "generation_started":  # nobody looks for the keys of the one before
+                    self._store.clear()
+                    self._waiting.clear()
+                self._emit(name, fields)
+            case mind.Kill(worker):
+                if worker in self._processes:
+                    self._processes[worker].signal(signal.SIGKILL)
+            case mind.KillAll():
+                for peer, (role, _) in list(self._names.items()):
+                    if role == "host":
+                        self._hub.send(peer, m.KillAll())
+                    elif not self._hosted:
+                        self._hub.drop(peer)  # it takes a lost master for the end
+                        self._hung_up(peer)
+                for process in self._processes.values():
+                    process.signal(signal.SIGKILL)
+            case mind.GoBack():
+                self._go_back()
+            case mind.Start(worker):
+                self._ready.discard(worker)
+                self._start_worker(worker)
+            case mind.Finish():
+                raise Outcome(action, self._state.blame)
+
+    def _send(self, worker: int, message: m.AnyMessage) -> None:
+        if worker not in self._peers:
+            return  # it will be told when it calls again
+        if isinstance(message, m.Form):
+            self._watch.begins(worker, time.monotonic())
+        elif isinstance(message, m.Release):
+            self._watch.leaves(worker)
+        self._hub.send(self._peers[worker], message)
 
     def _go_back(self) -> None:
         """Begin again from the newest checkpoint: nobody is left who has more."""
@@ -191,121 +571,19 @@ class Master:
             self._emit("warning", {"text": text})
         self._think(mind.WentBack(path))
 
-    def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
-        """Whether nobody sits there yet: one host, and one process for each worker's number."""
-        taken = peer in self._names or (hello.role, hello.number) in self._names.values()
-        known = hello.role == "host" or 0 <= hello.number < self._job.workers
-        return known and hello.role in ("host", "worker") and not taken
-
-    def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
-        _, number = self._names[peer]
-        match message:
-            case m.StoreSet(key=key, value=value):
-                self._store[key] = value
-                for waiting in self._waiting.pop(key, []):
-                    self._hub.send(waiting, m.StoreValue(key=key, value=value))
-            case m.StoreGet(key=key):
-                if key in self._store:
-                    self._hub.send(peer, m.StoreValue(key=key, value=self._store[key]))
-                else:
-                    self._waiting.setdefault(key, []).append(peer)
-            case m.Records(ledger=ledger, steps=steps):
-                self._record(number, ledger, steps)
-            case m.Emit(name=name, fields=fields):
-                self._ready |= {number} if name == "worker_ready" else set()
-                self._emit(name, fields)
-            case m.Figures():
-                self._judge(peer, message)
-            case m.Built(recovers=recovers):
-                self._think(mind.Built(number, recovers))
-            case m.Formed(generation=generation):
-                self._think(mind.Formed(number, generation))
-            case m.Broken(generation=generation):
-                self._think(mind.Broke(number, generation))
-            case m.Done() | m.Failed():
-                self._think(mind.Said(number, message))
-            case m.Exited(number=worker, pid=pid, code=code):
-                if worker in self._peers:  # a child of it may hold its connection open
-                    peer = self._peers[worker]
-                    for last in self._hub.drain(peer):
-                        self._hear(peer, last)
-                    self._names.pop(self._peers.pop(worker), None)
-                self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-                self._think(mind.Ended(worker, code, self._in_flight(worker), self._committed))
-            case _:
-                self._hub.drop(peer)
-                self._hung_up(peer)
-
-    def _judge(self, peer: Peer, figures: m.Figures) -> None:
-        """Let the rules decide on committed figures, and tell whoever sent them."""
-        asked = figures.step, figures.metrics is not None
-        if asked not in self._judged:  # told again, where a member was lost after the commit
-            fired = self._rules.hear(figures)
-            if fired is not None:
-                self._think(fired)
-            self._judged[asked] = fired.rule if fired else ""
-        self._hub.send(peer, m.Verdict(step=figures.step, rule=self._judged[asked]))
-        for old in [each for each in self._judged if each[0] < figures.step - 1]:
-            del self._judged[old]
-
-    @property
-    def _committed(self) -> int:
-        return max(self._last_step.values(), default=0)
-
-    def _hung_up(self, peer: Peer) -> None:
-        role, number = self._names.pop(peer, ("", -1))
-        if role == "worker":
-            self._peers.pop(number, None)
-            if self._launcher is None:  # nobody else tells us that it has ended
-                code = 0 if number in self._state.done else 1
-                self._think(mind.Ended(number, code, self._in_flight(number)))
-
-    def _in_flight(self, worker: int) -> int:
-        return self._last_step[worker] + 1 if worker in self._last_step else 0
-
-    def _watch_host(self) -> None:
-        code = self._launcher.ended() if self._launcher is not None else None
-        if code is not None:
-            self._think(mind.HostLost(code, _last_line(self._run / "logs" / "host.log")))
-
-    # ---- what follows
-
-    def _think(self, news: mind.News) -> None:
-        self._state, actions = mind.decide(self._state, news, time.monotonic())
-        for action in actions:
-            self._act(action)
-
-    def _act(self, action: mind.Action) -> None:
-        match action:
-            case mind.Send(worker, message):
-                if worker in self._peers:
-                    self._hub.send(self._peers[worker], message)
-            case mind.Log(name, fields):
-                if name == "generation_started":  # nobody looks for the keys of the one before
-                    self._store.clear()
-                    self._waiting.clear()
-                self._emit(name, fields)
-            case mind.KillAll():
-                for peer, (role, _) in list(self._names.items()):
-                    if role == "host":
-                        self._hub.send(peer, m.KillAll())
-                    elif self._launcher is None:
-                        self._hub.drop(peer)  # it takes a lost master for the end
-                        self._hung_up(peer)
-            case mind.GoBack():
-                self._go_back()
-            case mind.Start(worker):
-                self._ready.discard(worker)
-                self._start_worker(worker)
-            case mind.Finish():
-                raise Outcome(action, self._state.blame)
-
-    def _record(self, worker: int, ledger: bytes, steps: bytes) -> None:
-        done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
-        self._steps.write(steps)
-        if len(timed):
-            self._last_step[worker] = int(timed["step"][-1])
-        self._show(lambda view: view.records(done, timed))
+    def _tell_clients(self, outcome: Outcome) -> None:
+        finish, blame = outcome.finish, outcome.blame
+        over = m.Over(
+            outcome=finish.outcome,
+            rule=finish.rule,
+            step=finish.step,
+            exit_code=finish.exit_code,
+            worker=blame.worker if blame else None,
+            failed=blame.failed if blame else None,
+        )
+        for peer, (role, _) in list(self._names.items()):
+            if role == "client":
+                self._hub.send(peer, over)
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:
         event = self._log.emit(name, **fields)
@@ -322,7 +600,4 @@ class Master:
                 self._emit("warning", {"text": text})
 
 
-def _last_line(log: Path) -> str:
-    """What a process said last before it ended."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+_ROLES = ("worker", "host", "client")

@@ -11,16 +11,17 @@ import os
 import time
 import tomllib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from instep import spec_file
-from instep.comm.channel import Channel
 from instep.comm.channel_store import ChannelStore
 from instep.comm.messages import (
+    AnyMessage,
     Broken,
     Built,
     Done,
@@ -30,14 +31,17 @@ from instep.comm.messages import (
     Form,
     Formed,
     Hello,
+    Notice,
+    Pulse,
     Records,
     Refused,
+    Regroup,
     Release,
     Stop,
     Verdict,
-    Welcome,
 )
 from instep.comm.metered import tcp_traffic
+from instep.comm.tie import Tie
 from instep.errors import InstepError, WorkerError
 from instep.events import STEPS
 from instep.run.launch.base import Seat
@@ -47,6 +51,10 @@ FLUSH_S = 0.25
 
 TRAFFIC_S = 1.0
 """How often the kernel is asked for the bytes sent and received."""
+
+
+class Released(Exception):
+    """The run has no more use for this worker; no error."""
 
 
 class Member:
@@ -65,35 +73,66 @@ class Member:
     def __init__(self, seat: Seat, number: int, phases: Mapping[str, float] | None = None) -> None:
         self.number = number
         self.master_host = seat.address.host
-        self._channel = Channel.connect(seat.address)
-        self._channel.send(Hello(token=seat.token, role="worker", number=number, pid=os.getpid()))
-        welcome = self._channel.wait_for_either(Welcome, Refused)
+        hello = Hello(token=seat.token, role="worker", number=number, pid=os.getpid())
+        self._tie = Tie(seat.address, hello)
+        welcome = self._tie.welcome()
         if isinstance(welcome, Refused):
-            self._channel.close()
-            raise _as_error(welcome)
+            self._tie.close()
+            raise as_error(welcome)
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
         self.started = welcome.started
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
+        self._tie.lasting = welcome.recovers
         self.form: Form | None = None
+        self.at: Callable[[], Pulse] | None = None
+        """What this worker is doing; told to the master while it trains."""
+        self.interrupt: Callable[[], None] = lambda: None
+        """Breaks the exchange under way, from another thread."""
         self._next: Form | None = None
         self._stop: Stop | None = None
+        self._regroup = -1  # the generation that is to be left at the next commit
+        self._leaving = False
         self._verdicts: deque[Verdict] = deque()
+        self._asked = self._answered = 0
         self._ledger = bytearray()
         self._steps: list[tuple[Any, ...]] = []
         self._flushed = self._metered = time.monotonic()
 
     def wait_for_group(self) -> Form:
-        """The members of the next generation, once all have come."""
+        """The members of the next generation, once all have come.
+
+        Raises:
+            Released: there will be none with this worker in it.
+        """
         if self.form is None:
-            self._channel.send(Built(recovers=self.recovers))
+            self._tie.send(Built(recovers=self.recovers))
+            if self.at is not None and self.recovers:
+                self._tie.listen(self.at, self._arrived)
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
-            self._next = self._channel.wait_for(Form)
+            answer = self._tie.wait_for(Form, Release)
+            if isinstance(answer, Release):
+                raise Released
+            self._take(answer)
         self.form, self._next = self._next, None
         return self.form
+
+    def _take(self, form: Form) -> None:
+        self._next = form
+        self._tie.hello = msgspec.structs.replace(self._tie.hello, generation=form.generation)
+
+    def _arrived(self, message: AnyMessage) -> None:
+        """In the listening thread: break an exchange that will not end by itself."""
+        form = self.form
+        if isinstance(message, Form) and form and message.generation > form.generation:
+            self.interrupt()
+
+    def leave_soon(self) -> None:
+        """This worker's machine is about to go away; may be called from a signal handler."""
+        self._leaving = True
 
     @property
     def superseded(self) -> bool:
@@ -101,21 +140,27 @@ class Member:
         self._listen()
         return self._next is not None
 
+    @property
+    def regroups(self) -> bool:
+        """Whether the master wants this generation to end with the step under way."""
+        self._listen()
+        return self.form is not None and self._regroup == self.form.generation
+
     def formed(self) -> None:
         """Tell that this worker is in the group, and holds the state of the run."""
         assert self.form is not None, "no generation yet"
-        self._channel.send(Formed(generation=self.form.generation))
+        self._tie.send(Formed(generation=self.form.generation))
 
     def broken(self) -> None:
-        """Tell that the group has come apart, and that this worker waits for the next."""
+        """Tell that this worker has left the group, and waits for the next."""
         assert self.form is not None, "no generation yet"
         self.flush()
-        self._channel.send(Broken(generation=self.form.generation))
+        self._tie.send(Broken(generation=self.form.generation))
 
     def store(self) -> ChannelStore:
         """The meeting place of the present generation."""
         assert self.form is not None, "no generation yet"
-        return ChannelStore(self._channel, f"generation-{self.form.generation}/")
+        return ChannelStore(self._tie, f"generation-{self.form.generation}/")
 
     @property
     def stop_rule(self) -> str | None:
@@ -124,26 +169,41 @@ class Member:
         return self._stop.rule if self._stop else None
 
     def _listen(self) -> None:
-        while (message := self._channel.poll()) is not None:
-            if isinstance(message, Stop):
-                self._stop = message
-            elif isinstance(message, Verdict):
-                self._verdicts.append(message)
-            elif isinstance(message, Form):
-                self._next = message
+        if self._leaving:
+            self._leaving = False
+            self._tie.send(Notice())
+        while (message := self._tie.poll()) is not None:
+            match message:
+                case Stop():
+                    self._stop = message
+                case Verdict():
+                    self._verdicts.append(message)
+                case Form():
+                    self._take(message)
+                case Regroup(generation=generation):
+                    self._regroup = generation
+                case _:
+                    self._tie.put_back(message)
+                    return
 
     def tell(self, figures: Figures) -> None:
         """Figures for the master to judge; `verdict` gives the answer."""
-        self._channel.send(figures)
+        self._asked += 1
+        self._tie.send(msgspec.structs.replace(figures, number=self._asked))
 
     def verdict(self) -> Verdict:
         """The answer to the oldest figures that have had none; waits for it."""
-        return self._verdicts.popleft() if self._verdicts else self._channel.wait_for(Verdict)
+        while True:
+            waiting = self._verdicts
+            answer = waiting.popleft() if waiting else self._tie.wait_for(Verdict)
+            if answer.number > self._answered:  # else two masters have answered
+                self._answered = answer.number
+                return answer
 
     def emit(self, name: str, **fields: Any) -> None:
         """An event for the run's log, after whatever was recorded before it."""
         self.flush()
-        self._channel.send(Emit(name=name, fields=fields))
+        self._tie.send(Emit(name=name, fields=fields))
 
     def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
         """One committed step, for whoever watches.
@@ -165,7 +225,7 @@ class Member:
             ledger, steps = bytes(self._ledger), np.array(self._steps, STEPS).tobytes()
             self._ledger.clear()
             self._steps.clear()
-            self._channel.send(Records(ledger=ledger, steps=steps))
+            self._tie.send(Records(ledger=ledger, steps=steps))
         if now - self._metered > TRAFFIC_S:
             self.meter()
 
@@ -173,12 +233,12 @@ class Member:
         """Tell how much has gone over the network so far."""
         self._metered = time.monotonic()
         fields = {"worker": self.number, **tcp_traffic()._asdict()}
-        self._channel.send(Emit(name="traffic", fields=fields))
+        self._tie.send(Emit(name="traffic", fields=fields))
 
     def failed(self, word: Failed) -> None:
         """The last word of a worker that cannot go on."""
         self.flush()
-        self._channel.send(word)
+        self._tie.send(word)
 
     def done(self, step: int, rule: str) -> bool:
         """Say that all is done, and wait until everyone else is: peers may still read from us.
@@ -189,21 +249,21 @@ class Member:
         self.flush()
         self.meter()
         generation = self.form.generation if self.form else 0
-        self._channel.send(Done(generation=generation, step=step, rule=rule))
+        self._tie.send(Done(generation=generation, step=step, rule=rule))
         if self._next is None:
-            answer = self._channel.wait_for_either(Release, Form)
+            answer = self._tie.wait_for(Release, Form)
             if isinstance(answer, Release):
                 return True
-            self._next = answer
+            self._take(answer)
         return False
 
     def close(self) -> None:
         """Hang up."""
-        self._channel.close()
+        self._tie.close()
 
 
-def _as_error(refused: Refused) -> InstepError:
-    """The error that process 0 ended with."""
+def as_error(refused: Refused) -> InstepError:
+    """The error that another process ended with."""
     kinds = {kind.__name__: kind for kind in InstepError.__subclasses__()}
     error = kinds.get(refused.kind, WorkerError)(refused.text)
     error.exit_code = refused.exit_code

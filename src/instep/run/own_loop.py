@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import SpecError
-from instep.run.decide import TOLD
+from instep.run.endings import TOLD
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -67,6 +68,70 @@ def on_signals(do: Callable[[int, FrameType | None], Any] | signal.Handlers) -> 
             signal.signal(number, handler)
 
 
+def end_group(group: int, patience_s: float) -> None:
+    """Kill every process of a group, and wait until they are gone, but no longer than that."""
+    deadline = time.monotonic() + patience_s
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+        while time.monotonic() < deadline and _has_living(group):
+            time.sleep(0.01)
+
+
+def _has_living(group: int) -> bool:
+    """Whether a group has a process that has not ended; one that nobody reaps has."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return not Path("/proc/self/stat").exists()
+
+
 def exit_code_of(status: int) -> int:
     """From `os.waitpid`: the exit code, negative for a signal."""
     return os.waitstatus_to_exitcode(status)
+
+
+class Watched:
+    """A process of this machine that may be nobody's child of ours: does it live, and end it.
+
+    On Linux the kernel gives a handle that no other process can come to have;
+    elsewhere its number has to do.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = -1
+        with suppress(OSError, AttributeError):
+            self._handle = os.pidfd_open(pid)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, as far as can be seen."""
+        if self._handle >= 0:
+            return bool(select.select([self._handle], [], [], 0)[0])
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it lives."""
+        with suppress(ProcessLookupError, PermissionError):
+            if self._handle >= 0:
+                signal.pidfd_send_signal(self._handle, number)
+            else:
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Let go of the handle; a second call does nothing."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1

@@ -40,6 +40,8 @@ class Agreement(NamedTuple):
     """Mean over the global batch."""
     stop: bool
     """Whether any worker has been told to stop."""
+    regroups: bool
+    """Whether all leave the group after this step: its members change."""
     skipped: int = 0
     """Samples of the global batch that could not be read; the means are over the others."""
 
@@ -100,6 +102,7 @@ class Replica:
         self._notes = Notes(
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
+            regroups=1,  # who was told that the generation ends with this step
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             skipped=1,  # samples that could not be read
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
@@ -148,6 +151,7 @@ class Replica:
         since, arrived = time.perf_counter(), time.time()
         own = self._notes.blank()
         own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
+        own["regroups"] = [float(self.member.regroups)]
         own["arrived"][self.comm.rank] = arrived - self._base
         own["skipped"] = [float(skipped)]
         for number, loss in losses.items():
@@ -175,7 +179,12 @@ class Replica:
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
-        return Agreement(sum(agreed["losses"]) / share, agreed["stop"][0] > 0, missed)
+        return Agreement(
+            sum(agreed["losses"]) / share,
+            agreed["stop"][0] > 0,
+            regroups=agreed["regroups"][0] > 0,
+            skipped=missed,
+        )
 
     def advance(
         self, update: Update, step: int, position: Position, samples: int, loss: float

@@ -235,6 +235,11 @@ class Saver:
         if before is None or _number(before) != _number(error):
             self._member.emit("warning", text=str(error))
 
+    def hand_over(self) -> None:
+        """Another worker saves from now on; what is being written is written first."""
+        self._writer.finish()
+        self._tell()
+
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.
 

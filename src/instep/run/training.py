@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from instep.comm.messages import Pulse
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position
 from instep.errors import PeerError, SpecError
-from instep.run.decide import TOLD
+from instep.run.endings import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
@@ -33,6 +34,7 @@ from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
+from instep.run.watch import WAITING
 from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.sync.base import make_strategy
@@ -96,6 +98,7 @@ class Training:
         self._saver: Saver | None = None
         self._warned: set[str] = set()
         self._teller = Teller(member)
+        self._regroups = False
         self._standing = Standing(
             member, built.model, self._update, Merging(False, "not tried yet")
         )
@@ -120,6 +123,7 @@ class Training:
         """
         began = time.time()
         self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
+        self.member.at, self.member.interrupt = self._pulse, self._interrupt
         self._standing.merging = self._try_merging()
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -138,11 +142,29 @@ class Training:
                     raise
                 self._leave()
 
+    def _pulse(self) -> Pulse:
+        """What this worker is at; asked for by another thread."""
+        replica = self._replica
+        taken = replica.strategy.progress if replica is not None else 0
+        return Pulse(step=self.step, phase=self.phase, progress=self._forward.batches + taken)
+
+    def _waits(self) -> None:
+        """From here on this worker can only wait for others."""
+        self.phase = "exchange"
+
+    def _interrupt(self) -> None:
+        """The exchange under way will not end by itself; called by another thread."""
+        replica = self._replica
+        if replica is not None and self.phase in WAITING:
+            replica.comm.interrupt()
+
     def _leave(self) -> None:
-        """The group has come apart: keep what was committed, undo the rest, tell the master."""
+        """Leave the group: keep what was committed, undo the rest, tell the master."""
+        self.phase = "waiting"
         if self._replica is not None:
             self._standing.leave(self._replica)
             self._replica = None
+        self._regroups = False
         self.step = self._standing.carried.step
         self.member.broken()
 
@@ -170,7 +192,10 @@ class Training:
         if self._stopping is None:
             self._stopping = Stopping(member, comm, self.device)
         self._stopping.regroup(comm)
-        if comm.rank == 0 and self._saver is None:
+        if comm.rank != 0 and self._saver is not None:
+            self._saver.hand_over()
+            self._saver = None
+        elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, built.model, self._update, self._best)
 
     @property
@@ -263,12 +288,17 @@ class Training:
         """Train; yields after each commit. Stops at the end, or where all were told to.
 
         Where a member is lost and will be replaced, goes on with the others from
-        the highest step that one of them has committed.
+        the highest step that one of them has committed. Where the members change, so
+        does the group, between two steps.
+
+        Raises:
+            Released: the run goes on without this worker.
         """
         while True:
             try:
                 yield from self._steps()
-                return
+                if not self._regroups:
+                    return
             except PeerError:
                 if not self.member.recovers:
                     raise
@@ -294,7 +324,8 @@ class Training:
                 done = standing.commit(self._one_step(where, share, loads), where)
                 step, ends = self._settle(done)
                 yield step
-                if ends:
+                self._regroups &= not ends
+                if ends or self._regroups:
                     break
         finally:
             loads.close()
@@ -313,6 +344,7 @@ class Training:
             told = self.stopping.after_validation(done.step, metrics)
             self._standing.last = done = done._replace(told=told, ends=told)
         carried = self._standing.carried
+        self.phase = "saving"
         if self._saver is not None and not self.stopping.spoilt:
             self._saver.after_step(
                 done.step,
@@ -359,6 +391,7 @@ class Training:
             again = self._loader.read(part.samples for part in share.passes)
             agreed = self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
+        self._regroups = agreed.regroups
         self.phase, samples = "update", share.stop - share.first
         norm = self.replica.advance(self._update, self.step, where, samples, agreed.loss)
         stops = self.job.stop.non_finite and self.step != self.last_step
@@ -394,10 +427,10 @@ class Training:
             self._update.scaler.scale(loss).backward()
             replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
-        self.phase = "exchange"
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
-        stop = self.stopping.told()
-        return replica.agree(losses, stop=stop, skipped=len(skipped), samples=batch_size)
+        self._waits()
+        told = self.stopping.told()
+        return replica.agree(losses, stop=told, skipped=len(skipped), samples=batch_size)
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:
@@ -423,7 +456,8 @@ class Training:
         batch = train.global_batch
         if train.merge == "never":
             batch = -(-batch // train.micro_batches)
-        found = evaluate(self._forward, self._validation, count, batch, self.replica.comm)
+        comm = self.replica.comm
+        found = evaluate(self._forward, self._validation, count, batch, comm, self._waits)
         left_out = found.skipped
         self._teller.tell(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.replica.comm.rank == 0:
@@ -456,6 +490,12 @@ class Training:
             return False
         self.close()
         return True
+
+    def released(self) -> None:
+        """The run goes on without this worker: what it has begun to save, it saves."""
+        if self._saver is not None:
+            self._saver.hand_over()
+        self.close()
 
     def close(self) -> None:
         """Let go of loaders and group."""

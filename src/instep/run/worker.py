@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import traceback
@@ -13,9 +14,10 @@ from instep.errors import PeerError
 from instep.run import blame
 from instep.run.kernels import set_kernels
 from instep.run.launch.base import Seat
-from instep.run.member import Member
+from instep.run.member import Member, Released
 from instep.run.prints import spare_prints
 from instep.run.recipe import call, load_function
+from instep.run.stacks import stack_file, tell_when_asked
 from instep.run.training import Training, choose_device
 
 
@@ -36,6 +38,8 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     except PeerError as error:
         print(f"instep: {error}", file=sys.stderr)
         return error.exit_code
+    tell_when_asked(stack_file(member.run, number))
+    signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
     training: Training | None = None
     try:
         training = prepare(member, number)
@@ -45,6 +49,9 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
                 pass
             if training.finish():
                 break
+    except Released:
+        if training is not None:
+            training.released()
     except BaseException as error:
         with suppress(OSError):  # a full disk must not hide the cause
             traceback.print_exc()  # to the log, and first: once it has reported, it is killed

@@ -50,6 +50,7 @@ class AllReduce:
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
         self._hooks: list[RemovableHandle] = []
+        self.progress = 0
         self._loaded: Mapping[str, Tensor] = {}
 
     def start(
@@ -119,6 +120,7 @@ class AllReduce:
         gradient = parameter.grad
         assert gradient is not None
         self._sums.add(index, gradient, self._weight, view, not self._seen[index])
+        self.progress += 1
         self._seen[index] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
         parameter.grad = None
 

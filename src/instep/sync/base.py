@@ -34,6 +34,9 @@ class Strategy(Protocol):
     for. Over all ranks and passes of a step the weights add up to 1.
     """
 
+    progress: int
+    """Gradients taken in so far: a sign of life."""
+
     def start(
         self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
     ) -> None:

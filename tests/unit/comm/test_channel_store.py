@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from instep import spec_file
-from instep.comm.channel import Channel, Hub
+from instep.comm.channel import Hub
 from instep.comm.channel_store import ChannelStore
-from instep.comm.messages import Done, Form, Release, StoreGet
+from instep.comm.messages import Form, Hello, Release, Stop, StoreGet
+from instep.comm.tie import Tie
 from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
+
+HELLO = Hello(token="", role="worker", number=0, pid=1)
 
 
 @pytest.fixture
@@ -26,9 +29,7 @@ def run(tmp_path):
     def start(workers):
         job = spec_file.build({"recipe": "a.py:f", "workers": workers}, source="test")
         board = Switchboard()
-        master = Master(
-            job, tmp_path, board, views=[], launcher=None, started=time.time(), about={}
-        )
+        master = Master(job, tmp_path, board, views=[], hosted=False, started=time.time(), about={})
         threads.append(threading.Thread(target=master.serve))
         threads[-1].start()
         boards.append((board, master))
@@ -71,8 +72,8 @@ def test_a_value_that_one_leaves_is_found_by_the_others_whoever_comes_first(run)
 def test_a_generation_does_not_see_the_keys_of_another(run):
     (only,) = members(run(1), 1)
     old, new = (
-        ChannelStore(only._channel, "generation-1/"),
-        ChannelStore(only._channel, "generation-2/"),
+        ChannelStore(only._tie, "generation-1/"),
+        ChannelStore(only._tie, "generation-2/"),
     )
     old.set("key", b"old")
     new.set("key", b"new")
@@ -95,29 +96,30 @@ def test_a_gloo_group_forms_over_channels_and_sums(run):
 
 def test_a_master_that_hangs_up_ends_the_wait_for_a_key():
     board = Switchboard()
-    channel = Channel.connect(board.seat.address)
-    channel.send(Done(generation=1, step=0, rule=""))
+    tie = Tie(board.seat.address, HELLO)
     ((peer, _),) = [*board.hub.receive(5), *board.hub.receive(5)][-1:]
-    board.hub.send(peer, Release())
+    board.hub.send(peer, Stop(rule="interrupted"))
     board.close()
     with pytest.raises(PeerError, match="the master is gone"):
-        ChannelStore(channel, "").get("never")
-    channel.close()
+        ChannelStore(tie, "").get("never")
+    tie.close()
 
 
-def test_a_newer_generation_ends_the_wait_for_a_key_and_is_heard_of_afterwards():
+@pytest.mark.parametrize("word", [Form(generation=2, rank=0, members=[0]), Release()])
+def test_a_newer_generation_ends_the_wait_for_a_key_and_is_heard_of_afterwards(word):
     hub = Hub()
     try:
-        channel = Channel.connect(hub.address)
+        tie = Tie(hub.address, HELLO)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ChannelStore(channel, "generation-1/").get, "never")
-            (peer, message) = next(each for _ in range(100) for each in hub.receive(0.1))
+            waiting = pool.submit(ChannelStore(tie, "generation-1/").get, "never")
+            arrived = (each for _ in range(100) for each in hub.receive(0.1))
+            assert next(arrived)[1] == HELLO
+            peer, message = next(arrived)
             assert message == StoreGet(key="generation-1/never")
-            form = Form(generation=2, rank=0, members=[0])
-            hub.send(peer, form)
+            hub.send(peer, word)
             with pytest.raises(PeerError, match="members changed"):
                 waiting.result()
-        assert channel.poll() == form
-        channel.close()
+        assert tie.poll() == word
+        tie.close()
     finally:
         hub.close()

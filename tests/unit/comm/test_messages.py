@@ -17,6 +17,9 @@ EXAMPLES = {
     str | None: "text",
     bytes: b"\x00\xff",
     list[int]: [2, 0, 1],
+    int | None: 3,
+    list[tuple[int, int]]: [(0, 7), (1, 8)],
+    messages.Failed | None: None,
 }
 
 

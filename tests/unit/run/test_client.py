@@ -12,7 +12,6 @@ from instep import spec_file
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
 from instep.run.client import about, check_job, failure, reference_to
-from instep.run.decide import Blame
 from instep.run.folder import make_run_folder
 from instep.spec import JobSpec
 
@@ -136,7 +135,7 @@ def blamed(worker, **changes):
         "phase": "",
         "exit_code": 5,
     }
-    return Blame(worker, Failed(**{**words, **changes}))
+    return worker, Failed(**{**words, **changes})
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def run_folder(tmp_path):
 
 def test_a_failed_run_names_worker_step_phase_cause_line_and_log(run_folder):
     blame = blamed(1, step=7, phase="loss", where="a.py:3 in f", line="return 1", exit_code=3)
-    error = failure(blame, run_folder)
+    error = failure(*blame, run_folder)
     assert str(error).splitlines() == [
         "worker 1 failed at step 7, in loss: ValueError: no",
         "  a.py:3 in f: return 1",
@@ -159,9 +158,9 @@ def test_a_failed_run_names_worker_step_phase_cause_line_and_log(run_folder):
 
 
 def test_a_failed_launcher_is_named_as_such(run_folder):
-    assert str(failure(blamed(-1), run_folder)).startswith("the launcher failed: ValueError: no")
-    assert "host.log" in str(failure(blamed(-1), run_folder))
+    assert str(failure(*blamed(-1), run_folder)).startswith("the launcher failed: ValueError: no")
+    assert "host.log" in str(failure(*blamed(-1), run_folder))
 
 
 def test_a_log_that_somebody_else_keeps_is_not_promised(tmp_path):
-    assert str(failure(blamed(1), tmp_path)) == "worker 1 failed: ValueError: no"
+    assert str(failure(*blamed(1), tmp_path)) == "worker 1 failed: ValueError: no"

@@ -10,14 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from instep.comm.messages import Done, Failed, Form, Release, Stop
 from instep.errors import INTERRUPTED
-from instep.run.decide import (
-    BROKEN_S,
-    FAREWELL_S,
-    FIRST_MEETING_S,
-    MEETING_S,
-    MOST_LOSSES,
-    SECOND_THOUGHT_S,
-    TOLD,
+from instep.run.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, MOST_LOSSES, decide
+from instep.run.endings import FAREWELL_S, SECOND_THOUGHT_S, TOLD
+from instep.run.news import (
     Broke,
     Built,
     Ended,
@@ -36,7 +31,6 @@ from instep.run.decide import (
     Tick,
     TimeLimit,
     WentBack,
-    decide,
 )
 from instep.run.stop_rules import Fired
 
@@ -55,7 +49,7 @@ def after(*news, workers=2, time_limit=None, recovers=False):
 
     A worker that joins is built at once, and one that is told to form a group does.
     """
-    state = State(workers=workers, time_limit=time_limit, recovers=recovers)
+    state = State(wanted=frozenset(range(workers)), time_limit=time_limit, recovers=recovers)
     now, actions = 0.0, []
     for piece in news:
         if isinstance(piece, (int, float)):
@@ -407,7 +401,7 @@ def test_after_the_end_no_news_does_anything():
 
 
 def test_deciding_leaves_the_state_it_was_given_as_it_was():
-    state = State(workers=2)
+    state = State(wanted=frozenset({0, 1}))
     before = repr(state)
     for news in (
         Joined(0),
@@ -432,7 +426,9 @@ class AnyStory(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         limit = TimeLimit(4.0, began=0.0)
-        self.state = State(workers=WORKERS, time_limit=limit, recovers=self.recovers)
+        self.state = State(
+            wanted=frozenset(range(WORKERS)), time_limit=limit, recovers=self.recovers
+        )
         self.now, self.finishes = 0.0, 0
 
     def hears(self, news):
@@ -712,7 +708,7 @@ def test_an_exit_without_a_word_is_not_forgotten_over_a_kill():
 
 
 def test_a_worker_that_cannot_recover_ends_the_run_when_another_is_lost():
-    state = State(workers=1, recovers=True)
+    state = State(wanted=frozenset({0}), recovers=True)
     for news in (Joined(0), Built(0, recovers=False)):
         state, _ = decide(state, news, 0.0)
     _, actions = decide(state, Ended(0, -9, 4), 1.0)

@@ -15,7 +15,7 @@ from instep.comm.channel import Hub
 from instep.comm.memory import run_ranks
 from instep.comm.messages import Figures, Stop, Verdict, Welcome
 from instep.errors import SpecError
-from instep.run.decide import TOLD
+from instep.run.endings import TOLD
 from instep.run.launch.base import Seat, Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
@@ -35,7 +35,7 @@ def job(workers=1, **rules):
 
 def impatient(member):
     """A worker that would wait for ever fails the test instead."""
-    member._channel._socket.settimeout(PATIENCE_S)
+    member._tie._channel._socket.settimeout(PATIENCE_S)
     return member
 
 
@@ -48,7 +48,7 @@ class Run:
         switchboard = Switchboard()
         self.seat, self.outcome = switchboard.seat, None
         self._master = Master(
-            self.job, folder, switchboard, views=[], launcher=None, started=time.time(), about={}
+            self.job, folder, switchboard, views=[], hosted=False, started=time.time(), about={}
         )
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -173,8 +173,8 @@ def test_rules_on_validations_cost_a_step_nothing():
 def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
     with Silent(rise=2) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
-        assert master.heard() == [Figures(step=1, loss=0.5)]
-        words = [Verdict(step=1, rule=""), Stop(rule="interrupted")]
+        assert master.heard() == [Figures(step=1, loss=0.5, number=1)]
+        words = [Verdict(step=1, rule="", number=1), Stop(rule="interrupted")]
         for word in reversed(words) if swapped else words:
             master.hub.send(master.peer, word)
         deadline = time.monotonic() + PATIENCE_S
@@ -205,7 +205,7 @@ def test_parameters_are_past_saving_after_a_figure_that_is_not_finite(rules, los
 def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_one(rule, spoilt):
     with Silent(rise=2) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
-        master.hub.send(master.peer, Verdict(step=1, rule=rule))
+        master.hub.send(master.peer, Verdict(step=1, rule=rule, number=1))
         assert master.stopping.told()
         assert master.stopping.spoilt == spoilt
 

@@ -7,11 +7,13 @@ by which it knows them.
 from __future__ import annotations
 
 import secrets
+import socket
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from instep.comm.channel import Address, Hub
+from instep.comm.channel import Address, Hub, listen
 
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""
@@ -26,19 +28,35 @@ class Seat:
 
 
 class Switchboard:
-    """A master's connections, listening before the master itself is there.
+    """Where a run's masters listen, one after the other, before the first is there.
 
     Args:
         host: address to listen on.
+        listener: that listens already, and was made by another process.
+        token: that the other process chose.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self.hub = Hub(host)
-        self.seat = Seat(self.hub.address, secrets.token_hex(16))
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        listener: socket.socket | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.listener = listener or listen(host)
+        name = self.listener.getsockname()
+        self.seat = Seat(Address(name[0], name[1]), token or secrets.token_hex(16))
+
+    @cached_property
+    def hub(self) -> Hub:
+        """The connections, for the one process that takes them in."""
+        return Hub(self.listener)
 
     def close(self) -> None:
         """Hang up on everyone; a second call does nothing."""
-        self.hub.close()
+        if "hub" in self.__dict__:
+            self.hub.close()
+        self.listener.close()
 
 
 class Launcher(Protocol):
@@ -53,7 +71,8 @@ class Launcher(Protocol):
         """
 
     def ended(self) -> int | None:
-        """The host's exit code, negative for a signal, or None while it runs."""
+        """The exit code of the host that was started last, negative for a signal; None while
+        it runs. Another that it has brought up itself may have taken its place."""
 
     def stop(self) -> None:
         """End the host and all it has started, now, and wait until they are gone.

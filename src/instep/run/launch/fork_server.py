@@ -6,11 +6,14 @@ user's recipe file is imported before the fork too, so that its own imports are
 paid once; if that leaves threads or CUDA behind, the server starts itself
 again and leaves that import to the workers.
 
-It ends, and ends its workers, when the master hangs up or on SIGTERM.
+It may be killed: a spare that it forked first, and that sleeps until then,
+takes its place at once, and watches over the workers that are there. Both end,
+and end all workers, on SIGTERM, or once no master can come any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -22,14 +25,18 @@ import tomllib
 from pathlib import Path
 from typing import NoReturn
 
-from instep.comm.channel import Address, Channel
-from instep.comm.messages import Exited, Hello, KillAll, StartWorker, Welcome
+from instep.comm.channel import Address
+from instep.comm.messages import Adopt, Exited, Hello, KillAll, Refused, StartWorker, Welcome
+from instep.comm.tie import Tie
 from instep.errors import PeerError
 from instep.run.launch.base import Seat
-from instep.run.processes import die_with_parent, exit_code_of
+from instep.run.processes import Watched, die_with_parent, exit_code_of
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
+
+ADOPTED_S = 0.05
+"""How often a server looks after workers that it did not start itself."""
 
 
 def main() -> None:
@@ -39,10 +46,10 @@ def main() -> None:
     note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
     seen = json.loads(note)
     seat = Seat(Address(seen["host"], seen["port"]), seen["token"])
-    channel = Channel.connect(seat.address)
-    hello = Hello(token=seat.token, role="host", number=0, pid=os.getpid())
-    channel.send(hello)
-    welcome = channel.wait_for(Welcome)
+    tie = _call(seat)
+    welcome = tie.welcome()
+    if not isinstance(welcome, Welcome):
+        return
     phases = {"interpreter": began - welcome.started}
     _import_torch()
     phases["import torch"] = time.time() - began
@@ -51,7 +58,13 @@ def main() -> None:
     if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
-    Server(channel, seat, phases).serve()
+    Server(tie, seat, phases).serve()
+
+
+def _call(seat: Seat) -> Tie:
+    tie = Tie(seat.address, Hello(token=seat.token, role="host", number=0, pid=os.getpid()))
+    tie.lasting = True
+    return tie
 
 
 def _import_torch() -> None:
@@ -84,17 +97,20 @@ def _start_again(note: str) -> NoReturn:
 
 
 class Server:
-    """Forks, reaps, reports."""
+    """Forks, reaps, reports; and has a spare of itself."""
 
-    def __init__(self, channel: Channel, seat: Seat, phases: dict[str, float]) -> None:
-        self._channel, self._seat, self._phases = channel, seat, phases
+    def __init__(self, tie: Tie, seat: Seat, phases: dict[str, float]) -> None:
+        self._tie, self._seat, self._phases = tie, seat, phases
         self._workers: dict[int, int] = {}
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._adopted: dict[int, Watched] = {}
+        self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
+        self._life = -1  # open as long as this server lives
+        self._spare = 0
 
     def serve(self) -> None:
-        """Until the master hangs up."""
+        """Until no master can come any more."""
+        self._have_a_spare()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
@@ -102,22 +118,54 @@ class Server:
         try:
             while not self._ending:
                 self._reap()
+                self._look_after_adopted()
                 self._obey()  # before waiting: messages may have come together with the welcome
-                select.select([self._channel.fileno(), self._wake_read], [], [])
+                tick_s = ADOPTED_S if self._adopted else None
+                select.select([self._tie.fileno(), self._wake_read], [], [], tick_s)
         except PeerError:
             pass
         finally:
             self._kill_all()
 
+    def _have_a_spare(self) -> None:
+        """Fork one that sleeps until this process has ended, and then serves in its place."""
+        theirs, self._life = os.pipe()
+        self._spare = os.fork()
+        if self._spare:
+            os.close(theirs)
+            return
+        try:
+            os.close(self._life)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._tie.close()
+            os.read(theirs, 1)
+            os.close(theirs)
+            for each in (self._wake_read, self._wake_write):
+                os.close(each)
+            tie = _call(self._seat)
+            Server(tie, self._seat, self._phases).serve()
+        except PeerError:
+            pass  # no master is left either
+        finally:
+            os._exit(0)
+
     def _end(self, *_: object) -> None:
         self._ending = True
 
     def _obey(self) -> None:
-        while (message := self._channel.poll()) is not None:
-            if isinstance(message, StartWorker):
-                self._fork(message)
-            elif isinstance(message, KillAll):
-                self._kill_all(wait=False)
+        while (message := self._tie.poll()) is not None:
+            match message:
+                case StartWorker() if message.number not in self._workers.values():
+                    self._fork(message)
+                case Adopt(workers=workers):
+                    known = {*self._workers.values(), *self._adopted}
+                    new = {number: pid for number, pid in workers if number not in known}
+                    self._adopted |= {number: Watched(pid) for number, pid in new.items()}
+                case KillAll():
+                    self._kill_all(wait=False)
+                case Refused():
+                    self._ending = True
 
     def _fork(self, order: StartWorker) -> None:
         forked = time.time()
@@ -130,8 +178,8 @@ class Server:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            die_with_parent(signal.SIGKILL)
-            self._channel.close()
+            self._tie.close()
+            os.close(self._life)
             _redirect(Path(order.log))
             from instep.run.worker import main as work
 
@@ -146,20 +194,47 @@ class Server:
     def _reap(self) -> None:
         while self._wake_read in select.select([self._wake_read], [], [], 0)[0]:
             os.read(self._wake_read, 4096)
-        while self._workers:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                pid = 0
             if not pid:
                 return
             number = self._workers.pop(pid, None)
             if number is not None:
-                self._channel.send(Exited(number=number, pid=pid, code=exit_code_of(status)))
+                self._tie.send(Exited(number=number, pid=pid, code=exit_code_of(status)))
+            elif pid == self._spare and not self._ending:
+                os.close(self._life)
+                self._have_a_spare()
+
+    def _look_after_adopted(self) -> None:
+        for number, process in list(self._adopted.items()):
+            if process.ended:
+                del self._adopted[number]
+                process.close()
+                self._tie.send(Exited(number=number, pid=process.pid, code=None))
 
     def _kill_all(self, *, wait: bool = True) -> None:
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
-        while wait and self._workers:
-            pid, _ = os.waitpid(-1, 0)
-            self._workers.pop(pid, None)
+        for process in self._adopted.values():
+            process.signal(signal.SIGKILL)
+        if not wait:
+            return
+        self._ending = True
+        if self._spare:
+            os.kill(self._spare, signal.SIGKILL)
+        for pid in [*self._workers, *([self._spare] if self._spare else [])]:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _wake_pipe() -> tuple[int, int]:
+    """Written to by the interpreter at every signal, so that a wait ends."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    return read, write
 
 
 def _redirect(log: Path) -> None:

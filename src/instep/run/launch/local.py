@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from instep.run.launch.base import INSIDE, Seat
+from instep.run.processes import end_group
 
 PATIENCE_S = 5.0
 """How long a fork server may take to end its workers and itself, before it is killed."""
@@ -24,6 +25,7 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._groups: list[int] = []
 
     def start(self, seat: Seat, logs: Path) -> None:
         """Start the fork server in a session of its own, so that Ctrl-C reaches only us."""
@@ -36,6 +38,7 @@ class LocalLauncher:
                 start_new_session=True,
                 env=_environment(),
             )
+        self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
         note = {"host": seat.address.host, "port": seat.address.port, "token": seat.token}
         try:
@@ -45,21 +48,23 @@ class LocalLauncher:
             pass  # it has ended already; `ended` says so
 
     def ended(self) -> int | None:
-        """The fork server's exit code, or None while it runs."""
+        """The exit code of the fork server that was started last, or None while it runs."""
         assert self._process is not None
         return self._process.poll()
 
     def stop(self) -> None:
-        """SIGTERM makes the fork server kill its workers and end; SIGKILL if it does not."""
+        """SIGTERM makes the fork server kill its workers and end; SIGKILL ends what is left."""
         process = self._process
-        if process is None or process.poll() is not None:
+        if process is None:
             return
-        process.terminate()
-        try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+        for group in self._groups:
+            end_group(group, PATIENCE_S)
+        process.wait()
+        self._process = None
 
 
 def _environment() -> dict[str, str]:

@@ -1,0 +1,249 @@
+"""A process's tie to its master, which may be lost and come back as another process.
+
+What is sent is kept until the master has said that it took effect, and is
+sent again to the next master; one that answers at the same address is the
+next master. While a process is busy a thread listens for it, and tells the
+master a few times a second that the process lives (`listen`). What the
+messages mean is for others to say: only `Heard` is for the tie itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from instep.comm.channel import Address, Channel
+from instep.comm.messages import AnyMessage, Heard, Hello, Pulse, Refused, Welcome
+from instep.errors import PeerError
+
+PULSE_S = 0.2
+"""How often a process shows that it lives."""
+
+One = TypeVar("One", bound=AnyMessage)
+Other = TypeVar("Other", bound=AnyMessage)
+Third = TypeVar("Third", bound=AnyMessage)
+
+
+class Tie:
+    """One process's connection to whoever is master now.
+
+    Args:
+        address: where masters listen, one after the other.
+        hello: the first word on every connection.
+
+    Raises:
+        PeerError: no master answers there, or not in our language.
+    """
+
+    def __init__(self, address: Address, hello: Hello) -> None:
+        self._address = address
+        self.hello = hello
+        """Said again to the next master; `generation` may be changed meanwhile."""
+        self.lasting = False
+        """Whether a lost master is waited for."""
+        self.heard_at = time.monotonic()
+        """When the master was heard last, on the monotonic clock."""
+        self._unheard: deque[AnyMessage] = deque()
+        self._inbox: deque[AnyMessage] = deque()
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._gone: PeerError | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = self._welcomed = False
+        self._dropped = 0  # messages of this connection that are no longer kept
+        self._channel = Channel.connect(address)
+        self._channel.send(hello)
+
+    def welcome(self) -> Welcome | Refused:
+        """The master's first word; the next master's is nobody's business."""
+        answer = self.wait_for(Welcome, Refused)
+        self._welcomed = True
+        return answer
+
+    def fileno(self) -> int:
+        """Of the connection as it is now, for `select` and its kin."""
+        return self._channel.fileno()
+
+    # ---- what is sent
+
+    def send(self, message: AnyMessage) -> None:
+        """Send one message; where a lost master is waited for, to the next one too.
+
+        Raises:
+            PeerError: the master is gone, for good.
+        """
+        with self._lock:
+            if self._gone is not None:
+                raise self._gone
+            if self.lasting:
+                self._unheard.append(message)
+            try:
+                self._channel.send(message)
+            except PeerError as error:
+                if not self.lasting:
+                    raise
+                if self._thread is None:  # else it will notice
+                    self._find_another(error)
+
+    # ---- what arrives
+
+    def poll(self) -> AnyMessage | None:
+        """The next message that is already here, without waiting.
+
+        Raises:
+            PeerError: the master is gone, for good.
+        """
+        if self._thread is None:
+            self._take_in(0.0)
+        with self._lock:
+            return self._next()
+
+    def look(self, timeout_s: float) -> AnyMessage | None:
+        """The next message, if one is here or arrives within a time; without `listen` only.
+
+        Raises:
+            PeerError: the master is gone, for good.
+        """
+        if not self._inbox:
+            self._take_in(timeout_s)
+        return self._next()
+
+    def receive(self) -> AnyMessage:
+        """The next message; waits for it.
+
+        Raises:
+            PeerError: the master is gone, for good.
+        """
+        with self._arrived:
+            while (message := self._next()) is None:
+                if self._thread is None:
+                    self._take_in(None)
+                else:
+                    self._arrived.wait()
+            return message
+
+    @overload
+    def wait_for(self, one: type[One], /) -> One: ...
+    @overload
+    def wait_for(self, one: type[One], other: type[Other], /) -> One | Other: ...
+    @overload
+    def wait_for(
+        self, one: type[One], other: type[Other], third: type[Third], /
+    ) -> One | Other | Third: ...
+    def wait_for(self, *wanted: type[Any]) -> Any:
+        """The next message of these classes; others that arrive before it stay for later."""
+        passed: list[AnyMessage] = []
+        while not isinstance(message := self.receive(), wanted):
+            passed.append(message)
+        with self._lock:
+            self._inbox.extendleft(reversed(passed))
+        return message
+
+    def put_back(self, message: AnyMessage) -> None:
+        """Have a message arrive once more, before all others."""
+        with self._arrived:
+            self._inbox.appendleft(message)
+            self._arrived.notify_all()
+
+    def _next(self) -> AnyMessage | None:
+        if self._inbox:
+            return self._inbox.popleft()
+        if self._gone is not None:
+            raise self._gone
+        return None
+
+    # ---- while the process is busy
+
+    def listen(self, pulse: Callable[[], Pulse], on_arrival: Callable[[AnyMessage], None]) -> None:
+        """Have a thread listen from now on, and show that this process lives.
+
+        Args:
+            pulse: what the process is at; called in that thread, a few times a second.
+            on_arrival: told of each message as it arrives, in that thread; must not wait.
+        """
+        self._thread = threading.Thread(
+            target=self._listen, args=(pulse, on_arrival), name="instep tie", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self, pulse: Callable[[], Pulse], on_arrival: Callable[[AnyMessage], None]) -> None:
+        beat = time.monotonic()
+        while not self._closed and self._gone is None:
+            for message in self._take_in(PULSE_S):
+                on_arrival(message)
+            now = time.monotonic()
+            if now - beat >= PULSE_S:
+                beat = now
+                self._beat(pulse())
+
+    def _beat(self, pulse: Pulse) -> None:
+        with self._lock:
+            try:
+                self._channel.send(pulse)
+            except PeerError:
+                pass  # reading says so too, and does something about it
+
+    def _take_in(self, timeout_s: float | None) -> list[AnyMessage]:
+        """Wait for what arrives, and put it into the inbox."""
+        try:
+            messages = self._channel.read() if self._channel.wait(timeout_s) else []
+        except PeerError as error:
+            messages = []
+            if not self._closed:
+                with self._arrived:
+                    self._find_another(error)
+                    self._arrived.notify_all()
+        if not messages:
+            return []
+        with self._arrived:
+            self.heard_at = time.monotonic()
+            found = [message for message in messages if not self._is_own(message)]
+            self._inbox.extend(found)
+            self._arrived.notify_all()
+        return found
+
+    def _is_own(self, message: AnyMessage) -> bool:
+        match message:
+            case Heard(count=count):
+                for _ in range(min(count - self._dropped, len(self._unheard))):
+                    self._unheard.popleft()
+                self._dropped = count
+            case Welcome() if self._welcomed:
+                pass
+            case Refused(text=text) if self._welcomed:
+                self._gone = PeerError(text)
+            case _:
+                return False
+        return True
+
+    # ---- when the master is lost
+
+    def _find_another(self, error: PeerError) -> None:
+        """Call the next master, as long as there can be one; else the tie has come apart."""
+        self._channel.close()
+        while self.lasting and not self._closed:
+            try:
+                channel = Channel.connect(self._address)
+            except PeerError as refused:  # whoever brings masters up is gone as well
+                error = refused
+                break
+            again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
+            try:
+                for message in (again, *self._unheard):
+                    channel.send(message)
+            except PeerError:
+                channel.close()
+                continue
+            self._channel, self._dropped = channel, 0
+            return
+        self._gone = error
+
+    def close(self) -> None:
+        """Hang up; a second call does nothing."""
+        self._closed = True
+        self._channel.close()

@@ -1,0 +1,115 @@
+"""The master as a process of its own: killed, another like it goes on with its journal.
+
+The client starts it (`guard.py`), and hands it the socket on which it
+listens, which outlives it. What there is to do stands in the run folder; the
+rest comes as one line of JSON on standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from instep import spec_file
+from instep.comm.messages import Refused
+from instep.errors import InstepError
+from instep.report.live import View, make_view
+from instep.report.run_folder import RunFolder
+from instep.run import blame
+from instep.run.journal import Journal
+from instep.run.launch.base import Switchboard
+from instep.run.master import Master
+from instep.run.processes import die_with_parent
+from instep.spec import JobSpec
+
+FLUSH_S = 1.0
+"""How long the last word may take to leave."""
+
+
+def main() -> int:
+    """Be the master of a run until it is over, or this process is killed."""
+    die_with_parent(signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the client is asked, and asks us
+    note = json.loads(sys.stdin.readline())
+    run = Path(note["run"])
+    board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
+    try:
+        _serve(run, note, board)
+    except InstepError as error:
+        _tell(board, error)
+        return error.exit_code
+    except BaseException:
+        with (run / "logs" / "master.log").open("a") as log:
+            traceback.print_exc(file=log)
+        return 1
+    finally:
+        _flush(board)
+    return 0
+
+
+def _serve(run: Path, note: dict[str, Any], board: Switchboard) -> None:
+    job = spec_file.load(run / "job.toml")
+    views = _views(job, run, note)
+    try:
+        journal = Journal(run)
+        master = Master(
+            job,
+            run,
+            board,
+            views=views,
+            hosted=True,
+            started=journal.begin.started,
+            about=note["about"],
+            origin=journal.begin.origin,
+            journal=journal,
+        )
+        master.serve()
+    finally:
+        for view in views:
+            view.close()
+
+
+def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
+    if note["quiet"]:
+        return []
+    so_far = RunFolder(run) if note["again"] else None
+    views: list[View] = [make_view(job, run, json=note["json"], so_far=so_far)]
+    if job.report.tensorboard:
+        from instep.report.tensorboard import TensorBoardWriter
+
+        views.append(TensorBoardWriter(run / "tensorboard"))
+    return views
+
+
+def _tell(board: Switchboard, error: InstepError) -> None:
+    """Have the client end with an error of this process."""
+    word = blame.failed(error, 0, "")
+    refused = Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
+    for peer in board.hub.peers():
+        board.hub.send(peer, refused)
+
+
+def _flush(board: Switchboard) -> None:
+    """Wait until what was said last has left."""
+    deadline = time.monotonic() + FLUSH_S
+    with contextlib.suppress(OSError):
+        while any(peer.unsent for peer in board.hub.peers()) and time.monotonic() < deadline:
+            for _ in board.hub.receive(0.05):
+                pass
+    board.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to run down

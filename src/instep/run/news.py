@@ -1,0 +1,324 @@
+"""What can happen to a run, what can be done about it, and what its master knows: plain data.
+
+The three vocabularies of the master's mind (`decide.py`), which turns the
+first into the second by way of the third. Nothing here decides anything. The
+state is written to the run's journal as it is, so it holds only plain values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from instep.comm.messages import AnyMessage, Done, Failed
+from instep.run.stop_rules import Fired
+
+# ---- news: what can happen
+
+
+@dataclass(frozen=True)
+class HostCame:
+    """A process that starts workers is there."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker has introduced itself."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A worker that the run knows has found the master again."""
+
+    worker: int
+    generation: int
+    """The last that it was told to form."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A worker has all that it needs but the others."""
+
+    worker: int
+    recovers: bool = True
+    """Whether it can be in one group after another."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A worker's last word: it has finished, or it cannot go on."""
+
+    worker: int
+    word: Done | Failed
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's process has ended, or hung up and has no process that we could watch."""
+
+    worker: int
+    code: int | None
+    """Negative for a signal; None where nobody saw how it ended."""
+    step: int
+    """The step that it was computing, as far as is known; 0 before the first."""
+    committed: int = 0
+    """The last step that any worker has committed, as far as is known."""
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """The process that starts workers has ended, and no other takes its place."""
+
+    code: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A worker gives no sign of life, or gets nowhere."""
+
+    worker: int
+    step: int
+    phase: str
+    how: str
+    """What was seen, and for how long."""
+    where: str = ""
+    """The line at which it stands, as far as it could be asked."""
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Every member waits for the others in an exchange that does not move."""
+
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Somebody wants another number of workers."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """A worker was told that its machine is about to go away."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Somebody wants the run to stop: once for the next commit, twice for now."""
+
+    by: str
+    ready: bool = True
+    """Whether every worker has said that its first step is about to begin."""
+    step: int = 0
+    """The last that is known to have been committed."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+    step: int = 0
+    """The last that is known to have been committed."""
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A worker is in the group of a generation, and holds its state."""
+
+    worker: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class WentBack:
+    """The run's files are those of this checkpoint again; empty for the beginning."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class Broke:
+    """A worker has left its group: it came apart, or was to change at this commit."""
+
+    worker: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The master itself was lost; this one knows what the journal says."""
+
+
+News: TypeAlias = (
+    HostCame
+    | Joined
+    | Attached
+    | Built
+    | Formed
+    | Said
+    | Ended
+    | HostLost
+    | Hung
+    | Stuck
+    | Scaled
+    | Noticed
+    | Interrupted
+    | Fired
+    | Broke
+    | WentBack
+    | Restarted
+    | Tick
+)
+
+# ---- actions: what can be done
+
+
+@dataclass(frozen=True)
+class Send:
+    """Say something to a worker."""
+
+    worker: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Log:
+    """Write an event."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a worker's process."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class KillAll:
+    """End every process that is left."""
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """Take back what was committed after the newest checkpoint: nobody is left who has it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Bring up a process under this worker's number."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run is over."""
+
+    outcome: Literal["completed", "stopped", "failed", "interrupted"]
+    rule: str
+    step: int
+    """The last that is known to have been committed."""
+    exit_code: int
+
+
+Action: TypeAlias = Send | Log | Kill | KillAll | GoBack | Start | Finish
+
+# ---- state
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Which worker failed, and how."""
+
+    worker: int
+    failed: Failed
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """How long the whole run may take."""
+
+    limit_s: float
+    began: float
+    """When this session of the run began, on the clock of `decide`'s `now`."""
+    spent_s: float = 0.0
+    """What earlier sessions took."""
+
+
+Phase: TypeAlias = Literal["gathering", "training", "releasing", "ending", "ended"]
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the master knows of a run's members."""
+
+    wanted: frozenset[int]
+    """Numbers of the workers that the next generation shall have."""
+    recovers: bool = False
+    """Whether a worker that is lost is replaced."""
+    phase: Phase = "gathering"
+    joined: frozenset[int] = frozenset()
+    """Who has introduced itself, and lives."""
+    built: frozenset[int] = frozenset()
+    """Who is ready to be in a group."""
+    ended: frozenset[int] = frozenset()
+    spoke: frozenset[int] = frozenset()
+    """Who has had a last word."""
+    done: dict[int, Done] = field(default_factory=dict)
+    generation: int = 0
+    formed: bool = False
+    """Whether there has been a generation in this session."""
+    members: tuple[int, ...] = ()
+    """Of the present generation, in rank order."""
+    begins_at: str | None = None
+    """The checkpoint that the present generation began from, empty for a beginning; None where
+    it began with what its members held."""
+    patience_s: float = 0.0
+    """How long the members of the present generation may take to find each other."""
+    inside: frozenset[int] = frozenset()
+    """Who is in the group of the present generation."""
+    out: frozenset[int] = frozenset()
+    """Who has left it again."""
+    changing: bool = False
+    """Whether its members were told to leave it at the next commit."""
+    since: float = 0.0
+    """When members began to be gathered for the next generation."""
+    why: str = "start"
+    """What made the next generation necessary."""
+    origin: str = ""
+    """The checkpoint that a generation begins from where no member holds state."""
+    from_origin: bool = True
+    """Whether the next generation begins there."""
+    holders: frozenset[int] = frozenset()
+    """Who holds the state of the run."""
+    lost: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Worker to the committed step when it was lost last, and how often it was lost there."""
+    hung: dict[int, str] = field(default_factory=dict)
+    """Worker that is being ended to how it hung."""
+    broken: int = 0
+    """How often groups have come apart since somebody was lost last."""
+    asked: int = 0
+    """How often a stop was asked for from outside."""
+    stop: str = ""
+    """The rule that asked for a stop first; it stands, whatever asks after it."""
+    time_limit: TimeLimit | None = None
+    suspect: Blame | None = None
+    blame: Blame | None = None
+    deadline: float | None = None
+    """When patience ends: with a suspect, or with processes that should have ended."""
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """Who lives, and is not wanted in the next generation."""
+        return self.joined - self.wanted

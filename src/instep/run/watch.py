@@ -1,0 +1,160 @@
+"""Who hangs: learnt from what workers show of themselves, with no limit set by anybody.
+
+A worker that computes tells a few times a second what it is at and how much
+it has got done. It hangs when it falls silent (stopped, or held inside native
+code), or when it goes on talking and gets nothing done (an endless loop, a
+read that never ends). How long is too long follows from how long steps take,
+and from how long the same thing took before. Who waits for others, or for a
+disk, does not hang. Pure: times are given, and nothing is done about anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from instep.comm.messages import Pulse
+
+FLOOR_S = 1.4
+"""Nobody hangs before; with the replacement a run stands still for less than 2 s."""
+
+STEPS = 2.5
+"""How many learnt step times may pass without anything getting done."""
+
+UNKNOWN_S = 30.0
+"""How long something may take that this run has not seen the end of."""
+
+WAITING = frozenset(["joining", "exchange", "saving", "waiting"])
+"""What a worker is at while it can do nothing, and is not to blame."""
+
+OF_A_STEP = frozenset(["loading", "forward", "backward", "update"])
+"""What a worker is at in every step."""
+
+FORGET = 0.98
+"""How the longest stretch that was seen fades with each step that is committed."""
+
+
+class Hang(NamedTuple):
+    """A worker that hangs."""
+
+    worker: int
+    step: int
+    phase: str
+    how: str
+
+
+@dataclass
+class _Seen:
+    """What a worker has shown of itself."""
+
+    heard: float
+    """When it was heard last."""
+    since: float
+    """When it got something done last, as far as is known."""
+    pulse: Pulse | None = None
+    steps: int = 0
+    """That its process has committed."""
+
+
+@dataclass
+class Watch:
+    """Learns from the steps and pulses of a run's workers."""
+
+    step_s: float | None = None
+    """How long a step takes, all told; None before there was one."""
+    _stretches: dict[str, float] = field(default_factory=dict)
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _now: float | None = None
+
+    def turn(self, now: float) -> None:
+        """The time; where the watcher itself was away for long, nobody is blamed for it."""
+        away = now - self._now if self._now is not None else 0.0
+        self._now = now
+        if away > FLOOR_S / 4:
+            for seen in self._seen.values():
+                seen.heard += away
+                seen.since += away
+
+    def begins(self, worker: int, now: float) -> None:
+        """A worker shows itself from now on."""
+        self._seen[worker] = _Seen(now, now)
+
+    def leaves(self, worker: int) -> None:
+        """Nothing more is expected of a worker."""
+        self._seen.pop(worker, None)
+
+    def hears(self, worker: int, pulse: Pulse, now: float) -> None:
+        """A worker lives, and is at this."""
+        seen = self._seen.get(worker)
+        if seen is None:
+            return
+        seen.heard = now
+        before = seen.pulse
+        seen.pulse = pulse
+        if before is None or before != pulse:
+            if before is not None and before.phase not in WAITING and seen.steps:
+                longest = max(self._stretches.get(before.phase, 0.0), now - seen.since)
+                self._stretches[before.phase] = longest
+            seen.since = now
+
+    def commits(self, worker: int, steps: int, seconds: float) -> None:
+        """A worker has committed so many steps, of so many seconds each."""
+        self.step_s = seconds if self.step_s is None else 0.8 * self.step_s + 0.2 * seconds
+        fade = FORGET**steps
+        self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
+        if worker in self._seen:
+            self._seen[worker].steps += steps
+
+    def limit_s(self, worker: int, times: int = 0) -> float:
+        """How long a worker may get nothing done, where it was lost so often already."""
+        seen = self._seen[worker]
+        phase = seen.pulse.phase if seen.pulse else ""
+        stretch = self._stretches.get(phase, 0.0)
+        known = phase in OF_A_STEP or phase in self._stretches
+        usual = STEPS * max(self.step_s or 0.0, stretch)
+        usual = max(usual, FLOOR_S if known and self.step_s and seen.steps else UNKNOWN_S)
+        return float(usual * 2**times)
+
+    def hangs(self, now: float, times: dict[int, int]) -> list[Hang]:
+        """Who hangs.
+
+        Args:
+            now: seconds, on the clock of the rest.
+            times: how often each worker was lost at this very place.
+        """
+        found = []
+        for worker, seen in self._seen.items():
+            often = times.get(worker, 0)
+            if seen.pulse is None:
+                continue
+            silent, idle = now - seen.heard, now - seen.since
+            at = seen.pulse
+            if silent > self._silence_s(often):
+                how = f"gave no sign of life for {silent:.1f} s"
+            elif at.phase not in WAITING and idle > self.limit_s(worker, often):
+                how = f"got nothing done for {idle:.1f} s"
+            else:
+                continue
+            found.append(Hang(worker, at.step, at.phase, how))
+        return found
+
+    def _silence_s(self, times: int) -> float:
+        usual = UNKNOWN_S / 3 if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)
+        return float(usual * 2**times)
+
+    def stuck_s(self, members: Iterable[int], now: float) -> float:
+        """How long all members have been in one exchange that does not move; 0.0 if they are not.
+
+        More than a moment, which is what an exchange may take.
+        """
+        seen = [self._seen.get(worker) for worker in members]
+        if self.step_s is None or len(seen) < 2:
+            return 0.0
+        waits = []
+        for each in seen:
+            if each is None or each.pulse is None or each.pulse.phase != "exchange":
+                return 0.0
+            waits.append(now - each.since)
+        limit_s = max(FLOOR_S, STEPS * self.step_s)
+        return min(waits) if min(waits) > limit_s else 0.0

@@ -1,0 +1,205 @@
+"""A tie holds from one master to the next: nothing that was sent is lost, order is kept."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from instep.comm.channel import Address, Hub, listen
+from instep.comm.messages import Built, Emit, Heard, Hello, Pulse, Refused, Release, Stop, Welcome
+from instep.comm.tie import PULSE_S, Tie
+from instep.errors import PeerError
+
+HELLO = Hello(token="t", role="worker", number=0, pid=1)
+WELCOME = Welcome(job="", run="", started=0.0)
+PATIENCE_S = 20.0
+
+
+class Masters:
+    """Masters at one address, one after the other."""
+
+    def __init__(self):
+        self.listener = listen()
+        name = self.listener.getsockname()
+        self.address = Address(name[0], name[1])
+        self.last = None
+        self.begin()
+
+    def begin(self):
+        self.hub = Hub(self.listener.dup(), largest=1 << 20)
+
+    def lose(self):
+        self.hub.close()
+
+    def heard(self, count):
+        """The next messages, pulses left out; and who sent them."""
+        found = []
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found) < count:
+            assert time.monotonic() < deadline, found
+            for peer, message in self.hub.receive(0.05):
+                if message is not None and not isinstance(message, Pulse):
+                    found.append(message)
+                    self.last = peer
+        return found, self.last
+
+    def close(self):
+        self.hub.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def masters():
+    each = Masters()
+    yield each
+    each.close()
+
+
+@pytest.fixture
+def tie(masters):
+    made = Tie(masters.address, HELLO)
+    made.lasting = True
+    yield made
+    made.close()
+
+
+def emit(number):
+    return Emit(name="warning", fields={"text": str(number)})
+
+
+def test_what_no_master_has_heard_is_said_again_to_the_next_in_order(masters, tie):
+    for number in range(3):
+        tie.send(emit(number))
+    assert masters.heard(4)[0] == [HELLO, *map(emit, range(3))]
+    masters.lose()
+    masters.begin()
+    assert tie.poll() is None
+    again, _ = masters.heard(4)
+    assert again[0].resends == 3
+    assert again[1:] == [*map(emit, range(3))]
+
+
+def test_what_was_heard_is_not_said_again(masters, tie):
+    for number in range(3):
+        tie.send(emit(number))
+    _, peer = masters.heard(4)
+    masters.hub.send(peer, Heard(count=2))
+    masters.hub.send(peer, Stop(rule="a"))
+    assert tie.wait_for(Stop) == Stop(rule="a")
+    masters.lose()
+    masters.begin()
+    assert tie.poll() is None
+    again, peer = masters.heard(2)
+    assert (again[0].resends, again[1:]) == (1, [emit(2)])
+    tie.send(emit(3))
+    masters.hub.send(peer, Heard(count=1))  # counted anew on each connection
+    masters.hub.send(peer, Stop(rule="b"))
+    assert tie.wait_for(Stop) == Stop(rule="b")
+    masters.lose()
+    masters.begin()
+    assert tie.poll() is None
+    assert masters.heard(2)[0][1:] == [emit(3)]
+
+
+def test_a_process_that_waits_waits_for_the_next_master_too(masters, tie):
+    tie.send(Built(recovers=True))
+    masters.heard(2)
+    got = []
+    waiting = threading.Thread(target=lambda: got.append(tie.wait_for(Release)))
+    waiting.start()
+    masters.lose()
+    masters.begin()
+    _, peer = masters.heard(2)
+    masters.hub.send(peer, WELCOME)
+    masters.hub.send(peer, Release())
+    waiting.join(PATIENCE_S)
+    assert got == [Release()]
+
+
+def test_with_nobody_to_call_the_tie_comes_apart(masters, tie):
+    masters.heard(1)
+    masters.close()
+    with pytest.raises(PeerError, match="no master answers"):
+        tie.receive()
+    with pytest.raises(PeerError):
+        tie.send(emit(1))
+
+
+def test_a_tie_that_does_not_last_ends_with_its_master(masters):
+    tie = Tie(masters.address, HELLO)
+    masters.heard(1)
+    masters.lose()
+    masters.begin()
+    with pytest.raises(PeerError, match="the master is gone"):
+        tie.receive()
+    tie.close()
+
+
+def test_a_master_that_refuses_a_process_that_comes_back_ends_the_tie(masters, tie):
+    _, peer = masters.heard(1)
+    masters.hub.send(peer, WELCOME)
+    assert tie.welcome() == WELCOME
+    masters.lose()
+    masters.begin()
+    assert tie.poll() is None
+    _, peer = masters.heard(1)
+    masters.hub.send(peer, Refused(kind="PeerError", text="another has its place.", exit_code=5))
+    with pytest.raises(PeerError, match="another has its place"):
+        tie.receive()
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, tie, loses):
+    arrived = []
+    tie.listen(lambda: Pulse(step=7, phase="forward", progress=1), arrived.append)
+    _, peer = masters.heard(1)
+    if loses:
+        masters.lose()
+        masters.begin()
+        _, peer = masters.heard(1)
+    pulses = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(pulses) < 3:
+        assert time.monotonic() < deadline
+        pulses += [m for _, m in masters.hub.receive(PULSE_S) if isinstance(m, Pulse)]
+    assert pulses[0] == Pulse(step=7, phase="forward", progress=1)
+    masters.hub.send(peer, Stop(rule="a"))
+    while not arrived and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert arrived == [Stop(rule="a")]
+    assert tie.poll() == Stop(rule="a")
+
+
+def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(masters, tie):
+    tie.listen(lambda: Pulse(step=0, phase="", progress=0), lambda _: None)
+    count, seen = 200, []
+
+    def send():
+        for number in range(count):
+            tie.send(emit(number))
+            time.sleep(0.002)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    deadline, taken, lost = time.monotonic() + PATIENCE_S, 0, 0
+    while len(seen) < count:
+        assert time.monotonic() < deadline, len(seen)
+        for peer, message in list(masters.hub.receive(0.02)):
+            if isinstance(message, Hello):
+                taken = 0
+            elif isinstance(message, Emit):
+                taken += 1
+                number = int(message.fields["text"])
+                if number == len(seen):
+                    seen.append(number)
+                assert number < len(seen), "one was left out"
+                with contextlib.suppress(OSError):
+                    masters.hub.send(peer, Heard(count=taken))
+        if len(seen) > 40 * lost + 20:
+            lost += 1
+            masters.lose()
+            masters.begin()
+    sending.join()
+    assert lost == 5
+    assert seen == list(range(count))

@@ -1,0 +1,170 @@
+"""Who hangs, told from what workers show, on a clock that the test turns."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.comm.messages import Pulse
+from instep.run.watch import FLOOR_S, OF_A_STEP, STEPS, UNKNOWN_S, WAITING, Watch
+
+BEAT_S = 0.2
+
+
+class Shown:
+    """A watch, and workers that show themselves to it."""
+
+    def __init__(self, *workers, step_s=0.05):
+        self.watch, self.now = Watch(), 100.0
+        self.workers = {worker: Pulse(step=1, phase="forward", progress=0) for worker in workers}
+        for worker in workers:
+            self.watch.begins(worker, self.now)
+        self.goes_on(3)
+        if step_s:
+            for worker in workers:
+                self.watch.commits(worker, 10, step_s)
+            self.goes_on(3)
+
+    def goes_on(self, beats, *, but=(), frozen=(), silent=()):
+        """Everybody gets something done and says so, except these."""
+        for _ in range(beats):
+            self.now += BEAT_S
+            self.watch.turn(self.now)
+            for worker, pulse in self.workers.items():
+                if worker in silent:
+                    continue
+                if worker not in frozen and worker not in but:
+                    pulse = Pulse(step=pulse.step, phase=pulse.phase, progress=pulse.progress + 1)
+                    self.workers[worker] = pulse
+                self.watch.hears(worker, pulse, self.now)
+
+    def at(self, worker, phase):
+        before = self.workers[worker]
+        self.workers[worker] = Pulse(step=before.step, phase=phase, progress=before.progress)
+
+    def hangs(self, times=None):
+        return [(hang.worker, hang.phase) for hang in self.watch.hangs(self.now, times or {})]
+
+
+def beats(seconds):
+    return int(seconds / BEAT_S) + 2
+
+
+def test_nobody_hangs_who_gets_something_done():
+    shown = Shown(0, 1)
+    shown.goes_on(500)
+    assert shown.hangs() == []
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.1, 2.0])
+def test_a_worker_that_falls_silent_hangs_after_some_step_times_and_not_before(step_s):
+    shown = Shown(0, 1, step_s=step_s)
+    limit_s = max(FLOOR_S, STEPS * step_s)
+    assert limit_s < max(2.0, 3 * step_s)
+    shown.goes_on(int(limit_s / BEAT_S) - 1, silent=[1])
+    assert shown.hangs() == []
+    shown.goes_on(3, silent=[1])
+    assert shown.hangs() == [(1, "forward")]
+
+
+@pytest.mark.parametrize("phase", sorted(OF_A_STEP))
+def test_a_worker_that_lives_and_gets_nothing_done_hangs(phase):
+    shown = Shown(0, 1)
+    shown.at(1, phase)
+    shown.goes_on(beats(FLOOR_S), frozen=[1])
+    assert shown.hangs() == [(1, phase)]
+
+
+@pytest.mark.parametrize("phase", sorted(WAITING))
+def test_a_worker_that_waits_for_others_does_not_hang(phase):
+    shown = Shown(0, 1)
+    shown.at(1, phase)
+    shown.goes_on(beats(10 * UNKNOWN_S), frozen=[1])
+    assert shown.hangs() == []
+
+
+def test_what_the_run_has_not_seen_the_end_of_may_take_long():
+    shown = Shown(0, 1)
+    shown.at(1, "validation")
+    shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[1])
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=[1])
+    assert shown.hangs() == [(1, "validation")]
+
+
+def test_how_long_a_thing_took_is_learnt():
+    shown = Shown(0, 1)
+    shown.at(1, "validation")
+    shown.goes_on(beats(4.0), frozen=[1])
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.at(1, "validation")
+    shown.goes_on(beats(4.0), frozen=[1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(STEPS * 4.0), frozen=[1])
+    assert shown.hangs() == [(1, "validation")]
+
+
+def test_the_first_step_of_a_process_may_take_long():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now)
+    shown.goes_on(1)
+    shown.goes_on(beats(5 * FLOOR_S), frozen=[1])
+    assert shown.hangs() == []
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_who_hung_at_the_same_place_before_is_given_twice_as_long_each_time(times):
+    shown = Shown(0, 1)
+    shown.goes_on(beats(FLOOR_S * 2**times) - 4, silent=[1])
+    assert shown.hangs({1: times}) == []
+    shown.goes_on(5, silent=[1])
+    assert shown.hangs({1: times}) == [(1, "forward")]
+
+
+def test_a_worker_five_times_slower_is_kept():
+    shown = Shown(0, 1, step_s=1.0)
+    for _ in range(1000):  # its forward pass is a third of a step, and was quick before
+        shown.at(1, "forward")
+        shown.goes_on(beats(5 / 3), frozen=[1])
+        assert shown.hangs() == []
+        shown.at(1, "backward")
+        shown.goes_on(1)
+
+
+def test_a_watcher_that_was_away_blames_nobody_for_it():
+    shown = Shown(0, 1)
+    shown.now += 60.0
+    shown.watch.turn(shown.now)
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), silent=[1])
+    assert shown.hangs() == [(1, "forward")]
+
+
+def test_an_exchange_in_which_everybody_waits_is_stuck():
+    shown = Shown(0, 1)
+    for worker in (0, 1):
+        shown.at(worker, "exchange")
+    shown.goes_on(3, frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now) == 0.0
+    shown.goes_on(beats(FLOOR_S), frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now) > FLOOR_S
+    shown.at(1, "forward")
+    shown.goes_on(1)
+    assert shown.watch.stuck_s([0, 1], shown.now) == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from([*OF_A_STEP, *WAITING]), st.floats(0, FLOOR_S / 2)
+        ),
+        max_size=40,
+    )
+)
+def test_nobody_who_shows_progress_often_enough_is_ever_blamed(story):
+    shown = Shown(0, 1, 2)
+    for worker, phase, seconds in story:
+        shown.at(worker, phase)
+        shown.goes_on(int(seconds / BEAT_S), frozen=[worker])
+        assert shown.hangs() == []
+        shown.goes_on(1)
