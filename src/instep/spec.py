@@ -221,6 +221,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     loaders: Natural | Literal["auto"] = "auto"
     """Loader processes of each worker; 0 loads inside the worker; `auto` measures both."""
 
+    unreadable: Literal["stop", "skip"] = "stop"
+    """What follows when a sample cannot be read, at the third attempt too: `stop` ends the run,
+    `skip` leaves the sample out of its step or validation, and counts it."""
+
 
 class StartSpec(Section, frozen=True, kw_only=True):
     """What a run starts from, and which of its parameters move how fast."""

@@ -68,6 +68,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
         bars.start_up(folder),
         who_did_what(folder),
         sections.audit_of_samples(folder),
+        sections.skipped_samples(folder),
         sections.changes_and_failures(folder),
         sections.checkpoints(folder),
         sections.configuration(folder),

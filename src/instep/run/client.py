@@ -217,9 +217,11 @@ def _conduct(
     finally:
         launcher.stop()
         switchboard.close()
-    summary = finish(folder)
-    if over.failed is not None:
-        raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+    try:
+        summary = finish(folder)
+    finally:  # what ended the run comes before what came of its report
+        if over.failed is not None:
+            raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
     return Run(folder, summary, over.exit_code)
 
 
@@ -340,6 +342,11 @@ def finish(folder: Path) -> dict[str, Any]:
             f"the run has ended, but its report cannot be written to {folder}: {error.strerror}. "
             f"Make room, then: instep report {folder}"
         ) from None
+    if run.outcome == "unfinished":
+        raise RunError(
+            f"the run has ended, but how could not be written to {folder / 'events.jsonl'}, and "
+            "its report has gaps: the disk was full, or not to be written to."
+        )
     return summary
 
 

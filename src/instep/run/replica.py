@@ -29,6 +29,7 @@ from instep.run.ledger import Ledger
 from instep.run.member import Member
 from instep.run.notes import Notes
 from instep.run.passes import parts_of, ranges_of
+from instep.run.skipping import scale_gradients, share_read
 from instep.run.update import Update
 from instep.sync.base import Strategy
 
@@ -42,6 +43,8 @@ class Agreement(NamedTuple):
     """Whether any worker has been told to stop."""
     regroups: bool
     """Whether all leave the group after this step: its members change."""
+    skipped: int = 0
+    """Samples of the global batch that could not be read; the means are over the others."""
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class Replica:
             regroups=1,  # who was told that the generation ends with this step
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             computing=comm.size,  # how long each rank's passes took, seconds
+            skipped=1,  # samples that could not be read
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
             buffers=len(self.buffers),  # who moved each
         )
@@ -138,7 +142,13 @@ class Replica:
         return self.clock.lap(since, "backward")
 
     def agree(
-        self, losses: Mapping[int, float], *, stop: bool, leaving: bool = False
+        self,
+        losses: Mapping[int, float],
+        *,
+        stop: bool,
+        leaving: bool = False,
+        skipped: int = 0,
+        samples: int = 0,
     ) -> Agreement | None:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
@@ -146,6 +156,8 @@ class Replica:
             losses: number of each of this worker's passes to weight times mean loss.
             stop: whether this worker has been told to stop.
             leaving: whether this worker has no further step; then all must have none.
+            skipped: samples that its passes lack, since they could not be read.
+            samples: of the global batch; 0 where there is none.
 
         Returns:
             The same on every worker. None where all must run their passes of
@@ -153,6 +165,7 @@ class Replica:
 
         Raises:
             SpecError: some workers leave and some have another step.
+            DataError: no sample of the global batch could be read.
             PeerError: another worker went away.
         """
         since = self._passes_done()
@@ -162,6 +175,7 @@ class Replica:
         own["regroups"] = [float(self.member.regroups)]
         own["arrived"][self.comm.rank] = arrived - self._base
         own["computing"][self.comm.rank] = self.clock.computing
+        own["skipped"] = [float(skipped)]
         for number, loss in losses.items():
             own["losses"][number] = loss
         own["buffers"] = self.buffers.marks()
@@ -177,7 +191,11 @@ class Replica:
                 f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
-        self.buffers.commit(agreed["buffers"], self.comm)
+        missed = round(agreed["skipped"][0])
+        share = share_read(missed, samples)
+        if missed:
+            scale_gradients(self.model.parameters(), 1 / share)
+        self.buffers.commit(agreed["buffers"], self.comm, read=share)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed["arrived"])
         self._base = latest
@@ -185,7 +203,10 @@ class Replica:
         self.clock.wire = blocked - self.clock.wait
         self._computing = agreed["computing"]
         return Agreement(
-            sum(agreed["losses"]), agreed["stop"][0] > 0, regroups=agreed["regroups"][0] > 0
+            sum(agreed["losses"]) / share,
+            agreed["stop"][0] > 0,
+            regroups=agreed["regroups"][0] > 0,
+            skipped=missed,
         )
 
     def advance(
