@@ -130,6 +130,23 @@ def audit(args: argparse.Namespace) -> int:
     return 0
 
 
+def replay(args: argparse.Namespace) -> int:
+    """Compute a recorded step again on one process, and say whether it gives the same bits."""
+    from instep.errors import RunError
+    from instep.report.replay_words import lines
+    from instep.report.run_folder import RunFolder
+    from instep.run.replay import replay as again
+
+    to = _safetensors(args.to) if args.to is not None else None
+    run = RunFolder(Path(args.run))
+    found = again(run, args.step, lambda text: print(text, file=sys.stderr), to=to)
+    for line in [json.dumps(found.as_table())] if args.json else lines(found):
+        print(line)
+    if not found.same:
+        raise RunError(found.fault)
+    return 0
+
+
 def export(args: argparse.Namespace) -> int:
     """Copy a model out of a run, as one safetensors file that anything can read."""
     from instep.errors import RunError
@@ -137,9 +154,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.state.best import Best
     from instep.state.export import choose, copy_model
 
-    target = Path(args.to)
-    if target.suffix != ".safetensors":
-        raise SpecError(f"--to {args.to!r}: the file's name needs to end in .safetensors.")
+    target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
     model = Path(args.run) / "model.safetensors"
     kept = None
@@ -175,6 +190,12 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _safetensors(name: str) -> Path:
+    if not name.endswith(".safetensors"):
+        raise SpecError(f"--to {name!r}: the file's name needs to end in .safetensors.")
+    return Path(name)
+
+
 class _Parser(argparse.ArgumentParser):
     """Answers a wrong word with the near miss, and the exit code of a wrong job."""
 
@@ -199,7 +220,14 @@ class _Parser(argparse.ArgumentParser):
         return sorted(found)
 
 
-COMMANDS = {"run": run, "resume": resume, "report": report, "audit": audit, "export": export}
+COMMANDS = {
+    "run": run,
+    "resume": resume,
+    "report": report,
+    "audit": audit,
+    "replay": replay,
+    "export": export,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,6 +265,11 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "audit")
     one.add_argument("run", help="run folder; of a run that goes on or was cut short too")
+
+    one = _command(commands, "replay")
+    one.add_argument("run", help="run folder; of a run that goes on too")
+    one.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
+    one.add_argument("--to", metavar="FILE.safetensors", help="write the model after that step")
 
     one = _command(commands, "export")
     one.add_argument("run", help="run folder")

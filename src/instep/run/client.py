@@ -121,6 +121,7 @@ def run_job(
     views: list[View] | None = None,
     started: float | None = None,
     json_output: bool = False,
+    origin: Origin = BEGINNING,
 ) -> Run:
     """Run a job on this machine to its end.
 
@@ -131,14 +132,15 @@ def run_job(
         views: who watches; by default a live table, or lines, on standard error.
         started: Unix seconds at which the command began; now, if not given.
         json_output: progress as lines, since standard output is for a machine.
+        origin: from where it goes on; of another run, which is only read.
 
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
-    check_job(job)
+    check_job(job, resumed=origin.checkpoint is not None)
     folder = make_run_folder(runs, job, named=named)
     with held(folder):
-        return _conduct(job, folder, BEGINNING, started, views, json_output)
+        return _conduct(job, folder, origin, started, views, json_output)
 
 
 def resume_run(
