@@ -4,8 +4,8 @@ Headers travel as msgpack over a socket, tensors through memory that parent and
 child share and use again. Fork them early: a process without threads, process
 groups or an open CUDA context forks fast and cleanly.
 
-A process that is killed is replaced once and its slices are read again, which
-gives the same batches (`fetch.py`); the second time it is an error.
+A process that is killed is replaced and its slices are read again, which gives
+the same batches (`fetch.py`); killed once more over the same slice it is an error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Pool:
         """The batch of a ticket, in memory of its own.
 
         Raises:
-            DataError: what the work raised, or the process ended twice.
+            DataError: what the work raised, or the process ended twice over one slice.
         """
         while ticket not in self._batches:
             self._receive(self._owner(ticket))
@@ -129,7 +129,7 @@ class _Child:
         self._work = work
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._under_way: dict[int, Task] = {}
-        self._replacements = 1
+        self._died_over = -1  # the slice that the one before was reading
         self._ending = ""
         self._start()
 
@@ -194,14 +194,14 @@ class _Child:
     def _replace(self) -> None:
         if not self._ending:
             self._ending = _ending_of(self.pid)
-        if not self._replacements:
+        reading = min(self._under_way)  # replies to earlier ones have outlived it
+        if reading == self._died_over:
             raise DataError(
                 f"a loader process (pid {self.pid}) {self._ending}, as did the one before it. "
                 "Killed by SIGKILL often means that memory ran out: set data.loaders = 0, "
                 "or to fewer."
             )
-        self._replacements -= 1
-        self._ending = ""
+        self._died_over, self._ending = reading, ""
         self._disconnect()
         self._start()
         for task in self._under_way.values():
