@@ -49,7 +49,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
     }
-    cleaned: dict[str, Any] = _finite(summary)
+    cleaned: dict[str, Any] = finite(summary)
     return cleaned
 
 
@@ -117,12 +117,12 @@ def _finished_epochs(folder: RunFolder) -> int:
     return len({event["epoch"] for event in folder.named("epoch_finished")})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same data with `None` for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -22,18 +21,15 @@ import msgspec
 from instep import spec_file
 from instep.errors import CheckpointError, InstepError, RunError, SpecError
 from instep.report.replayed import Replayed, judge
-from instep.report.run_folder import Records, RunFolder
+from instep.report.run_folder import RunFolder
 from instep.run.client import about, recipe_sha256, run_job
 from instep.run.folder import Origin
 from instep.run.resume import check_own
-from instep.run.trial import folder_for_runs, without_folder
+from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
 from instep.state.manifest import published
 from instep.state.sound import check
-
-SAID_S = 2.0
-"""Seconds between two lines that say how far it is."""
 
 
 class Stretch(NamedTuple):
@@ -178,7 +174,7 @@ def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], Non
             msgspec.structs.replace(job, train=train),
             runs,
             named=False,
-            views=[_Progress(last, say)],
+            views=[Progress(say, last)],
             origin=at,
         )
     except InstepError as error:
@@ -187,30 +183,6 @@ def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], Non
     if done.exit_code:
         raise KeyboardInterrupt  # the signal was the run's, and means the whole replay
     return RunFolder(done.path)
-
-
-class _Progress:
-    """Says now and then which step has been computed."""
-
-    def __init__(self, last: int, say: Callable[[str], None]) -> None:
-        self._last, self._say, self._step = last, say, 0
-        self._due = time.monotonic() + SAID_S
-
-    def event(self, event: dict[str, Any]) -> None:
-        """Nothing that whoever replays has not seen before."""
-
-    def records(self, ledger: Records, steps: Records) -> None:
-        """Notes the newest step."""
-        self._step = max(self._step, int(steps["step"].max(initial=0)))
-
-    def tick(self, now: float) -> None:
-        """Says it, if it is time to."""
-        if self._step and now >= self._due:
-            self._say(f"step {self._step} of {self._last}")
-            self._due = now + SAID_S
-
-    def close(self) -> None:
-        """There is no last word."""
 
 
 def _words_of(step: int, last: int, origin: Origin) -> str:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from instep.report.run_folder import Records
 from instep.run.processes import on_signals
+
+SAID_S = 2.0
+"""Seconds between two lines that say how far it is."""
 
 _SHOWN = 40
 """Lines of a failed worker's output that are shown, as its log goes with the folder."""
@@ -51,3 +56,32 @@ def folder_for_runs(prefix: str) -> Iterator[Path]:
         finally:
             with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
                 folder.cleanup()
+
+
+class Progress:
+    """A view that says now and then which step has been computed, and nothing else.
+
+    Args:
+        say: told of it.
+        last: the step with which the run ends; 0 if it is not known.
+    """
+
+    def __init__(self, say: Callable[[str], None], last: int = 0) -> None:
+        self._say, self._of, self._step = say, f" of {last}" if last else "", 0
+        self._due = time.monotonic() + SAID_S
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Nothing that is to be said."""
+
+    def records(self, ledger: Records, steps: Records) -> None:
+        """Notes the newest step."""
+        self._step = max(self._step, int(steps["step"].max(initial=0)))
+
+    def tick(self, now: float) -> None:
+        """Says it, if it is time to."""
+        if self._step and now >= self._due:
+            self._say(f"step {self._step}{self._of}")
+            self._due = now + SAID_S
+
+    def close(self) -> None:
+        """There is no last word."""
