@@ -106,6 +106,13 @@ def test_steps_that_the_ledger_loses_are_noticed(made: Made) -> None:
     assert made.written["falls"][0]["before"] == 7
 
 
+def test_how_long_nothing_was_committed_is_known(made: Made) -> None:
+    breaker = made.breaker()
+    made.commit(3)
+    breaker.serve(until(lambda: breaker.still_s > 0.2, lambda: made.commit(4), lambda: None))
+    assert breaker.still_s < 0.2
+
+
 def test_one_that_is_being_replaced_is_awaited_and_one_that_never_comes_is_missed(
     made: Made,
 ) -> None:

@@ -22,6 +22,8 @@ from instep.report.recovery import computed_twice, quantiles, recoveries
 from instep.report.replayed import TOLERANCE
 from instep.report.run_folder import Floats, RunFolder
 from instep.report.summary import finite, loss_per_step
+from instep.report.words import plural
+from instep.units import readable_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,9 @@ class Verdict:
     left: tuple[int, ...]
     """Processes that outlived the run."""
 
+    stuck_s: float
+    """Above 0: it was given up after so long without a step."""
+
     @property
     def done(self) -> list[Injected]:
         """What was broken."""
@@ -124,6 +129,8 @@ class Verdict:
         if not self.going_on and self.outcome not in ("completed", "stopped"):
             why = f": {self.cause.rstrip('.')}" if self.cause else ""
             yield f"the run ended at step {self.steps} ({self.outcome}){why}"
+        if self.stuck_s:
+            yield f"no step was committed for {readable_seconds(self.stuck_s)}, so it was given up"
         if self.left:
             yield f"processes outlived the run: {', '.join(map(str, self.left))}"
 
@@ -149,7 +156,7 @@ class Verdict:
             yield f"{count} of {total} injections could not be made: {self.missed[0].missed}"
         released = sum(each.released for each in self.injected)
         if released:
-            yield f"{released} hanging processes were not noticed"
+            yield f"{plural(released, 'hang')} not noticed, and ended from outside"
         still = sum(math.isnan(seconds) for seconds in self.recovery_s)
         if still and (self.going_on or self.outcome not in ("completed", "stopped")):
             yield f"after {still} injections no step of all {self.workers} workers followed"
@@ -215,6 +222,7 @@ def judge(
     *,
     going_on: bool = False,
     left: Sequence[int] = (),
+    stuck_s: float = 0.0,
 ) -> Verdict:
     """Judge a run that was broken.
 
@@ -225,6 +233,7 @@ def judge(
         falls: of its ledger, as they were seen.
         going_on: whether it has not ended, and need not have.
         left: processes of it that lived on after its end.
+        stuck_s: above 0 if it was given up after so long without a step.
     """
     bits = run.spec.train.determinism == "bits"
     raw = read_records(run.path / "steps.bin", STEPS)
@@ -257,6 +266,7 @@ def judge(
         gone_back=tuple(sorted(gone_back)),
         deepest=max((f.before - f.after for f in falls if f.after not in back), default=0),
         left=tuple(left),
+        stuck_s=stuck_s,
     )
 
 

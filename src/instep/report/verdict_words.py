@@ -39,6 +39,7 @@ def _result(verdict: Verdict) -> Iterator[str]:
     sha256 = verdict.parameters_sha256
     if verdict.undisturbed is None:
         why = "the run goes on" if verdict.going_on else "there is no other run"
+        why += "; a step of it can be replayed" if verdict.bits else ""
         yield f"hash    nothing to compare with: {why}"
         return
     if not verdict.bits:

@@ -95,7 +95,7 @@ class Breaker:
         self._total = len(injections)
         self._since = 0.0  # when the first step was seen
         self._due_at: float | None = None
-        self._step = 0
+        self._step, self._moved = 0, time.monotonic()
         self._try_at = self._asked = 0.0
         self._hanging: dict[int, Known] = {}  # place in `injected`, and who
         self._file = _free_name(run)
@@ -108,6 +108,11 @@ class Breaker:
                 time.sleep(LOOK_S)
         finally:
             self._end()
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since the ledger last changed."""
+        return time.monotonic() - self._moved
 
     @property
     def settled(self) -> bool:
@@ -142,7 +147,8 @@ class Breaker:
         step = last_committed(self._run / "ledger.bin")
         if step < self._step:
             self.falls.append(Fall(time.time(), self._step, step))
-        self._step = step
+        if step != self._step:
+            self._step, self._moved = step, time.monotonic()
 
     def _is_due(self, injection: Injection) -> bool:
         """Whether its moment has come: its step or time, and then its delay."""

@@ -8,10 +8,11 @@ Way in: `break_job`, `break_again`, `break_running`.
 
 from __future__ import annotations
 
+import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from instep.run.replay import changes_since, stretches
 from instep.run.roster import roles_of
 from instep.run.trial import Progress, folder_for_runs
 from instep.spec import JobSpec
+
+STUCK_S = 120.0
+"""After how long without a step a run is given up, if that is longer than the undisturbed took."""
 
 GRACE_S = 15.0
 """How long a run that is asked to stop may take, before it is told, and then killed."""
@@ -89,10 +93,12 @@ def break_again(
     check_job(job)
     with _running(_named(job, SUFFIXES[1], name), runs) as program:
         breaker = Breaker(program.folder, injections, plan, say, steps=undisturbed.last_step)
-        breaker.serve(lambda: program.goes_on)
+        limit_s = max(STUCK_S, undisturbed.seconds)
+        breaker.serve(lambda: program.goes_on and breaker.still_s < limit_s)
         program.check_began()
-        left = _outlived(breaker)
-    return _judged(program.folder, undisturbed, breaker, left=left)
+        stuck_s = breaker.still_s if program.goes_on else 0.0
+    left = _outlived(breaker)
+    return _judged(program.folder, undisturbed, breaker, left=left, stuck_s=stuck_s)
 
 
 def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
@@ -130,6 +136,12 @@ def check_own(run: RunFolder) -> None:
         raise SpecError(
             f"{run.path} is of processes that called instep.join: nobody replaces them, so a "
             "kill ends the run. instep chaos breaks runs of instep run."
+        )
+    there, here = (run.last("run_started").get("host") or {}).get("name"), platform.node()
+    if is_going_on(run.path) and there not in (None, here):
+        raise SpecError(
+            f"{run.path} is going on on {there}, and this is {here}: its processes are out of "
+            "reach. Break it there."
         )
 
 
@@ -207,22 +219,15 @@ def _longer(job: JobSpec, plan: Plan) -> str:
     return f"Lengthen it: --set train.epochs={4 * job.train.passes}, or more, or ask for less."
 
 
-def _judged(
-    folder: Path,
-    undisturbed: RunFolder | None,
-    breaker: Breaker,
-    *,
-    going_on: bool = False,
-    left: Sequence[int] = (),
-) -> Verdict:
-    run = RunFolder(folder)
-    verdict = judge(run, undisturbed, breaker.injected, breaker.falls, going_on=going_on, left=left)
+def _judged(folder: Path, undisturbed: RunFolder | None, breaker: Breaker, **more: Any) -> Verdict:
+    verdict = judge(RunFolder(folder), undisturbed, breaker.injected, breaker.falls, **more)
     breaker.write(verdict.as_table())
     return verdict
 
 
 def _outlived(breaker: Breaker) -> list[int]:
     """Processes of a run that has ended; they get a moment to go."""
+    breaker.roster.listen()
     for pid in breaker.roster.alive():
         with suppress(psutil.Error):
             psutil.Process(pid).wait(5.0)

@@ -93,8 +93,9 @@ def test_a_run_that_failed_does_not_hold_and_its_cause_is_told(tmp_path, folders
     ("injected", "options", "fault"),
     [
         ([killed(missed="the run ended before")], {}, "1 of 1 injections could not be made: the"),
-        ([killed(kind="hang", released=True)], {}, "1 hanging processes were not noticed"),
+        ([killed(kind="hang", released=True)], {}, "1 hang not noticed, and ended from outside"),
         ([killed()], {"falls": [Fall(0.0, 9, 7)]}, "2 committed steps were lost at once"),
+        ([killed()], {"stuck_s": 120.0}, "no step was committed for 2m00s, so it was given up"),
         ([killed()], {"left": [99]}, "processes outlived the run: 99"),
     ],
 )
@@ -125,7 +126,7 @@ def test_a_run_that_goes_on_is_judged_without_another(folders):
     found = judge(run, None, [killed()], going_on=True)
     assert found.holds
     said = lines(found)
-    assert "hash    nothing to compare with: the run goes on" in said
+    assert "hash    nothing to compare with: the run goes on; a step of it can be replayed" in said
     assert "verdict holds as far as can be told without an undisturbed run" in said
     assert said[-1] == f"next    instep replay {run.path} --step 20"
     later = judge(run, None, [killed(math.inf)], going_on=True)
