@@ -50,7 +50,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "missing_samples": proof.missing,
         "skipped_samples": len(folder.skipped),
     }
-    cleaned: dict[str, Any] = _finite(summary)
+    cleaned: dict[str, Any] = finite(summary)
     return cleaned
 
 
@@ -123,12 +123,12 @@ def _finished_epochs(folder: RunFolder) -> int:
     return len({event["epoch"] for event in folder.named("epoch_finished")})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same data with `None` for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

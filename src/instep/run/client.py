@@ -118,6 +118,8 @@ def run_job(
     quiet: bool = False,
     started: float | None = None,
     json_output: bool = False,
+    origin: Origin = BEGINNING,
+    watch: Callable[[Path], None] | None = None,
 ) -> Run:
     """Run a job on this machine to its end.
 
@@ -128,14 +130,16 @@ def run_job(
         quiet: print nothing; by default a live table, or lines, go to standard error.
         started: Unix seconds at which the command began; now, if not given.
         json_output: progress as lines, since standard output is for a machine.
+        origin: from where it goes on; of another run, which is only read.
+        watch: called with the run folder several times a second; must not wait.
 
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
-    check_job(job)
+    check_job(job, resumed=origin.checkpoint is not None)
     folder = make_run_folder(runs, job, named=named)
     with held(folder):
-        return _conduct(job, folder, BEGINNING, started, quiet, json_output)
+        return _conduct(job, folder, origin, started, _Audience(quiet, json_output, watch))
 
 
 def resume_run(
@@ -172,7 +176,7 @@ def resume_run(
     folder = path.resolve()
     with held(folder):
         origin = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(job, folder, origin, started, quiet, json_output)
+        return _conduct(job, folder, origin, started, _Audience(quiet, json_output))
 
 
 def resume(
@@ -199,21 +203,25 @@ def resume(
     return resume_run(Path(run), changes=changes, quiet=quiet)
 
 
+@dataclass(frozen=True)
+class _Audience:
+    """Who watches a run."""
+
+    quiet: bool = False
+    json_output: bool = False
+    watch: Callable[[Path], None] | None = None
+
+
 def _conduct(
-    job: JobSpec,
-    folder: Path,
-    origin: Origin,
-    started: float | None,
-    quiet: bool,
-    json_output: bool,
+    job: JobSpec, folder: Path, origin: Origin, started: float | None, audience: _Audience
 ) -> Run:
     """Run a job in its folder, from wherever it stands to its end."""
-    began = started or time.time()
     switchboard = Switchboard()
     launcher = LAUNCHERS["local"]()
     try:
         launcher.start(switchboard.seat, folder / "logs")
-        over = _follow(job, folder, origin, switchboard, launcher, began, quiet, json_output)
+        began = started or time.time()
+        over = _follow(job, folder, origin, switchboard, launcher, began, audience)
     finally:
         launcher.stop()
         switchboard.close()
@@ -232,20 +240,15 @@ def _follow(
     switchboard: Switchboard,
     launcher: Launcher,
     began: float,
-    quiet: bool,
-    json_output: bool,
+    audience: _Audience,
 ) -> Over:
     """See to it that the run has a master and a host until it is over."""
     from instep.run.guard import Guard
     from instep.run.journal import Begin, Journal
 
     Journal(folder, Begin(began, origin)).close()
-    guard = Guard(
-        folder,
-        switchboard,
-        launcher,
-        {"about": about(job), "quiet": quiet, "json": json_output},
-    )
+    note = {"about": about(job), "quiet": audience.quiet, "json": audience.json_output}
+    guard = Guard(folder, switchboard, launcher, note, watch=audience.watch)
     try:
         with seated(folder, switchboard.seat):
             return guard.serve()

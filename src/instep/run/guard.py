@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,18 @@ class Guard:
         switchboard: on which its masters listen.
         launcher: has started the host.
         note: for each master, beside what the folder says.
+        watch: called with the folder at every look.
     """
 
     def __init__(
-        self, run: Path, switchboard: Switchboard, launcher: Launcher, note: Mapping[str, Any]
+        self,
+        run: Path,
+        switchboard: Switchboard,
+        launcher: Launcher,
+        note: Mapping[str, Any],
+        watch: Callable[[Path], None] | None = None,
     ) -> None:
+        self._watch = watch
         self._run, self._board, self._launcher, self._note = run, switchboard, launcher, note
         self._starts: list[float] = []
         self._asked: list[str] = []
@@ -96,6 +103,8 @@ class Guard:
                         self._bring_host()
                     self._pass_on(tie)
                     self._look_after(tie)
+                    if self._watch is not None:
+                        self._watch(self._run)
         finally:
             tie.close()
 
