@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-slow check format bench clean
+.PHONY: help setup demo test test-slow check format bench chaos clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -37,7 +37,12 @@ format: setup    ## let the tools mend what they can
 	$(BIN)/ruff check --fix .
 
 bench: setup     ## every benchmark, one after the other (an hour)
-	for name in against_ddp startup loader checkpoint bits lattice recovery; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in against_ddp startup loader checkpoint bits lattice recovery slow_worker; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+chaos: setup     ## 100 kills of a run on the digits and 100 of a small GPT; the bits must be those of an undisturbed one
+	$(BIN)/instep chaos examples/01_digits/job.toml --kills 100 --seed 1 --workers 3 --set train.determinism=bits --set checkpoint.every_steps=50
+	$(BIN)/instep chaos examples/02_gpt/job.toml --kills 100 --seed 2 --workers 3 --set train.determinism=bits --set checkpoint.every_steps=50 \
+		--set train.steps=400 --set arguments.steps=400 --set arguments.layers=2 --set arguments.width=128 --set arguments.length=64 --set arguments.dropout=0.1
 
 clean:           ## remove what make and the runs left
 	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -107,20 +107,6 @@ def newest_pids(run: Path) -> list[int]:
     return list({e["worker"]: e["pid"] for e in joined}.values())
 
 
-def recoveries(run: RunFolder) -> np.ndarray:
-    """Seconds from each loss to the end of the group's next step."""
-    ends = np.sort(step_ends(run.steps))
-    lost = [float(e["time"]) for e in run.named("worker_lost")]
-    formed = [float(e["time"]) for e in run.generations]
-    found = []
-    for moment in lost:
-        later = [each for each in formed if each > moment]
-        first = ends[np.searchsorted(ends, later[0]) :] if later else ends[:0]
-        if len(first):
-            found.append(first[0] - moment)
-    return np.array(found)
-
-
 def full_again(contender: Contender, moment: float) -> bool:
     """Wait for a step of the full number, in a group that began after the moment."""
     deadline = time.monotonic() + LIMIT_S
@@ -189,7 +175,6 @@ def sameness(path: Path, folder: Path) -> dict[str, object]:
         "same_bits_as_undisturbed": hashes[0] == hashes[1],
         "repeated_samples": run.audit.repeated,
         "missing_samples": run.audit.missing,
-        "s_from_the_word_of_the_loss": percentiles(list(recoveries(run))),
     }
 
 

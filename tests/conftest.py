@@ -2,7 +2,29 @@
 
 import multiprocessing
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disks import Disk, Ext4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk of 8 MB."""
+    disk = Disk(tmp_path / "disk", 8_000_000)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def frail_disk(tmp_path: Path) -> Iterator[Ext4]:
+    """One of 32 MB that can be held up, and give up."""
+    disk = Ext4(tmp_path / "disk", 32_000_000)
+    yield disk
+    disk.close()

@@ -109,8 +109,14 @@ def train(
     autocast=False,
     strategy="all_reduce",
     options=None,
+    speeds=None,
+    exact=False,
 ):
     """Train a copy of `model` on any Comm, with the parts that a worker uses, in its order.
+
+    Args:
+        speeds: of a step to the speeds that it is dealt by; evenly where there are none.
+        exact: sum to the bit.
 
     Returns:
         The state of the model (parameters and buffers by name) and the loss of each step.
@@ -119,32 +125,41 @@ def train(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters)
     scheduler = schedule(optimizer) if schedule else None
-    buffers, agree = Buffers(model), make_strategy(strategy, options or {})
-    agree.start(parameters, comm, notes=1 + len(buffers))
+    parts = micro_batches if exact else 0
+    buffers, agree = Buffers(model, parts=parts), make_strategy(strategy, options or {})
+    agree.start(parameters, comm, notes=micro_batches + len(buffers), parts=parts)
     order, losses = Order(len(table), 0), []
-    for step in range(1, steps + 1):
-        where = position(step, len(table), global_batch)
-        share = share_of(where, micro_batches, comm.size, comm.rank, merge=merge)
-        notes = torch.zeros(1 + len(buffers), dtype=torch.float64)
+
+    def passes(where, share):
+        notes = torch.zeros(micro_batches + len(buffers), dtype=torch.float64)
         for number, part in enumerate(share.passes):
             inputs, targets = table.batch(order, *part.samples)
             weight = part.size / (where.stop - where.first)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = nn.functional.mse_loss(model(inputs), targets)
-            notes[0] += weight * float(loss.detach())
+            notes[part.number] = weight * float(loss.detach())
             agree.before_backward(weight, last=number == len(share.passes) - 1)
             loss.backward()
             buffers.after_pass(weight, part.number)
-        notes[1:] = torch.tensor(buffers.marks(), dtype=torch.float64)
-        agreed = agree.after_backward(notes).tolist()
-        buffers.commit(agreed[1:], comm)
+        notes[micro_batches:] = torch.tensor(buffers.marks(), dtype=torch.float64)
+        return agree.after_backward(notes)
+
+    for step in range(1, steps + 1):
+        where = position(step, len(table), global_batch)
+        dealt = {"merge": merge, "speeds": speeds and speeds(step)}
+        share = share_of(where, micro_batches, comm.size, comm.rank, **dealt)
+        agreed = passes(where, share)
+        if agreed is None:  # the gradients did not fit the lattice
+            buffers.forget()
+            agreed = passes(where, share)
+        buffers.commit(agreed[micro_batches:].tolist(), comm)
         if clip is not None:
             nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         if scheduler:
             scheduler.step()
         agree.after_step(step)
-        losses.append(agreed[0])
+        losses.append(sum(agreed[:micro_batches].tolist()))
     agree.stop()
     return {k: v.detach().clone() for k, v in model.state_dict().items()}, losses
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -21,6 +21,7 @@ from instep import __version__
 from instep.errors import INTERRUPTED, InstepError, RecipeError, SpecError, near_miss
 
 if TYPE_CHECKING:
+    from instep.report.verdict import Verdict
     from instep.run.client import Run
     from instep.spec import JobSpec
 
@@ -144,6 +145,64 @@ def audit(args: argparse.Namespace) -> int:
     return 0
 
 
+def replay(args: argparse.Namespace) -> int:
+    """Compute a recorded step again on one process, and say whether it gives the same bits."""
+    from instep.errors import RunError
+    from instep.report.replay_words import lines
+    from instep.report.run_folder import RunFolder
+    from instep.run.replay import replay as again
+
+    to = _safetensors(args.to) if args.to is not None else None
+    run = RunFolder(Path(args.run))
+    found = again(run, args.step, lambda text: print(text, file=sys.stderr), to=to)
+    for line in [json.dumps(found.as_table())] if args.json else lines(found):
+        print(line)
+    if not found.same:
+        raise RunError(found.fault)
+    return 0
+
+
+def chaos(args: argparse.Namespace) -> int:
+    """Break a run on purpose, and say whether its result shows it."""
+    from instep.errors import WorkerError
+    from instep.report.verdict_words import lines
+
+    found = _broken(args, lambda text: print(text, file=sys.stderr, flush=True))
+    for line in [json.dumps(found.as_table())] if args.json else lines(found):
+        print(line)
+    if not found.holds:
+        raise WorkerError(f"{found.run} does not hold: {'; '.join(found.faults)}.")
+    return 0
+
+
+def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
+    """What comes of a job that is run twice, of a run that is repeated, or of one that goes on."""
+    from instep import spec_file
+    from instep.report.run_folder import RunFolder
+    from instep.run.breaker import Plan
+    from instep.run.chaos import break_again, break_job, break_running, is_going_on
+    from instep.run.injections import check_numbers, check_roles
+
+    check_numbers(args.kills, args.hangs, args.partitions, args.over)
+    roles = tuple(args.roles.split(",")) if args.roles else ()
+    check_roles(roles)
+    plan = Plan(kills=args.kills, hangs=args.hangs, seed=args.seed, roles=roles, over_s=args.over)
+    target, runs = Path(args.target), Path(args.runs) if args.runs else None
+    overrides = list(args.set)
+    if args.workers is not None:
+        overrides.append(f"workers={args.workers}")
+    if not target.is_dir():
+        return break_job(spec_file.load(target, overrides), runs or Path("runs"), plan, say)
+    run = RunFolder(target)
+    if overrides:
+        raise SpecError(
+            f"{overrides[0]}: {target} is a run, whose job is settled. Give the job file instead."
+        )
+    if is_going_on(target):
+        return break_running(run, plan, say)
+    return break_again(run, runs or target.resolve().parent, plan, say)
+
+
 def export(args: argparse.Namespace) -> int:
     """Copy a model out of a run, as one safetensors file that anything can read."""
     from instep.errors import RunError
@@ -151,9 +210,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.state.best import Best
     from instep.state.export import choose, copy_model
 
-    target = Path(args.to)
-    if target.suffix != ".safetensors":
-        raise SpecError(f"--to {args.to!r}: the file's name needs to end in .safetensors.")
+    target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
     model = Path(args.run) / "model.safetensors"
     kept = None
@@ -189,6 +246,12 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _safetensors(name: str) -> Path:
+    if not name.endswith(".safetensors"):
+        raise SpecError(f"--to {name!r}: the file's name needs to end in .safetensors.")
+    return Path(name)
+
+
 class _Parser(argparse.ArgumentParser):
     """Answers a wrong word with the near miss, and the exit code of a wrong job."""
 
@@ -219,6 +282,8 @@ COMMANDS = {
     "scale": scale,
     "report": report,
     "audit": audit,
+    "replay": replay,
+    "chaos": chaos,
     "export": export,
 }
 
@@ -262,6 +327,30 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "audit")
     one.add_argument("run", help="run folder; of a run that goes on or was cut short too")
+
+    one = _command(commands, "replay")
+    one.add_argument("run", help="run folder; of a run that goes on too")
+    one.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
+    one.add_argument("--to", metavar="FILE.safetensors", help="write the model after that step")
+
+    one = _command(commands, "chaos")
+    one.add_argument("target", help="job file, which is run twice; or a run folder")
+    one.add_argument(
+        "--kills", type=int, default=10, help="processes to kill (default: %(default)s)"
+    )
+    one.add_argument("--hangs", type=int, default=0, help="workers to stop without a word")
+    one.add_argument("--partitions", type=int, default=0, help="times to part the network")
+    one.add_argument("--roles", help="whose processes are killed, such as worker,loader")
+    one.add_argument("--seed", type=int, default=0, help="what is broken when follows from it")
+    one.add_argument(
+        "--over",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="spread over so much time, rather than over the steps of the run",
+    )
+    one.add_argument("--runs", help="folder of run folders (default: runs, or that of the run)")
+    _add_changes(one, "lay a value over the job file; may be given again")
 
     one = _command(commands, "export")
     one.add_argument("run", help="run folder")

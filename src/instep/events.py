@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
+from instep.errors import RunError
 
 _CHUNK_BYTES = 1 << 16
 
@@ -73,9 +77,14 @@ EVENTS = {
     "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
     "sha256, text",
     "passes_chosen": "worker, merged, reason",
+    "work_dealt": "generation, step (the first that is dealt so), members, micro_batches "
+    "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
+    "loaders_started": "worker, pids (of its loader processes; one that is killed is replaced)",
+    "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
+    "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
     "epoch_finished": "epoch, step, loss, samples",
-    "validated": "step, epoch, metrics (name to value), samples, seconds, scheduled",
+    "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",
@@ -89,24 +98,76 @@ EVENTS = {
 """Every event there is, with its fields."""
 
 
+class Appender:
+    """Appends to a file that tells of a run, which goes on though the disk is full for a while.
+
+    What cannot be written is held back, and leaves before all else at the next
+    write: nothing is lost or torn in the middle. May be used by several threads.
+
+    Args:
+        path: the file; created if missing.
+        most_held: bytes to hold back at most.
+
+    Raises:
+        RunError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, most_held: int = 1 << 20) -> None:
+        self._path, self._most = path, most_held
+        self._held = b""
+        self._lock = threading.Lock()
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def write(self, data: bytes) -> None:
+        """Write what was held back, then this, as far as it can be.
+
+        Raises:
+            RunError: it cannot be, and too much waits by now.
+        """
+        with self._lock:
+            self._held += data
+            try:
+                while self._held:
+                    self._held = self._held[self._file.write(self._held) :]
+            except OSError as error:
+                if len(self._held) > self._most:
+                    raise _unwritable(self._path, error) from None
+
+    def close(self) -> None:
+        """Close the file; what could not be written is lost. A second call does nothing."""
+        if not self._file.closed:
+            with suppress(RunError):
+                self.write(b"")
+            self._file.close()
+
+
 class EventLog:
     """Appends events to a file as they happen; a line is whole or absent.
 
     Args:
         path: the file; created with its first line, appended to if it exists. A last
             line that a crash cut short is taken away first.
+
+    Raises:
+        RunError: it cannot be opened, or put right.
     """
 
     def __init__(self, path: Path) -> None:
         cut_torn_line(path)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._file = Appender(path)
 
     def emit(self, name: str, **fields: Any) -> dict[str, Any]:
-        """Write one event now and return it as read back from the file."""
+        """Write one event now and return it as read back from the file.
+
+        Raises:
+            RunError: events could not be written for a while, and too many wait.
+        """
         assert name in EVENTS, f"{name} is not in EVENTS"
         event = {"time": time.time(), "event": name, **fields}
-        self._file.write(json.dumps(event, default=str) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(event, default=str) + "\n").encode())
         return event
 
     def close(self) -> None:
@@ -114,28 +175,53 @@ class EventLog:
         self._file.close()
 
 
+def _unwritable(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"{path} cannot be written: {error.strerror}. Make room, or get access; the committed "
+        "steps are in the ledger."
+    )
+
+
 def cut_torn_line(path: Path) -> None:
-    """Have a text file end with its last whole line, if it is there; what follows would be lost."""
+    """Have a text file end with its last whole line, if it is there; what follows would be lost.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     if not path.exists():
         return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            begin = max(0, end - _CHUNK_BYTES)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(begin + newline + 1)
-                return
-            end = begin
-        file.truncate(0)
+    try:
+        with path.open("r+b") as file:
+            file.truncate(_end_of_lines(file))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _end_of_lines(file: IO[bytes]) -> int:
+    """Up to where a file has whole lines, bytes."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _CHUNK_BYTES)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
 
 
 def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
-    """Have a binary file end with its last whole record, if it is there."""
+    """Have a binary file end with its last whole record, if it is there.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     size = path.stat().st_size if path.exists() else 0
-    if size % dtype.itemsize:
-        os.truncate(path, size - size % dtype.itemsize)
+    try:
+        if size % dtype.itemsize:
+            os.truncate(path, size - size % dtype.itemsize)
+    except OSError as error:
+        raise _unwritable(path, error) from None
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

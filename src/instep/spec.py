@@ -52,6 +52,10 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Whether a worker runs the micro-batches it was dealt as one larger forward pass:
     `auto` where a trial shows that no layer can tell the difference, `never` to save memory."""
 
+    deal: Literal["speed", "even"] = "speed"
+    """Who computes how much: `speed` gives a slow worker fewer micro-batches, `even` each as many.
+    Your own loop always has `even`."""
+
     determinism: Literal["order", "bits"] = "order"
     """`order`: the same global batches at any number of workers. `bits`: the same parameters."""
 
@@ -217,6 +221,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
 
     loaders: Natural | Literal["auto"] = "auto"
     """Loader processes of each worker; 0 loads inside the worker; `auto` measures both."""
+
+    unreadable: Literal["stop", "skip"] = "stop"
+    """What follows when a sample cannot be read, at the third attempt too: `stop` ends the run,
+    `skip` leaves the sample out of its step or validation, and counts it."""
 
 
 class StartSpec(Section, frozen=True, kw_only=True):

@@ -15,7 +15,6 @@ from instep.comm.messages import Failed
 from instep.errors import SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.client import failure
-from instep.run.decide import Blame
 from instep.run.resume import prepare
 from instep.spec import StopSpec
 
@@ -204,7 +203,7 @@ def test_how_a_joined_run_goes_on_is_not_said_to_be_a_command(
     assert way in told
     assert "instep resume" not in told
     word = Failed(kind="error", cause="x", where="", line="", step=3, phase="", exit_code=5)
-    assert str(failure(Blame(0, word), again)).splitlines()[-1] == f"  to go on: {way}"
+    assert str(failure(0, word, again)).splitlines()[-1] == f"  to go on: {way}"
     job = msgspec.structs.replace(RunFolder(again).spec, stop=StopSpec(time_limit=0.001))
     with pytest.raises(SpecError) as used_up:
         prepare(again, job, recipe_sha256="")

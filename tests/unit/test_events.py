@@ -5,10 +5,12 @@ import threading
 import numpy as np
 import pytest
 
+from instep.errors import RunError
 from instep.events import (
     EVENTS,
     LEDGER,
     STEPS,
+    Appender,
     EventLog,
     cut_torn_record,
     read_events,
@@ -119,3 +121,56 @@ def test_a_torn_record_is_cut_off_before_others_follow(tmp_path):
         with file.open("ab") as more:
             more.write(records.tobytes())
         assert read_records(file, STEPS)["step"].tolist() == [1, 2, 1, 2]
+
+
+def test_events_that_find_no_room_are_held_back_and_come_in_order_when_there_is_some(small_disk):
+    file = small_disk.path / "events.jsonl"
+    log = EventLog(file)
+    small_disk.fill()
+    for n in range(300):  # the last of them beyond the first page, which the file had at once
+        log.emit("warning", text=f"{n} " + "x" * 100)
+    assert len(list(read_events(file))) < 300
+    small_disk.make_room()
+    log.emit("warning", text="300")
+    log.close()
+    texts = [event["text"].split()[0] for event in read_events(file)]
+    assert texts == [str(n) for n in range(301)]
+
+
+def test_records_too_are_never_torn_in_the_middle_of_the_file(small_disk):
+    records = np.zeros(1000, STEPS)
+    records["step"] = range(1000)
+    appender = Appender(small_disk.path / "steps.bin")
+    for record in records[:500]:
+        appender.write(record.tobytes())
+    small_disk.fill()
+    for record in records[500:]:
+        appender.write(record.tobytes())
+    small_disk.make_room()
+    appender.close()
+    assert np.array_equal(read_records(small_disk.path / "steps.bin", STEPS), records)
+
+
+def test_only_so_much_is_held_back(small_disk):
+    small_disk.fill()
+    appender = Appender(small_disk.path / "steps.bin", most_held=1000)
+    appender.write(b"x" * 900)
+    with pytest.raises(RunError, match=r"steps\.bin cannot be written: No space left on device"):
+        appender.write(b"x" * 200)
+    appender.close()
+    assert not (small_disk.path / "steps.bin").stat().st_size
+
+
+def test_files_that_cannot_be_opened_are_named(frail_disk):
+    file = frail_disk.path / "events.jsonl"
+    file.write_text("{torn")
+    records = frail_disk.path / "steps.bin"
+    records.write_bytes(b"torn")
+    frail_disk.give_up()
+    for path, attempt in (
+        (file, lambda: EventLog(file)),
+        (records, lambda: cut_torn_record(records, STEPS)),
+        (records, lambda: Appender(records)),
+    ):
+        with pytest.raises(RunError, match=f"{path.name} cannot be written: Read-only file sys"):
+            attempt()

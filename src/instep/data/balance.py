@@ -6,7 +6,9 @@ dealing them differently never changes a global batch.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import isfinite
 
@@ -17,34 +19,34 @@ def deal(micro_batches: int, workers: int, speeds: Sequence[float] | None = None
     Args:
         micro_batches: 0 or more.
         workers: 1 or more.
-        speeds: samples per second of each worker, above 0; only their ratios
-            count. Shares follow them by largest remainder.
+        speeds: micro-batches per second of each worker, above 0; only their
+            ratios count.
 
     Returns:
         `workers` ranges of micro-batch numbers that follow each other and cover
-        all. Without speeds their lengths differ by one at most. With
-        `micro_batches >= workers` no range is empty.
+        all. Without speeds their lengths differ by one at most, and with
+        `micro_batches >= workers` none is empty. With speeds, the last worker
+        is done as early as any deal allows; a slow one may get nothing.
     """
     if speeds is None:
         bounds = [micro_batches * number // workers for number in range(workers + 1)]
     else:
         assert len(speeds) == workers, f"{len(speeds)} speeds for {workers} workers"
         assert all(isfinite(speed) and speed > 0 for speed in speeds), f"speeds {speeds}"
-        bounds = [0, *accumulate(_counts(micro_batches, speeds))]
+        bounds = [0, *accumulate(_counts(micro_batches, tuple(speeds)))]
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
-def _counts(micro_batches: int, speeds: Sequence[float]) -> list[int]:
+@lru_cache(maxsize=64)  # a run asks for the same deal step after step
+def _counts(micro_batches: int, speeds: tuple[float, ...]) -> list[int]:
+    """First what all can do in the least time there could be, then each to who is done first."""
     whole = sum(speeds)
-    ideal = [micro_batches * speed / whole for speed in speeds]
-    counts = [int(share) for share in ideal]
-    by_remainder = sorted(range(len(ideal)), key=lambda i: counts[i] - ideal[i])
-    for worker in by_remainder[: micro_batches - sum(counts)]:
-        counts[worker] += 1
-    while 0 in counts and micro_batches >= len(counts):
-        latest = max(
-            (i for i, count in enumerate(counts) if count > 1), key=lambda i: counts[i] / speeds[i]
-        )
-        counts[latest] -= 1
-        counts[counts.index(0)] += 1
+    counts = [int(micro_batches * speed / whole) for speed in speeds]
+    # with one more: until when, how many, who; of two that end at once, who has less goes first
+    next_ = [((n + 1) / speeds[i], n + 1, i) for i, n in enumerate(counts)]
+    heapq.heapify(next_)
+    for _ in range(micro_batches - sum(counts)):
+        _, n, i = next_[0]
+        counts[i] = n
+        heapq.heapreplace(next_, ((n + 1) / speeds[i], n + 1, i))
     return counts

@@ -82,16 +82,17 @@ def look(fetch: Fetch) -> Probe:
     """
     begin, busy = time.perf_counter(), time.process_time()
     with keyed.kept() as before:
-        batch = fetch(Slice(0, 0, 1))
+        batch, _ = fetch(Slice(0, 0, 1))
         stop, now = 1, time.perf_counter()
         sample_s = slice_s = now - begin
         while now - begin < _PROBE_S and stop < min(_PROBE_SAMPLES, fetch.samples):
             part = Slice(0, stop, min(2 * stop + 1, fetch.samples))
             started = now
             try:
-                batch = fetch(part)
+                more, _ = fetch(part)
             except DataError:
                 break
+            batch = batch if more is None else more
             stop, now = part.stop, time.perf_counter()
             slice_s = now - started
             sample_s = slice_s / (part.stop - part.first)

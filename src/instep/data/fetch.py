@@ -17,10 +17,13 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from instep.data import keyed
 from instep.data.blame import odd_one_out, told
 from instep.data.order import Indices, Order, key
+from instep.data.unreadable import tried
 from instep.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 Augment = Callable[[Any, torch.Generator], Any]
+Missed = list[tuple[int, str]]
+"""Samples that were left out, each with its cause, as plain data that travels between processes."""
 
 _OF_AUGMENT, _OF_GLOBALS = 0, 1
 
@@ -45,6 +48,7 @@ class Fetch:
         collate: list of samples to batch; torch's `default_collate` if None.
         augment: (sample, generator) to sample; the generator is keyed by
             (seed, epoch, index).
+        skip: leave out a sample that cannot be read; else it is an error.
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
@@ -58,29 +62,32 @@ class Fetch:
         shuffle: bool,
         collate: Collate | None = None,
         augment: Augment | None = None,
+        skip: bool = False,
     ) -> None:
         self.samples = _length(dataset)
         self.draws = False
         """Whether reading a sample draws from the global generators; set by who saw it."""
-        self._dataset, self._seed, self._augment = dataset, seed, augment
+        self._dataset, self._seed, self._augment, self._skip = dataset, seed, augment, skip
         self._order = Order(self.samples, seed) if shuffle else None
         self._collate: Collate = collate or default_collate
         self._whole = whole_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
 
-    def __call__(self, part: Slice) -> Any:
-        """The batch of a slice; None for an empty one.
+    def __call__(self, part: Slice) -> tuple[Any, Missed]:
+        """The batch of a slice, and which of its samples are not in it.
 
-        Where `draws` is set, this leaves the global generators where the last
-        sample left them; `keeping` does not.
+        The batch is None where it has no sample. A read that raises is tried
+        again before the sample counts as one that cannot be read. Where
+        `draws` is set, this leaves the global generators where the last sample
+        left them; `keeping` does not.
 
         Raises:
-            DataError: a sample raised, or the samples cannot be collated; the
-                text names sample, cause and the user's line.
+            DataError: a sample raised and is not to be left out, or the samples
+                cannot be collated; the text names sample, cause and the user's line.
         """
-        return None if part.first == part.stop else self._batch(part)
+        return (None, []) if part.first == part.stop else self._batch(part)
 
-    def keeping(self, part: Slice) -> Any:
+    def keeping(self, part: Slice) -> tuple[Any, Missed]:
         """The same, with the caller's global generators as they were."""
         with keyed.kept():
             return self(part)
@@ -91,33 +98,47 @@ class Fetch:
             return np.arange(part.first, part.stop, dtype=np.int64)
         return self._order.indices(*part)
 
-    def _batch(self, part: Slice) -> Any:
-        indices = self.indices(part)
+    def _batch(self, part: Slice) -> tuple[Any, Missed]:
+        indices, missed = self.indices(part), Missed()
         if self._whole is not None and not self.draws:
-            return self._read_whole(part.epoch, indices)
-        names = indices.tolist()
+            return self._together(part.epoch, indices, self._whole, missed), missed
         if self._many and not self.draws:
-            samples = self._read_many(part.epoch, names)
+            samples = self._read_many(part.epoch, indices, missed)
         else:
-            samples = [self._augmented(part.epoch, i, self._one(part.epoch, i)) for i in names]
+            samples = self._read_apart(part.epoch, indices.tolist(), missed)
+        if not samples:
+            return None, missed
+        names = _without(indices, missed).tolist()
         try:
-            return self._collate(samples)
+            return self._collate(samples), missed
         except Exception as error:
             text = odd_one_out(names, samples) or f"samples {_listed(names)} cannot be collated."
             raise DataError(f"{text} {told(error)}") from error
 
-    def _read_whole(self, epoch: int, indices: Indices) -> Any:
-        assert self._whole is not None
+    def _together(
+        self, epoch: int, indices: Indices, read: Callable[[Indices], Any], missed: Missed
+    ) -> Any:
+        """What `read` gives for many samples at once; None where none of them can be read."""
         try:
-            return self._whole(indices)
+            return read(indices)
+        except Exception:
+            for index in indices.tolist():  # which of them is it?
+                self._one(epoch, index, missed)
+        readable = _without(indices, missed)
+        if not len(readable):
+            return None
+        try:
+            return tried(lambda: read(readable))
         except Exception as error:
-            raise self._culprit(epoch, indices.tolist(), error) from error
+            names = _listed(readable.tolist())
+            raise DataError(f"samples {names} cannot be read together: {told(error)}") from error
 
-    def _read_many(self, epoch: int, names: list[int]) -> list[Any]:
-        try:
-            samples = list(self._dataset.__getitems__(names))
-        except Exception as error:
-            raise self._culprit(epoch, names, error) from error
+    def _read_many(self, epoch: int, indices: Indices, missed: Missed) -> list[Any]:
+        def read(some: Indices) -> list[Any]:
+            return list(self._dataset.__getitems__(some.tolist()))
+
+        samples = self._together(epoch, indices, read, missed) or []
+        names = _without(indices, missed).tolist()
         if len(samples) != len(names):
             raise DataError(
                 f"__getitems__ of {type(self._dataset).__name__} was asked for {len(names)} "
@@ -127,22 +148,33 @@ class Fetch:
             return samples
         return [self._augmented(epoch, *pair) for pair in zip(names, samples, strict=True)]
 
-    def _culprit(self, epoch: int, names: list[int], error: Exception) -> DataError:
-        """Find the sample that raises alone; its own error goes up from here if there is one."""
-        if hasattr(self._dataset, "__getitem__"):
-            for index in names:
-                self._one(epoch, index)
-        return DataError(f"samples {_listed(names)} cannot be read together: {told(error)}")
+    def _read_apart(self, epoch: int, names: list[int], missed: Missed) -> list[Any]:
+        samples = []
+        for index in names:
+            for sample in self._one(epoch, index, missed):
+                samples.append(self._augmented(epoch, index, sample))
+        return samples
 
-    def _one(self, epoch: int, index: int) -> Any:
+    def _one(self, epoch: int, index: int, missed: Missed) -> list[Any]:
+        """The sample, alone in a list; an empty one where it is left out."""
+        try:
+            return [tried(lambda: self._sample(epoch, index))]
+        except Exception as error:
+            cause = told(error)
+            if not self._skip:
+                raise DataError(
+                    f"sample {index} cannot be read: {cause.rstrip('.')}. To train without such "
+                    "samples, set data.unreadable = 'skip'."
+                ) from error
+            missed.append((index, cause))
+            return []
+
+    def _sample(self, epoch: int, index: int) -> Any:
         if self.draws:
             keyed.set_from(key(self._seed, epoch, index, _OF_GLOBALS))
-        try:
-            if hasattr(self._dataset, "__getitem__"):
-                return self._dataset[index]
-            return self._dataset.__getitems__([index])[0]
-        except Exception as error:
-            raise DataError(f"sample {index} cannot be read: {told(error)}") from error
+        if hasattr(self._dataset, "__getitem__"):
+            return self._dataset[index]
+        return self._dataset.__getitems__([index])[0]
 
     def _augmented(self, epoch: int, index: int, sample: Any) -> Any:
         if self._augment is None:
@@ -215,6 +247,11 @@ def _length(dataset: Any) -> int:
     if samples == 0:
         raise DataError(f"the dataset ({type(dataset).__name__}) has no samples: 1 is the least.")
     return samples
+
+
+def _without(indices: Indices, missed: Missed) -> Indices:
+    """Those that were not missed, in their order."""
+    return indices[~np.isin(indices, [index for index, _ in missed])] if missed else indices
 
 
 def _listed(names: Sequence[int]) -> str:

@@ -16,8 +16,9 @@ from weakref import WeakSet
 from instep.data.choose import choose
 from instep.data.fetch import Augment, Collate, Fetch, Slice
 from instep.data.readers import Ahead, Inline, Reader
+from instep.data.unreadable import Read, Skipped
 
-__all__ = ["Loader", "Slice"]
+__all__ = ["Loader", "Read", "Skipped", "Slice"]
 
 
 class Loader:
@@ -34,10 +35,11 @@ class Loader:
         augment: (sample, generator) to sample, with a generator keyed by
             (seed, epoch, index).
         processes: loader processes; 0 reads in this process, `"auto"` measures.
+        unreadable: `"skip"` leaves out samples that cannot be read, `"stop"` raises.
 
     Raises:
         DataError: the dataset is empty or not map-style, or its first sample
-            cannot be read.
+            cannot be read and is not to be left out.
         SpecError: processes are asked for where the system cannot fork.
     """
 
@@ -56,8 +58,16 @@ class Loader:
         collate: Collate | None = None,
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
+        unreadable: Literal["stop", "skip"] = "stop",
     ) -> None:
-        self._fetch = Fetch(dataset, seed=seed, shuffle=shuffle, collate=collate, augment=augment)
+        self._fetch = Fetch(
+            dataset,
+            seed=seed,
+            shuffle=shuffle,
+            collate=collate,
+            augment=augment,
+            skip=unreadable == "skip",
+        )
         self.mode, self.why, self._pool = choose(self._fetch, processes)
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._closed = False
@@ -82,8 +92,14 @@ class Loader:
             DataError: at the batch that could not be made, naming the sample,
                 the cause and the user's line.
         """
+        return self._opened(read.batch for read in self.read(slices))
+
+    def read(self, slices: Iterable[Slice]) -> Generator[Read]:
+        """The same, and with each batch which samples of its slice are not in it."""
         assert not self._closed, "the loader is closed"
-        batches = self._batches(slices)
+        return self._opened(self._reads(slices))
+
+    def _opened(self, batches: Generator[Any]) -> Generator[Any]:
         self._open.add(batches)
         return batches
 
@@ -95,18 +111,18 @@ class Loader:
         if self._pool:
             self._pool.close()
 
-    def _batches(self, slices: Iterable[Slice]) -> Generator[Any]:
+    def _reads(self, slices: Iterable[Slice]) -> Generator[Read]:
         reader = self._reader()
-        waiting: deque[Any] = deque()
+        waiting: deque[tuple[Slice, Any]] = deque()
         try:
             for part in slices:
-                waiting.append(None if part.first == part.stop else reader.submit(part))
+                waiting.append((part, None if part.first == part.stop else reader.submit(part)))
                 if len(waiting) > reader.ahead:
-                    yield _taken(reader, waiting)
+                    yield _taken(reader, *waiting.popleft())
             while waiting:
-                yield _taken(reader, waiting)
+                yield _taken(reader, *waiting.popleft())
         finally:
-            reader.drop(ticket for ticket in waiting if ticket is not None)
+            reader.drop(ticket for _, ticket in waiting if ticket is not None)
             if reader is not self._pool:
                 reader.close()
 
@@ -120,6 +136,9 @@ class Loader:
         )
 
 
-def _taken(reader: Reader, waiting: deque[Any]) -> Any:
-    ticket = waiting.popleft()
-    return None if ticket is None else reader.take(ticket)
+def _taken(reader: Reader, part: Slice, ticket: Any) -> Read:
+    if ticket is None:
+        return Read(None, 0)
+    batch, missed = reader.take(ticket)
+    skipped = tuple(Skipped(*each) for each in missed)
+    return Read(batch, part.stop - part.first - len(skipped), skipped)

@@ -4,8 +4,9 @@ Headers travel as msgpack over a socket, tensors through memory that parent and
 child share and use again. Fork them early: a process without threads, process
 groups or an open CUDA context forks fast and cleanly.
 
-A process that is killed is replaced once and its slices are read again, which
-gives the same batches (`fetch.py`); the second time it is an error.
+A process that is killed is replaced and its slices are read again, which gives
+the same batches (`fetch.py`). That may happen any number of times, as long as
+slices get read; one on which several processes in a row were lost is an error.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from instep.errors import DataError, SpecError
 
 _SLOTS = 2
 """Batches that each process may be ahead."""
+
+_MOST_LOST = 5
+"""Processes in a row that may end on one slice: the next would meet the same."""
 
 _GRACE_S = 1.0
 """How long `close` waits for a process in the middle of a slice before it kills it."""
@@ -81,7 +85,7 @@ class Pool:
         """The batch of a ticket, in memory of its own.
 
         Raises:
-            DataError: what the work raised, or the process ended twice.
+            DataError: what the work raised, or several processes in a row ended on it.
         """
         while ticket not in self._batches:
             self._receive(self._owner(ticket))
@@ -129,7 +133,7 @@ class _Child:
         self._work = work
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._under_way: dict[int, Task] = {}
-        self._replacements = 1
+        self._lost = 0  # processes that have ended since the last reply
         self._ending = ""
         self._start()
 
@@ -147,6 +151,7 @@ class _Child:
         """The next reply, and where its tensors are until the next `post`."""
         while (body := receive(self._stream)) is None:
             self._replace()
+        self._lost = 0
         reply = msgspec.msgpack.decode(body, type=Reply)
         return reply, self._slots[self._under_way.pop(reply.ticket).slot]
 
@@ -194,13 +199,15 @@ class _Child:
     def _replace(self) -> None:
         if not self._ending:
             self._ending = _ending_of(self.pid)
-        if not self._replacements:
+        self._lost += 1
+        if self._lost >= _MOST_LOST:
+            part = min(self._under_way.values(), key=lambda task: task.ticket).part
             raise DataError(
-                f"a loader process (pid {self.pid}) {self._ending}, as did the one before it. "
-                "Killed by SIGKILL often means that memory ran out: set data.loaders = 0, "
-                "or to fewer."
+                f"{self._lost} loader processes in a row ended while they read the samples at "
+                f"positions {part.first} to {part.stop - 1} of epoch {part.epoch + 1}; the last "
+                f"(pid {self.pid}) {self._ending}. Killed by SIGKILL often means that memory ran "
+                "out: set data.loaders = 0, or to fewer."
             )
-        self._replacements -= 1
         self._ending = ""
         self._disconnect()
         self._start()

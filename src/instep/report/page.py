@@ -1,8 +1,8 @@
 """The report of a run, or of two laid over each other: one HTML file, no network.
 
 `page.html` is the frame, `page.css` the look, `page.js` draws the curves;
-`sections.py` and `bars.py` write everything else. The file carries a content policy that
-forbids it to load anything, so it is the same page offline and in an e-mail.
+`sections.py`, `bars.py` and `work.py` write everything else. The file carries a content
+policy that forbids it to load anything, so it is the same page offline and in an e-mail.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from instep.report.curves import charts
 from instep.report.markup import Html, embedded_json, join, section, tag
 from instep.report.run_folder import RunFolder
 from instep.report.summary import summarise
+from instep.report.work import who_did_what
 
 
 def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) -> None:
@@ -65,7 +66,9 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
     """The parts that are about one run only."""
     return [
         bars.start_up(folder),
+        who_did_what(folder),
         sections.audit_of_samples(folder),
+        sections.skipped_samples(folder),
         sections.changes_and_failures(folder),
         sections.checkpoints(folder),
         sections.configuration(folder),

@@ -55,6 +55,9 @@ class Proof:
     """Samples of the training set; 0 where no worker has told."""
 
     audit: Audit
+    skipped: int
+    """Positions of committed steps whose samples could not be read and were left out."""
+
     untiled: tuple[int, ...]
     """Steps whose records do not tile the positions of their global batch."""
 
@@ -101,6 +104,7 @@ class Proof:
             "missing": self.audit.missing,
             "stray": self.audit.stray,
             "epochs": [_epoch_table(epoch) for epoch in self.audit.epochs],
+            "skipped": self.skipped,
             "untiled_steps": list(self.untiled),
             "sha256": self.audit.sha256,
         }
@@ -109,7 +113,7 @@ class Proof:
         """The same for a person; the last line is the next command."""
         lines = [self._coverage()]
         if self.last_step and self.epoch_samples:
-            lines += [*self._epochs(), *self._steps(), self._total()]
+            lines += [*self._epochs(), *self._steps(), *self._left_out(), self._total()]
             lines.append(f"sha256  {self.audit.sha256} of every (epoch, position)")
         return [*lines, f"next    {command('report', self.run)}"]
 
@@ -148,6 +152,11 @@ class Proof:
         more = f" and {readable_count(rest)} more" if rest > 0 else ""
         yield f"fault   step {shown}{more}: not exactly the positions that the job gives it"
 
+    def _left_out(self) -> Iterator[str]:
+        if self.skipped:
+            which = plural(self.skipped, "position")
+            yield f"skipped {which}: the sample could not be read and was left out of its step"
+
     def _total(self) -> str:
         proof = self.audit
         counts = {"repeated": proof.repeated, "missing": proof.missing, "not due": proof.stray}
@@ -173,6 +182,7 @@ def prove(folder: RunFolder) -> Proof:
         torn_bytes=size % LEDGER.itemsize,
         epoch_samples=samples,
         audit=folder.audit,
+        skipped=len(folder.skipped),
         untiled=tuple(int(step) for step in off),
     )
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.audit import Audit, audit
+from instep.report.skipped import skipped_in
 from instep.report.words import command
 from instep.spec_file import build, read_table
 
@@ -216,6 +217,11 @@ class RunFolder:
         return kept
 
     @cached_property
+    def skipped(self) -> list[Event]:
+        """`sample_skipped` events of committed steps; validations are not among them."""
+        return skipped_in(self.named("sample_skipped"), self.committed)
+
+    @cached_property
     def audit(self) -> Audit:
         """How often each sample stands in the committed ledger, epoch by epoch."""
         batch = self.spec.train.global_batch
@@ -321,7 +327,9 @@ def _records(path: Path, dtype: np.dtype[Any]) -> Records:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-_OF_A_STEP = ("epoch_finished", "validated", "checkpoint_saved", "model_saved")
+_OF_A_STEP = frozenset(
+    ["epoch_finished", "sample_skipped", "validated", "checkpoint_saved", "model_saved"]
+)
 
 
 def _of_one_course(events: list[Event]) -> list[Event]:

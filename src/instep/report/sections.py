@@ -134,6 +134,24 @@ def _audit_row(group: list[EpochAudit]) -> list[str]:
     return [name, *(readable_count(count) for count in _counts(group[0]))]
 
 
+def skipped_samples(folder: RunFolder) -> Html:
+    """Which samples could not be read and were left out of their steps, the first of them."""
+    skipped = folder.skipped
+    if not skipped:
+        return Html("")
+    rows = [
+        [str(e["epoch"] + 1), str(e["step"]), str(e["index"]), shortened(e.get("cause", ""))]
+        for e in skipped[:_MOST_ROWS]
+    ]
+    head = ["epoch", "step", "sample", "cause"]
+    note = (
+        f"{readable_count(len(skipped))} times a sample could not be read and was left out of its "
+        "step: gradient and loss are the means over the others."
+    )
+    rest = more(len(skipped), _MOST_ROWS, "samples")
+    return section("Skipped samples", table(head, rows, numbers_from=9), rest, note=note)
+
+
 def changes_and_failures(folder: RunFolder) -> Html:
     """Who was a member when, what failed, and what was warned of."""
     body = []

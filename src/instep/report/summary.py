@@ -48,8 +48,9 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "generations": len(folder.generations),
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
+        "skipped_samples": len(folder.skipped),
     }
-    cleaned: dict[str, Any] = _finite(summary)
+    cleaned: dict[str, Any] = finite(summary)
     return cleaned
 
 
@@ -108,7 +109,12 @@ def _samples_of(folder: RunFolder, steps: np.ndarray[Any, Any]) -> np.ndarray[An
     """Samples of each of these steps (ascending), over all workers, [steps]."""
     mine = folder.committed[np.isin(folder.committed["step"], steps)]
     where = np.searchsorted(steps, mine["step"])
-    return np.bincount(where, weights=mine["stop"] - mine["first"], minlength=len(steps))
+    taken = np.bincount(where, weights=mine["stop"] - mine["first"], minlength=len(steps))
+    missed = [event["step"] for event in folder.skipped if event["step"] in steps]
+    read: np.ndarray[Any, Any] = taken - np.bincount(
+        np.searchsorted(steps, missed), minlength=len(steps)
+    )
+    return read
 
 
 def _finished_epochs(folder: RunFolder) -> int:
@@ -117,12 +123,12 @@ def _finished_epochs(folder: RunFolder) -> int:
     return len({event["epoch"] for event in folder.named("epoch_finished")})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same data with `None` for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -167,7 +173,11 @@ def exactness_words(summary: dict[str, Any]) -> str:
     repeated, missing = summary["repeated_samples"], summary["missing_samples"]
     if repeated or missing:
         return f"{readable_count(repeated)} repeated, {readable_count(missing)} missing"
-    return "each exactly once per epoch" if summary["samples"] else "none used"
+    if not summary["samples"]:
+        return "none used"
+    unread = summary["skipped_samples"]
+    left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
+    return f"each exactly once per epoch{left_out}"
 
 
 def _ending(summary: dict[str, Any]) -> str:

@@ -156,11 +156,13 @@ class Buffers:
                 self._restore(index)
 
     @torch.no_grad()
-    def commit(self, marks: list[float], comm: Comm) -> None:
+    def commit(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
         """Agree on every buffer that some rank's passes moved.
 
         Args:
             marks: those of all ranks, summed; equal on each.
+            read: the weight of all passes of the step together; below 1 where samples
+                were left out, whose share then falls to the others.
         """
         moved = [index for index, mark in enumerate(marks) if mark > 0]
         if not moved:
@@ -179,6 +181,8 @@ class Buffers:
         mean = table[0]
         for row in table[1:]:
             mean = mean + row
+        if read < 1:
+            mean = mean / read
         self._write(moved, mean)
         self._proposed.clear()
 

@@ -8,12 +8,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,16 +18,12 @@ import numpy as np
 from instep.errors import InstepError, RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.client import run_job
-from instep.run.processes import on_signals
+from instep.run.trial import folder_for_runs, without_folder
 from instep.spec import JobSpec, StopSpec
-from instep.state.header import spans
-from instep.state.manifest import SUFFIX, folder_name, read_manifest
+from instep.state.compare import checkpoint_of, differences, saved
 
 STEPS = 3
 """Steps of each run: the first two find what one pass does, the third what a step carries on."""
-
-_SHOWN = 40
-"""Lines of a failed worker's output that are shown, as its log goes with the folder."""
 
 
 class Difference(NamedTuple):
@@ -76,7 +69,7 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
             f"train.micro_batches = {job.train.micro_batches}: to compare two sizes there must "
             "be work for two workers. Set train.micro_batches to 2 or more."
         )
-    with _folder_for_runs() as runs:
+    with folder_for_runs("instep-check-") as runs:
         first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))
         steps = RunFolder(first).last_step
         difference = _first_difference(first, second, steps)
@@ -84,7 +77,7 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
         if difference is not None:
             again = _trained(job, sizes[0], runs / "again", say)
             repeatable = _first_difference(first, again, steps) is None
-        tensors = sum(len(names) for _, names in _saved(first, steps))
+        tensors = sum(len(names) for _, names in saved(checkpoint_of(first, steps)))
         return Comparison(sizes, steps, tensors, difference, repeatable)
 
 
@@ -102,7 +95,7 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
     try:
         done = run_job(small, runs, named=False, quiet=True)
     except InstepError as error:
-        error.args = (_without_folder(str(error), runs),)
+        error.args = (without_folder(str(error), runs),)
         raise
     if done.exit_code:
         raise KeyboardInterrupt  # the signal was the run's, and means the whole check
@@ -124,40 +117,13 @@ def check_length(run: RunFolder) -> None:
         )
 
 
-def _without_folder(text: str, runs: Path) -> str:
-    """An error's lines without those that name the folder, which goes; the log's end instead."""
-    cause, *lines = text.splitlines()
-    shown = [cause, *(line for line in lines if str(runs) not in line)]
-    for log in runs.glob("*/logs/*.log"):
-        if str(log) in text:
-            said = log.read_text(errors="replace").splitlines()[-_SHOWN:]
-            shown += [f"  the end of {log.name}:", *(f"    {line}" for line in said)]
-    return "\n".join(shown)
-
-
-@contextmanager
-def _folder_for_runs() -> Iterator[Path]:
-    """A folder that is gone afterwards, also where a signal ends the check at any moment."""
-
-    def stop(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    with on_signals(stop):
-        folder = tempfile.TemporaryDirectory(prefix="instep-check-")
-        try:
-            yield Path(folder.name).resolve()
-        finally:
-            with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
-                folder.cleanup()
-
-
 def _first_difference(one: Path, other: Path, steps: int) -> Difference | None:
     losses = [_losses(run) for run in (one, other)]
     for step in range(1, steps + 1):
         mine, theirs = (each[step] for each in losses)
         if mine != theirs and not (np.isnan(mine) and np.isnan(theirs)):
             return Difference(step, "loss", "loss", f"{mine!r} and {theirs!r}", 1)
-        found = list(_differences(one, other, step))
+        found = list(differences(*(checkpoint_of(run, step) for run in (one, other))))
         if found:
             group, tensor, how = found[0]
             return Difference(step, group, tensor, how, len(found))
@@ -167,46 +133,6 @@ def _first_difference(one: Path, other: Path, steps: int) -> Difference | None:
 def _losses(run: Path) -> dict[int, float]:
     steps = RunFolder(run).steps
     return dict(zip(steps["step"].tolist(), steps["loss"].tolist(), strict=True))
-
-
-def _differences(one: Path, other: Path, step: int) -> Iterator[tuple[str, str, str]]:
-    """Group, tensor and how, of everything that differs between two checkpoints of a step."""
-    for (group, mine), (_, theirs) in zip(_saved(one, step), _saved(other, step), strict=True):
-        for name in sorted({*mine, *theirs}):
-            if name not in mine or name not in theirs:
-                yield group, name, "only one of the runs has it"
-            elif mine[name] != theirs[name]:
-                yield group, name, _how(mine[name], theirs[name])
-
-
-Kept = dict[str, tuple[str, bytes]]
-"""Tensor to its type's name in the file, and its bytes."""
-
-
-def _saved(run: Path, step: int) -> Iterator[tuple[str, Kept]]:
-    """Each group of tensors of a checkpoint, the model first."""
-    checkpoint = run / "checkpoints" / folder_name(step)
-    for name in sorted(read_manifest(checkpoint).files):  # model, optimizer, scheduler, strategy
-        yield name.removesuffix(SUFFIX), _read(checkpoint / name)
-
-
-def _read(file: Path) -> Kept:
-    data = file.read_bytes()
-    return {name: (span.kind, data[span.start : span.stop]) for name, span in spans(file).items()}
-
-
-_FLOATS = {"F32": "<f4", "F64": "<f8"}
-
-
-def _how(mine: tuple[str, bytes], theirs: tuple[str, bytes]) -> str:
-    (kind, one), (other_kind, other) = mine, theirs
-    if kind != other_kind or len(one) != len(other) or kind not in _FLOATS:
-        return "other bytes"
-    a, b = (np.frombuffer(data, _FLOATS[kind]) for data in (one, other))
-    changed = a.view(np.uint8).reshape(len(a), -1) != b.view(np.uint8).reshape(len(b), -1)
-    with np.errstate(all="ignore"):
-        most = np.nanmax(np.abs(a.astype(np.float64) - b)) if len(a) else 0.0
-    return f"{int(changed.any(1).sum())} of {len(a)} numbers, by up to {most:.2g}"
 
 
 def words(comparison: Comparison) -> list[str]:

@@ -119,6 +119,8 @@ def run_job(
     quiet: bool = False,
     started: float | None = None,
     json_output: bool = False,
+    origin: Origin = BEGINNING,
+    watch: Callable[[Path], None] | None = None,
 ) -> Run:
     """Run a job on this machine to its end.
 
@@ -129,14 +131,16 @@ def run_job(
         quiet: print nothing; by default a live table, or lines, go to standard error.
         started: Unix seconds at which the command began; now, if not given.
         json_output: progress as lines, since standard output is for a machine.
+        origin: from where it goes on; of another run, which is only read.
+        watch: called with the run folder several times a second; must not wait.
 
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
-    check_job(job)
+    check_job(job, resumed=origin.checkpoint is not None)
     folder = make_run_folder(runs, job, named=named)
     with held(folder):
-        return _conduct(job, folder, BEGINNING, started, quiet, json_output)
+        return _conduct(job, folder, origin, started, _Audience(quiet, json_output, watch))
 
 
 def resume_run(
@@ -173,7 +177,7 @@ def resume_run(
     folder = path.resolve()
     with held(folder):
         origin = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(job, folder, origin, started, quiet, json_output)
+        return _conduct(job, folder, origin, started, _Audience(quiet, json_output))
 
 
 def resume(
@@ -200,29 +204,35 @@ def resume(
     return resume_run(Path(run), changes=changes, quiet=quiet)
 
 
+@dataclass(frozen=True)
+class _Audience:
+    """Who watches a run."""
+
+    quiet: bool = False
+    json_output: bool = False
+    watch: Callable[[Path], None] | None = None
+
+
 def _conduct(
-    job: JobSpec,
-    folder: Path,
-    origin: Origin,
-    started: float | None,
-    quiet: bool,
-    json_output: bool,
+    job: JobSpec, folder: Path, origin: Origin, started: float | None, audience: _Audience
 ) -> Run:
     """Run a job in its folder, from wherever it stands to its end."""
-    began = started or time.time()
     switchboard = open_switchboard(job)
     hosts = job.launch.hosts
     launcher = LAUNCHERS["hosts"](hosts) if hosts else LAUNCHERS["local"]()
     try:
         for number in range(len(hosts) or 1):
             launcher.start(replace(switchboard.seat, host=number), folder / "logs")
-        over = _follow(job, folder, origin, switchboard, launcher, began, quiet, json_output)
+        began = started or time.time()
+        over = _follow(job, folder, origin, switchboard, launcher, began, audience)
     finally:
         launcher.stop()
         switchboard.close()
-    summary = finish(folder)
-    if over.failed is not None:
-        raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+    try:
+        summary = finish(folder)
+    finally:  # what ended the run comes before what came of its report
+        if over.failed is not None:
+            raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
     return Run(folder, summary, over.exit_code)
 
 
@@ -233,21 +243,16 @@ def _follow(
     switchboard: Switchboard,
     launcher: Launcher,
     began: float,
-    quiet: bool,
-    json_output: bool,
+    audience: _Audience,
 ) -> Over:
     """See to it that the run has a master and a host until it is over."""
     from instep.run.guard import Guard
     from instep.run.journal import Begin, Journal
 
     Journal(folder, Begin(began, origin)).close()
-    guard = Guard(
-        folder,
-        switchboard,
-        launcher,
-        {"about": about(job), "quiet": quiet, "json": json_output},
-        hosts=len(job.launch.hosts) or 1,
-    )
+    note = {"about": about(job), "quiet": audience.quiet, "json": audience.json_output}
+    hosts = len(job.launch.hosts) or 1
+    guard = Guard(folder, switchboard, launcher, note, watch=audience.watch, hosts=hosts)
     try:
         with seated(folder, switchboard.seat):
             return guard.serve()
@@ -370,6 +375,11 @@ def finish(folder: Path) -> dict[str, Any]:
             f"the run has ended, but its report cannot be written to {folder}: {error.strerror}. "
             f"Make room, then: instep report {folder}"
         ) from None
+    if run.outcome == "unfinished":
+        raise RunError(
+            f"the run has ended, but how could not be written to {folder / 'events.jsonl'}, and "
+            "its report has gaps: the disk was full, or not to be written to."
+        )
     return summary
 
 

@@ -8,13 +8,27 @@ any number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from instep.comm.base import Comm
-from instep.data.loader import Loader, Slice
+from instep.data.balance import deal
+from instep.data.loader import Loader, Skipped, Slice
+from instep.errors import DataError
 from instep.run.forward import Forward
+
+
+class Evaluation(NamedTuple):
+    """What came of looking at a whole dataset."""
+
+    metrics: dict[str, float]
+    """`loss` and each metric by name, equal on every worker."""
+    samples: int
+    """Those that were read, over all workers; the means are over them."""
+    skipped: list[Skipped]
+    """Those that this worker could not read."""
 
 
 def evaluate(
@@ -23,8 +37,9 @@ def evaluate(
     samples: int,
     batch: int,
     comm: Comm,
+    speeds: Sequence[float] | None = None,
     arrived: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
+) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
     Args:
@@ -33,33 +48,39 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
+        speeds: of each, where they are not alike; who is slow gets fewer batches.
         arrived: called when this worker has done its part, and waits for the others.
 
-    Returns:
-        `loss` and each metric by name, equal on every worker.
+    Raises:
+        DataError: no sample could be read.
     """
     names = ["loss", *forward.recipe.metrics]
     count = -(-samples // batch)
-    table = torch.zeros(count, len(names), dtype=torch.float64)
-    own = list(range(comm.rank, count, comm.size))
+    table = torch.zeros(count, len(names) + 1, dtype=torch.float64)  # the last: samples read
+    skipped: list[Skipped] = []
+    own = list(deal(count, comm.size, speeds)[comm.rank])
     was_training = forward.model.training
     forward.model.eval()
     try:
-        batches = loader.load(_slices(own, batch, samples))
-        for number, loaded in zip(own, batches, strict=True):
-            values = forward.measure(loaded)
-            table[number] = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        reads = loader.read(_slices(own, batch, samples))
+        for number, read in zip(own, reads, strict=True):
+            skipped += read.skipped
+            if read.size:
+                values = forward.measure(read.batch)
+                row = [*(values[name] for name in names), read.size]
+                table[number] = torch.tensor(row, dtype=torch.float64)
     finally:
         forward.model.train(was_training)
     shared = table.to(forward.device)
     arrived()
     comm.all_reduce(shared).wait()
-    table = shared.to("cpu")
-    sizes = torch.tensor(
-        [min(batch, samples - n * batch) for n in range(count)], dtype=torch.float64
-    )
-    means = (table * sizes[:, None]).sum(0) / samples
-    return dict(zip(names, means.tolist(), strict=True))
+    table, sizes = shared.to("cpu").split([len(names), 1], dim=1)
+    read_in_all = int(sizes.sum())
+    if not read_in_all:
+        example = f"; of sample {skipped[0].sample}: {skipped[0].cause}" if skipped else ""
+        raise DataError(f"none of the {samples} samples to validate on can be read{example}.")
+    means = (table * sizes).sum(0) / read_in_all
+    return Evaluation(dict(zip(names, means.tolist(), strict=True)), read_in_all, skipped)
 
 
 def _slices(numbers: list[int], batch: int, samples: int) -> Iterator[Slice]:

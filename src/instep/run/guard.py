@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Guard:
         launcher: has started the hosts.
         hosts: how many.
         note: for each master, beside what the folder says.
+        watch: called with the folder at every look.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Guard:
         switchboard: Switchboard,
         launcher: Launcher,
         note: Mapping[str, Any],
+        watch: Callable[[Path], None] | None = None,
         *,
         hosts: int = 1,
     ) -> None:
+        self._watch = watch
         self._run, self._board, self._launcher, self._note = run, switchboard, launcher, note
         self._hosts = range(hosts)
         self._starts: list[float] = []
@@ -105,6 +108,8 @@ class Guard:
                         self._bring_hosts(message.numbers)
                     self._pass_on(tie)
                     self._look_after(tie)
+                    if self._watch is not None:
+                        self._watch(self._run)
         finally:
             tie.close()
 

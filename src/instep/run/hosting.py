@@ -20,7 +20,7 @@ import msgspec
 
 from instep import spec_file
 from instep.comm.messages import Refused, Welcome
-from instep.errors import PeerError, RunError
+from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
 from instep.run.client import about, failure, finish, recipe_sha256
@@ -151,6 +151,8 @@ class Host:
         try:
             self._thread.join()
             self.uninvite()
+            if isinstance(self._broke, InstepError):
+                raise self._broke
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
             summary = self._summary()

@@ -9,10 +9,12 @@ it (`release`) never writes again. Readers are `events.read_records` and the aud
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,14 @@ from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, read_records
 from instep.run.folder import lock, unlock
 
+PATIENCE_S = 2.0
+"""How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
+
 LOCKED_S = 120.0
 """How long a writer on another host, cut off, may keep the file; NFS takes it from it after 90."""
+
+_LOOK_AGAIN_S = 0.05
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Ledger:
@@ -32,13 +40,20 @@ class Ledger:
         path: the file; created if missing, appended to if not.
         wait: asked again and again whether to wait for another process that has the file;
             what it raises is raised.
+        patience_s: how long to wait for room on a full disk.
 
     Raises:
         RunError: it cannot be written.
     """
 
-    def __init__(self, path: Path, wait: Callable[[], bool] = lambda: False) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        wait: Callable[[], bool] = lambda: False,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._path, self._patience_s = path, patience_s
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -67,20 +82,30 @@ class Ledger:
             The records as they were written; none after `release`.
 
         Raises:
-            RunError: they cannot be written, or only in part.
+            RunError: they cannot be written; the file ends with the step before.
         """
         data = np.array(list(shares), LEDGER).tobytes()
         with self._use:
             if self._released:
                 return b""
             try:
-                written = self._file.write(data)
+                self._write(data)
             except OSError as error:
+                with suppress(OSError):
+                    os.truncate(self._path, self.size_bytes)
                 raise self._unwritable(error) from None
-        if written != len(data):
-            raise RunError(f"{self._path} cannot be written: the disk is full. Make room.")
-        self.size_bytes += len(data)
+            self.size_bytes += len(data)
         return data
+
+    def _write(self, data: bytes) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while data:
+            try:
+                data = data[self._file.write(data) :]
+            except OSError as error:
+                if error.errno not in _FULL or time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK_AGAIN_S)
 
     def release(self) -> None:
         """Write nothing more, and let others write; for another thread too."""
@@ -94,7 +119,10 @@ class Ledger:
         self._file.close()
 
     def _unwritable(self, error: OSError) -> RunError:
-        return RunError(f"{self._path} cannot be written: {error.strerror}. Make room, or access.")
+        return RunError(
+            f"{self._path} cannot be written: {error.strerror}. Make room, or get access; every "
+            "step that was committed before is in it."
+        )
 
 
 def mend(

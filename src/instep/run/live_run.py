@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from instep.comm.channel import Address, Channel
@@ -24,16 +24,26 @@ FILE = "seat.json"
 
 @contextmanager
 def seated(run: Path, seat: Seat) -> Iterator[None]:
-    """Let the run be found, for as long as the context lasts."""
+    """Let the run be found, for as long as the context lasts.
+
+    Raises:
+        RunError: the run folder cannot be written.
+    """
     path = run / FILE
     note = {"host": seat.address.host, "port": seat.address.port, "token": seat.token}
-    path.unlink(missing_ok=True)  # of a client that was killed
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(note, file)
+    try:
+        path.unlink(missing_ok=True)  # of a client that was killed
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(note, file)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}. Make room, or get access."
+        ) from None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the disk may have given up: the next client removes it
+            path.unlink(missing_ok=True)
 
 
 def scale(run: Path, workers: int) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.events import LEDGER, STEPS, EventLog, cut_torn_record, read_records
+from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
 from instep.run import endings
@@ -125,7 +125,7 @@ class Master:
         self._interrupts: list[str] = []
         self._log = EventLog(run / "events.jsonl")
         cut_torn_record(run / "steps.bin", STEPS)
-        self._steps = (run / "steps.bin").open("ab", buffering=0)
+        self._steps = Appender(run / "steps.bin")
         known = journal.last() if journal is not None else None
         self._hosts = Hosts(
             len(job.launch.hosts) if hosted else 0,
@@ -682,6 +682,8 @@ class Master:
         self._last_step = dict.fromkeys(self._last_step, self._origin.step)
         path = str(self._origin.checkpoint or "")
         self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
+        for text in self._origin.warnings:
+            self._emit("warning", {"text": text})
         self._think(mind.WentBack(path))
 
     def _tell_clients(self, outcome: Outcome) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep.data.loader import Loader
+from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import SpecError
 from instep.run.endings import TOLD
@@ -25,6 +25,7 @@ from instep.run.placement import address_towards
 from instep.run.recipe import check_optimizer, set_generators
 from instep.run.replica import Replica, check_lengths, make_comm
 from instep.run.saving import Saver, taken_up
+from instep.run.skipping import Teller
 from instep.run.stopping import Stopping
 from instep.run.update import Update
 from instep.spec import StartSpec
@@ -98,6 +99,9 @@ class OwnLoop:
         if self.step:  # nothing may follow it but the end
             self._where = position(self.step, self.samples, self.job.train.global_batch)
         self._losses: dict[int, float] = {}  # of each pass of the step, weighted
+        self._teller = Teller(member)
+        self._skipped: list[Skipped] = []  # samples of its passes that could not be read
+        self._count = 0  # samples of the present pass that were
         self._pending: list[Pass] = []
         self._share = Share([], 0, 0)
         member.emit(
@@ -135,7 +139,7 @@ class OwnLoop:
             raise self._left("its other batches are still to come")
         per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
         last = (self.step // per_epoch + 1) * per_epoch
-        loads = self._loader.load(
+        loads = self._loader.read(
             part.samples for _, share in self._plan(last) for part in share.passes
         )
         for where, share in self._plan(last):
@@ -144,8 +148,7 @@ class OwnLoop:
             self._where, self._share, self._pending = where, share, list(share.passes)
             if not share.passes:
                 self.commit()  # nothing to compute here, but the others wait for us
-            while self._pending:
-                yield self._next(loads)
+            yield from self._passes(loads)
             if self._again:
                 yield from self._once_more()
         loads.close()
@@ -155,9 +158,14 @@ class OwnLoop:
         self._pending = list(self._share.passes)
         if not self._pending:
             self.commit()
-        loads = self._loader.load(part.samples for part in self._share.passes)
+        yield from self._passes(self._loader.read(part.samples for part in self._share.passes))
+
+    def _passes(self, loads: Iterator[Read]) -> Iterator[Any]:
+        """The batch of each pass that is still to be run in this step."""
         while self._pending:
-            yield self._next(loads)
+            read = self._next(loads)
+            if read.size:
+                yield read.batch
 
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
@@ -171,25 +179,32 @@ class OwnLoop:
         comm = self.replica.comm
         return plan(self.job, self.samples, self.step + 1, last, comm, merge=self._merge)
 
-    def _next(self, loads: Iterator[Any]) -> Any:
+    def _next(self, loads: Iterator[Read]) -> Read:
         since = time.perf_counter()
-        batch = next(loads)
+        read = next(loads)
         self._since = self.replica.clock.lap(since, "load")
+        self._skipped += read.skipped
+        self._count = read.size
+        if not read.size:  # no sample, no pass
+            self._pass_over()
+            return read
         part = self._pending[0]
         set_generators(key(self.job.seed, OF_PASS, self.step + 1, part.number))
-        self.replica.before_backward(self._weight(part), last=len(self._pending) == 1)
+        self.replica.before_backward(self._weight, last=len(self._pending) == 1)
         self._in_pass = True
-        return batch
+        return read
 
-    def _weight(self, part: Pass) -> float:
-        return part.size / (self._where.stop - self._where.first)
+    @property
+    def _weight(self) -> float:
+        """What the present pass counts in its step."""
+        return self._count / (self._where.stop - self._where.first)
 
     def record(self, loss: float) -> None:
         """Count the loss of the present pass."""
         if not self._in_pass:
             raise SpecError("record() was called after optimizer.step(): call it before.")
         part = self._pending[0]
-        self._losses[part.number] = self._weight(part) * loss
+        self._losses[part.number] = self._weight * loss
 
     @property
     def stopped(self) -> bool:
@@ -217,21 +232,31 @@ class OwnLoop:
             raise SpecError("optimizer.step() was called twice for one batch of the loader.")
         self._in_pass = False
         self.replica.clock.lap(self._since, "forward")
-        part = self._pending.pop(0)
-        self.replica.after_pass(self._weight(part), part.number)
+        self.replica.after_pass(self._weight, self._pending[0].number)
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        self._pending.pop(0)
         if not self._pending:
             self.commit()
 
     def commit(self) -> None:
         """Agree, move the parameters, and let the step count."""
-        replica, share = self.replica, self._share
-        agreed = replica.agree(self._losses, stop=self._stopping.told())
+        replica, share, where = self.replica, self._share, self._where
+        skipped, self._skipped = self._skipped, []
+        self._teller.tell(skipped, dataset="training", step=self.in_flight, epoch=where.epoch)
+        agreed = replica.agree(
+            self._losses,
+            stop=self._stopping.told(),
+            skipped=len(skipped),
+            samples=where.stop - where.first,
+        )
         self._losses, self._again = {}, agreed is None
         if agreed is None:
             return
         self.step += 1
         samples = share.stop - share.first
-        norm = replica.advance(self._update, self.step, self._where, samples, agreed.loss)
+        norm = replica.advance(self._update, self.step, where, samples, agreed.loss)
         if agreed.stop:
             self._rule = TOLD
         elif self.step == self.job.train.stop_after_steps:

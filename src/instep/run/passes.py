@@ -62,47 +62,67 @@ def parts_of(position: Position, train: TrainSpec) -> int:
 
 
 def share_of(
-    position: Position, micro_batches: int, workers: int, rank: int, *, merge: bool
+    position: Position,
+    micro_batches: int,
+    workers: int,
+    rank: int,
+    *,
+    merge: bool,
+    speeds: Sequence[float] | None = None,
 ) -> Share:
     """The passes of one worker in the step at `position`, cut into `micro_batches`.
 
     Micro-batches without samples are left out; a worker may have no pass at all.
+    Merged ones are one pass, or several where a worker is dealt more than an even
+    share: none is larger than that, as memory may not hold it.
     """
-    dealt = deal(micro_batches, workers)[rank]
-    cuts = [micro_batch(position.first, position.stop, n, micro_batches) for n in dealt]
-    first, stop = ranges_of(position, micro_batches, workers)[rank]
+    dealt = deal(micro_batches, workers, speeds)[rank]
+    first, stop = _positions(position, dealt, micro_batches)
+    parts = [range(number, number + 1) for number in dealt]
     if merge:
-        numbers, cuts = [dealt.start], [(first, stop)]
-    else:
-        numbers = list(dealt)
+        largest = -(-micro_batches // workers)
+        merged = deal(len(dealt), -(-len(dealt) // largest)) if dealt else []
+        parts = [dealt[part.start : part.stop] for part in merged]
+    cuts = [_positions(position, part, micro_batches) for part in parts]
     passes = [
-        Pass(Slice(position.epoch, low, high), number)
-        for number, (low, high) in zip(numbers, cuts, strict=True)
+        Pass(Slice(position.epoch, low, high), part.start)
+        for part, (low, high) in zip(parts, cuts, strict=True)
         if high > low
     ]
     return Share(passes, first, stop)
 
 
-def ranges_of(position: Position, micro_batches: int, workers: int) -> list[tuple[int, int]]:
+def ranges_of(
+    position: Position, micro_batches: int, workers: int, speeds: Sequence[float] | None = None
+) -> list[tuple[int, int]]:
     """Positions [first, stop) of each worker in the step at `position`; some may be empty."""
-    first, stop = position.first, position.stop
-    return [
-        (
-            first + (stop - first) * part.start // micro_batches,
-            first + (stop - first) * part.stop // micro_batches,
-        )
-        for part in deal(micro_batches, workers)
-    ]
+    dealt = deal(micro_batches, workers, speeds)
+    return [_positions(position, part, micro_batches) for part in dealt]
+
+
+def _positions(position: Position, part: range, micro_batches: int) -> tuple[int, int]:
+    """Where the micro-batches of `part` stand: from the begin of its first to that of the next."""
+    _, first, stop = position
+    begin, _ = micro_batch(first, stop, part.start, micro_batches)
+    end, _ = micro_batch(first, stop, part.stop, micro_batches)
+    return begin, end
 
 
 def plan(
-    job: JobSpec, samples: int, first: int, last: int, comm: Comm, *, merge: bool
+    job: JobSpec,
+    samples: int,
+    first: int,
+    last: int,
+    comm: Comm,
+    *,
+    merge: bool,
+    speeds: Sequence[float] | None = None,
 ) -> Iterator[tuple[Position, Share]]:
     """The global batch of each step from `first` to `last`, and this rank's share of it."""
     for step in range(first, last + 1):
         where = position(step, samples, job.train.global_batch)
         parts = parts_of(where, job.train)
-        yield where, share_of(where, parts, comm.size, comm.rank, merge=merge)
+        yield where, share_of(where, parts, comm.size, comm.rank, merge=merge, speeds=speeds)
 
 
 class Merging(NamedTuple):

@@ -45,19 +45,24 @@ def machine() -> str:
 
 
 def started_at() -> float:
-    """Unix seconds at which this process began, to 10 ms on Linux; else about now.
+    """Unix seconds at which this process began, to 10 ms on Linux; else about now."""
+    return began(os.getpid()) or time.time()
+
+
+def began(pid: int) -> float | None:
+    """Unix seconds at which a process began, to 10 ms on Linux; None if it is gone, or elsewhere.
 
     psutil adds the time since boot to a time of boot in whole seconds, which
     may be off by one.
     """
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks_after_boot = int(fields[19])  # field 22 of proc(5)
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_after_boot / os.sysconf(
             "SC_CLK_TCK"
         )
     except (OSError, ValueError, IndexError, AttributeError):
-        return time.time()
+        return None
     return time.time() - age_s
 
 

@@ -24,10 +24,12 @@ from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import RecipeError, SpecError
 from instep.run.buffers import Buffers
+from instep.run.dealing import Dealing, Speeds
 from instep.run.ledger import Ledger
 from instep.run.member import Member
 from instep.run.notes import Notes
 from instep.run.passes import parts_of, ranges_of
+from instep.run.skipping import scale_gradients, share_read
 from instep.run.update import Update
 from instep.sync.base import Strategy
 
@@ -41,6 +43,8 @@ class Agreement(NamedTuple):
     """Whether any worker has been told to stop."""
     regroups: bool
     """Whether all leave the group after this step: its members change."""
+    skipped: int = 0
+    """Samples of the global batch that could not be read; the means are over the others."""
 
 
 @dataclass(slots=True)
@@ -55,6 +59,11 @@ class Clock:
     wire: float = 0.0
     update: float = 0.0
     save: float = 0.0
+
+    @property
+    def computing(self) -> float:
+        """What the passes took so far, without waiting for other workers."""
+        return self.load + self.forward + self.backward
 
     def lap(self, since: float, part: str) -> float:
         """Add the time since `since` (of `perf_counter`) to a part; returns the time now."""
@@ -74,6 +83,7 @@ class Replica:
         comm: the workers of this generation.
         compare: whether to make sure that all hold the same; not where they have
             just been given it.
+        by_speed: whether a slow worker is dealt less.
 
     Raises:
         RecipeError: the workers built different parameters.
@@ -88,11 +98,13 @@ class Replica:
         comm: Comm,
         *,
         compare: bool = True,
+        by_speed: bool = False,
     ) -> None:
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
         if compare:
             _check_equal(model, comm)
         self._parts = member.job.train.micro_batches
+        self._on_gpu = parameters[0].device.type == "cuda"
         exact = self._parts if member.job.train.determinism == "bits" else 0
         self.buffers = Buffers(model, parts=exact)
         self._ledger = (
@@ -105,12 +117,16 @@ class Replica:
             leaving=1,  # who has no further step
             regroups=1,  # who was told that the generation ends with this step
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
+            computing=comm.size,  # how long each rank's passes took, seconds
+            skipped=1,  # samples that could not be read
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
             buffers=len(self.buffers),  # who moved each
         )
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
-        self._last: tuple[int, Position] | None = None
+        self._last: tuple[int, Position, Speeds | None] | None = None
+        self._computing = [0.0] * comm.size
+        self.dealing = Dealing(comm.size, by_speed=by_speed)
         strategy.start(parameters, comm, notes=self._notes.size, parts=exact)
 
     def before_backward(self, weight: float, *, last: bool) -> None:
@@ -121,8 +137,22 @@ class Replica:
         """A pass is over, of micro-batches from `number` on; True if it moved buffers."""
         return self.buffers.after_pass(weight, number)
 
+    def _passes_done(self) -> float:
+        """The time now (of `perf_counter`), once a GPU is done with what it was given."""
+        since = time.perf_counter()
+        if not self._on_gpu:
+            return since
+        torch.cuda.current_stream().synchronize()  # not what is under way between GPUs
+        return self.clock.lap(since, "backward")
+
     def agree(
-        self, losses: Mapping[int, float], *, stop: bool, leaving: bool = False
+        self,
+        losses: Mapping[int, float],
+        *,
+        stop: bool,
+        leaving: bool = False,
+        skipped: int = 0,
+        samples: int = 0,
     ) -> Agreement | None:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
@@ -130,6 +160,8 @@ class Replica:
             losses: number of each of this worker's passes to weight times mean loss.
             stop: whether this worker has been told to stop.
             leaving: whether this worker has no further step; then all must have none.
+            skipped: samples that its passes lack, since they could not be read.
+            samples: of the global batch; 0 where there is none.
 
         Returns:
             The same on every worker. None where all must run their passes of
@@ -137,13 +169,17 @@ class Replica:
 
         Raises:
             SpecError: some workers leave and some have another step.
+            DataError: no sample of the global batch could be read.
             PeerError: another worker went away.
         """
-        since, arrived = time.perf_counter(), time.time()
+        since = self._passes_done()
+        arrived = time.time()
         own = self._notes.blank()
         own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
         own["regroups"] = [float(self.member.regroups)]
         own["arrived"][self.comm.rank] = arrived - self._base
+        own["computing"][self.comm.rank] = self.clock.computing
+        own["skipped"] = [float(skipped)]
         for number, loss in losses.items():
             own["losses"][number] = loss
         own["buffers"] = self.buffers.marks()
@@ -159,14 +195,22 @@ class Replica:
                 f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
-        self.buffers.commit(agreed["buffers"], self.comm)
+        missed = round(agreed["skipped"][0])
+        share = share_read(missed, samples)
+        if missed:
+            scale_gradients(self.model.parameters(), 1 / share)
+        self.buffers.commit(agreed["buffers"], self.comm, read=share)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed["arrived"])
         self._base = latest
         self.clock.wait = min(max(0.0, latest - arrived), blocked)
         self.clock.wire = blocked - self.clock.wait
+        self._computing = agreed["computing"]
         return Agreement(
-            sum(agreed["losses"]), agreed["stop"][0] > 0, regroups=agreed["regroups"][0] > 0
+            sum(agreed["losses"]) / share,
+            agreed["stop"][0] > 0,
+            regroups=agreed["regroups"][0] > 0,
+            skipped=missed,
         )
 
     def advance(
@@ -212,22 +256,41 @@ class Replica:
             gradient_norm: of the agreed gradient, if it was computed.
         """
         self.strategy.after_step(step)
-        self._last = (step, position)
+        self._last = (step, position, self.dealing.speeds)
         fenced = self._ledger is None or self.member.fenced
         done = self._ledger.append(self.shares()) if self._ledger and not fenced else b""
         times = astuple(self.clock)
         norm = _as_recorded(gradient_norm)
         self.member.record(done, (step, self.member.number, samples, loss, *times, norm))
+        self._deal_next(step, position)
         self.clock = Clock(begin=time.time())
+
+    def _deal_next(self, step: int, where: Position) -> None:
+        """How fast each was in this step may change how the next is dealt."""
+        dealing, ranks = self.dealing, self.comm.size
+        parts = parts_of(where, self.member.job.train)
+        ranges = ranges_of(where, parts, ranks, dealing.speeds)
+        samples = [stop - first for first, stop in ranges]
+        why, form = dealing.after_step(self._computing, samples, parts), self.member.form
+        if why and self.comm.rank == 0 and form is not None:
+            self.member.emit(
+                "work_dealt",
+                generation=form.generation,
+                step=step + 1,
+                members=form.members,
+                micro_batches=dealing.counts(dealing.speeds),
+                speeds=dealing.speeds or [1.0] * ranks,
+                reason=why,
+            )
 
     def shares(self) -> list[tuple[int, ...]]:
         """Who did what in the last committed step: records of `LEDGER`, one for each worker."""
         form = self.member.form
         if form is None or self._last is None:
             return []
-        step, where = self._last
+        step, where, speeds = self._last
         parts = parts_of(where, self.member.job.train)
-        ranges = ranges_of(where, parts, len(form.members))
+        ranges = ranges_of(where, parts, len(form.members), speeds)
         return [
             (step, where.epoch, worker, form.generation, *share)
             for worker, share in zip(form.members, ranges, strict=True)

@@ -161,7 +161,7 @@ def go_back(
     """
     with _nobody_writes(folder / "ledger.bin"):
         run = RunFolder(folder)
-        checkpoint, refused = newest_sound(folder / "checkpoints", partial(_check_own, folder))
+        checkpoint, refused = newest_sound(folder / "checkpoints", partial(check_own, folder))
         step = size_bytes = 0
         if checkpoint is None and refused:
             raise CheckpointError(
@@ -185,7 +185,7 @@ def go_back(
 _KEPT = ("run", "job", "ledger_bytes", "epoch_so_far", "optimizer", "scaler")
 
 
-def _check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
+def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint of another run, of an earlier instep, or beyond the ledger."""
     if missing := [name for name in _KEPT if name not in manifest.facts]:
         raise CheckpointError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.data.order import Position
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, RunError
 from instep.run.blame import sentence
 from instep.run.folder import run_id
 from instep.run.member import Member
@@ -25,6 +25,7 @@ from instep.run.update import Update
 from instep.spec_file import dump
 from instep.state.best import Best, facts_of
 from instep.state.load import load
+from instep.state.manifest import reason
 from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import (
@@ -149,6 +150,8 @@ class Saver:
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every = member.job.checkpoint.every_steps
         self._pack_optimizer = Packer()
+        self._newest = self._last = 0  # saved by this start; to be saved as its last
+        self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
         self._writer = CheckpointWriter(
             member.run / "checkpoints",
@@ -187,6 +190,7 @@ class Saver:
                 snapshot = self._snapshot(step, where, replica, epoch_so_far)
                 snapshot.facts.update(facts_of(metrics))
                 replica.clock.save += self._writer.save(snapshot, since=since)
+                self._last = step if last else 0
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         self._tell()
@@ -212,6 +216,7 @@ class Saver:
     def _tell(self) -> None:
         for outcome in self._writer.poll():
             if isinstance(outcome, Saved):
+                self._newest, self._unsaved = outcome.step, None
                 self._member.emit(
                     "checkpoint_saved",
                     step=outcome.step,
@@ -221,9 +226,15 @@ class Saver:
                     seconds=outcome.seconds,
                 )
             elif isinstance(outcome, CheckpointError):
-                self._member.emit("warning", text=str(outcome))
+                self._warn(outcome)
             else:
                 raise outcome
+
+    def _warn(self, error: CheckpointError) -> None:
+        """Say it once, as long as the cause is the same: each save tries again."""
+        before, self._unsaved = self._unsaved, error
+        if before is None or _number(before) != _number(error):
+            self._member.emit("warning", text=str(error))
 
     def hand_over(self) -> None:
         """Another worker saves from now on; what is being written is written first."""
@@ -234,10 +245,29 @@ class Saver:
         """Wait for the last checkpoint and write `model.safetensors`.
 
         Raises:
-            CheckpointError: the model cannot be written.
+            RunError: one of the two cannot be written; the text says what there is.
+            CheckpointError: the model cannot be kept.
         """
         self._writer.finish()
         self._tell()
+        missing = [] if self._newest >= self._last else ["its checkpoint"]
+        cause = self._unsaved.__cause__ if self._unsaved else None
+        try:
+            self._save_model(step)
+        except CheckpointError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError):
+                raise
+            missing.append("model.safetensors")
+        if missing:
+            newest = f"that of step {self._newest}" if self._newest else "none of this start"
+            raise RunError(
+                f"training is over with step {step}, but {' and '.join(missing)} could not be "
+                f"saved in {self._member.run}: {_why(cause)}. The newest checkpoint is {newest}. "
+                "Make room, or get access, then have the run go on."
+            )
+
+    def _save_model(self, step: int) -> None:
         digest = parameters_sha256(self._model)
         path = self._member.run / "model.safetensors"
         facts = {"step": str(step), "job": self._member.job.name, "parameters_sha256": digest}
@@ -245,3 +275,12 @@ class Saver:
         self._member.emit(
             "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
         )
+
+
+def _why(cause: BaseException | None) -> str:
+    return reason(cause) if isinstance(cause, OSError) else str(cause)
+
+
+def _number(error: CheckpointError) -> object:
+    """What tells one cause from another: the text has figures that change."""
+    return getattr(error.__cause__, "errno", str(error))

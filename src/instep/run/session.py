@@ -225,6 +225,7 @@ class Session:
                 collate=collate,
                 augment=augment,
                 processes=self.job.data.loaders,
+                unreadable=self.job.data.unreadable,
             )
             self._loop = OwnLoop(
                 self._member, model.to(self.device), optimizer, scheduler, loader, len(dataset)

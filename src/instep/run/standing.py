@@ -41,6 +41,8 @@ class Committed(NamedTuple):
     """Whether the workers were told to stop."""
     ends: bool
     """Whether this start of the run ends with it."""
+    skipped: int = 0
+    """Samples of it that could not be read."""
 
 
 class Standing:
@@ -134,7 +136,7 @@ class Standing:
 
     def commit(self, done: Committed, where: Position) -> Committed:
         """A step counts, at this place in the data; gives it back."""
-        count, before = where.stop - where.first, self.carried
+        count, before = where.stop - where.first - done.skipped, self.carried
         loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
         self.last = done
         self.carried = before._replace(

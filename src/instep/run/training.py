@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from instep.comm.messages import Pulse
-from instep.data.loader import Loader
+from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position
 from instep.errors import PeerError, SpecError
 from instep.run.endings import TOLD
@@ -30,6 +30,7 @@ from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
 from instep.run.saving import Saver
+from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
@@ -96,6 +97,7 @@ class Training:
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
         self._warned: set[str] = set()
+        self._teller = Teller(member)
         self._regroups = False
         self._standing = Standing(
             member, built.model, self._update, Merging(False, "not tried yet")
@@ -110,6 +112,7 @@ class Training:
             collate=recipe.collate,
             augment=recipe.augment if train else None,
             processes=self.job.data.loaders,
+            unreadable=self.job.data.unreadable,
         )
 
     def join(self) -> None:
@@ -185,7 +188,13 @@ class Training:
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
             strategy.load_state(standing.carried.strategy)
             self._replica = Replica(
-                member, built.model, built.parameters, strategy, comm, compare=not given
+                member,
+                built.model,
+                built.parameters,
+                strategy,
+                comm,
+                compare=not given,
+                by_speed=self.job.train.deal == "speed",
             )
         except PeerError:
             comm.close()
@@ -246,10 +255,12 @@ class Training:
             return Merging(True, "no step has two micro-batches")
         slices = [part.samples for part in parts]
         both = slices[0]._replace(stop=slices[1].stop)
-        first, second, together = self._loader.load([*slices, both])
+        first, second, together = self._loader.read([*slices, both])
+        if not (first.size and second.size and together.size):
+            return Merging(False, "the first samples cannot be read, to try it with them")
         set_generators(key(self.job.seed, OF_PASS, 0))
-        sizes = [part.size for part in parts]
-        return may_merge(self._forward, self._built.model, [first, second], sizes, together)
+        apart, sizes = [first.batch, second.batch], [first.size, second.size]
+        return may_merge(self._forward, self._built.model, apart, sizes, together.batch)
 
     def _announce(self) -> None:
         member, loader = self.member, self._loader
@@ -259,6 +270,8 @@ class Training:
                 f"{self.job.workers} workers compute on the CPU, since this machine has "
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
+        if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
+            member.emit("loaders_started", worker=member.number, pids=pids)
         parameters = sum(p.numel() for p in self._built.parameters)
         if self._built.loaded is not None and self.replica.comm.rank == 0:
             member.emit("model_loaded", **self._built.loaded.fields())
@@ -313,21 +326,29 @@ class Training:
             yield step
             if ends:
                 return
-        first = self.step + 1
-        loads = self._loader.load(
+        while (yield from self._steps_of_a_deal()):
+            pass
+
+    def _steps_of_a_deal(self) -> Generator[Step, None, bool]:
+        """The steps until the end, or until work is dealt otherwise; whether that is so."""
+        first, dealt = self.step + 1, self.replica.dealing.speeds
+        loads = self._loader.read(
             part.samples for _, share in self._plan(first) for part in share.passes
         )
         try:
             for where, share in self._plan(first):
                 self.step += 1
-                done = standing.commit(self._one_step(where, share, loads), where)
+                done = self._standing.commit(self._one_step(where, share, loads), where)
                 step, ends = self._settle(done)
                 yield step
                 self._regroups &= not ends
                 if ends or self._regroups:
                     break
+                if self.replica.dealing.speeds != dealt:
+                    return True
         finally:
             loads.close()
+        return False
 
     def _settle(self, done: Committed) -> tuple[Step, bool]:
         """What follows a commit: judge it, validate, save. Done again if a member is lost in it.
@@ -382,13 +403,14 @@ class Training:
             self.last_step,
             self.replica.comm,
             merge=self._standing.merging.merge,
+            speeds=self.replica.dealing.speeds,
         )
 
-    def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> Committed:
+    def _one_step(self, where: Position, share: Share, loads: Iterator[Read]) -> Committed:
         """From samples to a commit."""
         agreed = self._agree(where, share, loads)
         if agreed is None:  # the gradients did not fit: the same passes, on another lattice
-            again = self._loader.load(part.samples for part in share.passes)
+            again = self._loader.read(part.samples for part in share.passes)
             agreed = self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
         self._regroups = agreed.regroups
@@ -398,24 +420,28 @@ class Training:
         if not (math.isfinite(agreed.loss) or stops):
             self._warn_of_loss(agreed.loss)
         ends = agreed.stop or self.step in (self.last_step, self.job.train.stop_after_steps)
-        return Committed(self.step, agreed.loss, norm, agreed.stop, ends)
+        return Committed(self.step, agreed.loss, norm, agreed.stop, ends, agreed.skipped)
 
-    def _agree(self, where: Position, share: Share, loads: Iterator[Any]) -> Agreement | None:
+    def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
         """Run this worker's passes, and agree on what came of them."""
-        replica, clock = self.replica, self.replica.clock
-        losses = {}
+        replica, clock, batch_size = self.replica, self.replica.clock, where.stop - where.first
+        losses: dict[int, float] = {}
+        skipped: list[Skipped] = []
         for number, part in enumerate(share.passes):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
             since = time.perf_counter()
             self.phase = "loading"
-            batch = next(loads)
+            read = next(loads)
             since = clock.lap(since, "load")
-            weight = part.size / (where.stop - where.first)
+            skipped += read.skipped
+            if not read.size:
+                continue
+            weight = read.size / batch_size
             if not self._standing.merging.merge:
                 set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
-            loss = self._forward.loss(batch)
+            loss = self._forward.loss(read.batch)
             losses[part.number] = weight * float(loss.detach())
             since = clock.lap(since, "forward")
             self.phase = "backward"
@@ -423,9 +449,10 @@ class Training:
             self._update.scaler.scale(loss).backward()
             replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
+        self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
         self._waits()
         told = self.stopping.told()
-        return replica.agree(losses, stop=told)
+        return replica.agree(losses, stop=told, skipped=len(skipped), samples=batch_size)
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:
@@ -451,19 +478,22 @@ class Training:
         batch = train.global_batch
         if train.merge == "never":
             batch = -(-batch // train.micro_batches)
-        comm = self.replica.comm
-        metrics = evaluate(self._forward, self._validation, count, batch, comm, self._waits)
+        speeds, comm = self.replica.dealing.speeds, self.replica.comm
+        found = evaluate(self._forward, self._validation, count, batch, comm, speeds, self._waits)
+        left_out = found.skipped
+        self._teller.tell(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.replica.comm.rank == 0:
             self.member.emit(
                 "validated",
                 step=self.step,
                 epoch=where.epoch,
-                metrics=metrics,
-                samples=count,
+                metrics=found.metrics,
+                samples=found.samples,
+                skipped=count - found.samples,
                 seconds=time.perf_counter() - begin,
                 scheduled=self._is_time(where),
             )
-        return metrics
+        return found.metrics
 
     # ---- the end
 

@@ -15,6 +15,7 @@ from instep.run import blame
 from instep.run.kernels import set_kernels
 from instep.run.launch.base import Seat
 from instep.run.member import Member, Released
+from instep.run.prints import spare_prints
 from instep.run.recipe import call, load_function
 from instep.run.stacks import stack_file, tell_when_asked
 from instep.run.training import Training, choose_device
@@ -31,6 +32,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     Returns:
         The exit code of the process.
     """
+    spare_prints()
     try:
         member = Member(seat, number, phases)
     except PeerError as error:

@@ -13,6 +13,7 @@ It knows no collectives: one process of a run holds the writer of a folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -44,8 +45,12 @@ from instep.state.snapshot import (
     model_tensors,
     tied_names,
 )
+from instep.units import readable_bytes
 
 SAVING = ".saving-"
+RESERVE_BYTES = 1_000_000
+"""What a file of ours leaves free on the disk, for records of steps and for logs."""
+
 _CHUNK_BYTES = 1 << 24
 _DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
 
@@ -145,8 +150,9 @@ class CheckpointWriter:
 
         Returns:
             What was published, and for each that could not be written, or not in full,
-            a `CheckpointError`. Training may go on after one: the checkpoints before
-            are untouched, and the next save tries again. Any other error is a bug.
+            a `CheckpointError`, whose `__cause__` is the `OSError`. Training may go on after
+            one: the checkpoints before are untouched, and the next save tries again. Any
+            other error is a bug.
         """
         outcomes: list[Saved | Exception] = []
         while not self._outcomes.empty():
@@ -207,12 +213,12 @@ class CheckpointWriter:
             if self._may_publish():
                 shutil.rmtree(beside, ignore_errors=True)
             self._values.pop(step, None)
-            self._outcomes.put(
-                CheckpointError(
-                    f"the checkpoint of step {step} was not saved in {self._folder}: "
-                    f"{page.reason(error)}. Those before it are untouched."
-                )
+            unsaved = CheckpointError(
+                f"the checkpoint of step {step} was not saved in {self._folder}: "
+                f"{page.reason(error)}. Those before it are untouched."
             )
+            unsaved.__cause__ = error
+            self._outcomes.put(unsaved)
             return
         except Exception as error:  # our bug: it must not die unseen with the thread
             self._outcomes.put(error)
@@ -251,7 +257,8 @@ class CheckpointWriter:
     def _write_files(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
         """Fill the folder `beside` and sync it; returns its size in bytes."""
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
+        beside.mkdir(parents=True)  # somebody may have taken the folder of checkpoints away
+        _check_room(beside, sum(staged.size_bytes for staged in self._staged.values()))
         files = {}
         for name, staged in self._staged.items():
             with (beside / name).open("wb") as file:
@@ -288,6 +295,7 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     staged.copy(tensors)
     beside = path.with_name(f"{SAVING}{path.name}")
     try:
+        _check_room(path.parent, staged.size_bytes)
         with beside.open("wb") as file:
             entry = staged.write(file)
         beside.rename(path)
@@ -324,6 +332,11 @@ class _Staged:
             name: self._data[start:stop].view(kept[name].dtype).view(kept[name].shape)
             for name, (start, stop) in spans.items()
         }
+
+    @property
+    def size_bytes(self) -> int:
+        """How large the file will be."""
+        return len(self._header) + len(self._data)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether names, types, shapes and ties are still those laid out for."""
@@ -362,7 +375,7 @@ class _Staged:
             digest.update(piece)
             file.write(piece)
         _sync(file)
-        return page.FileEntry(len(self._header) + len(data), digest.hexdigest())
+        return page.FileEntry(self.size_bytes, digest.hexdigest())
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, Any]]:
@@ -469,6 +482,22 @@ def _clear_left_overs(folder: Path) -> None:
                 _delete(path)
             else:
                 path.rename(plain)
+
+
+def _check_room(folder: Path, size_bytes: int) -> None:
+    """Refuse to fill the disk: the ledger, without which nothing can be committed, is on it too.
+
+    Raises:
+        OSError: ENOSPC, as if it had been tried.
+    """
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free < size_bytes + RESERVE_BYTES:  # some file systems do not tell
+        raise OSError(
+            errno.ENOSPC,
+            f"{readable_bytes(size_bytes + RESERVE_BYTES)} are needed, {readable_bytes(free)} are "
+            "free",
+        )
 
 
 def _sync(file: IO[bytes]) -> None:

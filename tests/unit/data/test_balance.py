@@ -1,6 +1,6 @@
 """Micro-batches are dealt completely, in order, and fairly."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -26,20 +26,40 @@ def test_an_even_deal_covers_all_and_differs_by_one_at_most(micro_batches, worke
 
 
 @given(micro_batches=some.integers(0, 200), speeds=speeds)
-def test_a_deal_by_speed_covers_all_and_leaves_no_worker_idle_that_could_have_one(
-    micro_batches, speeds
-):
+def test_no_deal_by_speed_could_end_earlier(micro_batches, speeds):
     shares = deal(micro_batches, len(speeds), speeds)
     assert covers(shares, micro_batches)
-    assert micro_batches < len(speeds) or all(shares)
+    end = max(len(share) / speed for share, speed in zip(shares, speeds, strict=True))
+    # before `end`, none could do one more than it has, and whoever ends then could not do as many
+    for share, speed in zip(shares, speeds, strict=True):
+        assert (len(share) + 1) / speed >= end * (1 - 1e-9)
 
 
-@given(micro_batches=some.integers(1, 200), speeds=speeds)
-def test_a_share_is_within_one_of_the_ideal_where_each_ideal_is_one_or_more(micro_batches, speeds):
-    ideal = [micro_batches * speed / sum(speeds) for speed in speeds]
-    if min(ideal) >= 1:
-        for share, wanted in zip(deal(micro_batches, len(speeds), speeds), ideal, strict=True):
-            assert abs(len(share) - wanted) <= 1 + 1e-9
+@pytest.mark.parametrize("micro_batches", range(7))
+@pytest.mark.parametrize("speeds", [(1, 1, 1), (4, 4, 1), (5, 1, 1), (1, 2, 3), (9, 0.5, 1)])
+def test_it_ends_as_early_as_the_best_of_all_deals(micro_batches, speeds):
+    def end(counts):
+        return max(n / speed for n, speed in zip(counts, speeds, strict=True))
+
+    every = product(range(micro_batches + 1), repeat=3)
+    best = min(end(counts) for counts in every if sum(counts) == micro_batches)
+    assert end([len(share) for share in deal(micro_batches, 3, speeds)]) == best
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "speeds", "counts"),
+    [
+        (8, [1, 1, 1, 1], [2, 2, 2, 2]),
+        (4, [1, 1, 0.2, 1], [2, 1, 0, 1]),  # rather two for one than one for the slow
+        (2, [2, 1], [1, 1]),  # one is done with two when the other is with one: both stay busy
+        (5, [1], [5]),
+        (0, [1, 2], [0, 0]),
+    ],
+)
+def test_a_slow_worker_may_get_nothing_but_has_work_where_that_costs_nothing(
+    micro_batches, speeds, counts
+):
+    assert [len(share) for share in deal(micro_batches, len(speeds), speeds)] == counts
 
 
 @given(micro_batches=some.integers(0, 100), speeds=speeds)

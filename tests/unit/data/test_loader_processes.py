@@ -56,20 +56,53 @@ def test_a_killed_process_is_replaced_and_no_batch_changes():
     assert not any(psutil.pid_exists(pid) for pid in killed)
 
 
+def test_a_process_may_be_killed_over_each_slice():
+    with made(Plain(), 1) as loader:
+        loaded, got = loader.load(SLICES), []
+        for _ in SLICES:
+            os.kill(loader.pids[0], signal.SIGKILL)
+            got.append(next(loaded))
+        assert starts(got) == [float(i) for i in range(0, 100, 10)]
+
+
 def test_a_process_killed_while_it_reads_is_replaced(tmp_path):
     with made(KillsItself(tmp_path / "times", 1)) as loader:
         assert starts(loader.load(SLICES)) == [float(i) for i in range(0, 100, 10)]
 
 
-def test_the_second_death_is_an_error_that_names_the_signal(tmp_path):
-    with made(KillsItself(tmp_path / "times", 2)) as loader:
+def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
+    places = [Slice(0, first, first + 1) for first in range(100)]
+    with made(Plain()) as loader:
+        got, killed = [], set()
+        for batch in loader.load(places):
+            got.append(batch)
+            pid = loader.pids[len(got) % 2]
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+        assert starts(got) == [float(index) for index in range(100)]
+    assert len(killed) >= 20  # a process answers at most two slices before its end is seen
+
+
+def test_a_slice_on_which_every_process_is_lost_is_an_error_that_names_it_and_the_signal(tmp_path):
+    with made(KillsItself(tmp_path / "times", 5)) as loader:
         loaded = loader.load(SLICES)
         for _ in range(7):
             next(loaded)
-        with pytest.raises(DataError, match=r"was killed by SIGKILL, as did the one before it"):
+        with pytest.raises(
+            DataError,
+            match=r"^5 loader processes in a row .* positions 70 to 79 of epoch 1; the last "
+            r"\(pid \d+\) was killed by SIGKILL",
+        ):
             next(loaded)
         pids = loader.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_one_that_gets_past_its_slice_at_last_begins_to_count_anew(tmp_path):
+    with made(KillsItself(tmp_path / "times", 4)) as loader:
+        for _ in range(2):
+            assert starts(loader.load(SLICES)) == [float(i) for i in range(0, 100, 10)]
+            (tmp_path / "times").write_text("4")
 
 
 class Leaves(Plain):

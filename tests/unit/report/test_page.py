@@ -2,13 +2,15 @@ import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events
 
-from instep.events import read_events
+from instep.events import LEDGER, read_events
 from instep.report.markup import Html, embedded_json, tag
 from instep.report.page import write_report
 from instep.report.run_folder import RunFolder
+from instep.units import readable_count
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\""
 VOID = {"input", "path", "line"}
@@ -60,6 +62,7 @@ def test_the_page_tells_the_run_from_top_to_bottom(tmp_path):
         "Throughput",
         "Where the time went",
         "Start-up",
+        "Who did how much",
         "Audit of samples",
         "Generations and failures",
         "Checkpoints",
@@ -202,3 +205,21 @@ def test_checkpoints_and_failures_are_marked_on_the_strips(tmp_path):
     text = page_of(make_run(tmp_path / "digits", steps=21, outcome="failed"))
     assert len(re.findall(r'<line [^>]*class="checkpoint"/>', text)) == 2
     assert len(re.findall(r'<line [^>]*class="failure"/>', text)) == 1
+
+
+def test_the_page_says_who_did_how_much_and_how_work_was_dealt(tmp_path):
+    folder = make_run(tmp_path / "digits", workers=3)
+    ledger = np.fromfile(folder / "ledger.bin", LEDGER)
+    first, second = ledger[0::3], ledger[1::3]  # worker 1 gives half to worker 0
+    first["stop"] = second["first"] = (second["first"] + second["stop"]) // 2
+    ledger.tofile(folder / "ledger.bin")
+    dealt = {"step": 18, "members": [0, 1, 2], "micro_batches": [4, 1, 3], "reason": "speed"}
+    events = list(read_events(folder / "events.jsonl"))
+    event = {"time": BEGIN_S + 3, "event": "work_dealt", "generation": 1, "speeds": [4, 1, 3]}
+    write_events(folder, [*events[:-1], {**event, **dealt}, events[-1]])
+    words = Page(page_of(folder)).words
+    at = words.index("worker 1", words.index("samples/s of its own computing"))
+    its = int((second["stop"] - second["first"]).sum())
+    assert words[at + 1 : at + 3] == [readable_count(its), "17 %"]
+    at = words.index("micro-batches of each worker")
+    assert words[at + 1 : at + 4] == ["18", "speed", "0: 4, 1: 1, 2: 3"]

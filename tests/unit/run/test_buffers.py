@@ -240,3 +240,15 @@ def test_a_pass_that_broke_off_leaves_no_trace():
     assert torch.equal(model.running_mean, torch.zeros(2))
     assert model.num_batches_tracked == 0
     assert buffers.marks() == [0.0] * 3
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_what_was_left_out_of_a_step_falls_to_the_passes_that_were_run(parts):
+    model = Counter()
+    buffers = Buffers(model, parts=parts)
+    for number, (value, weight) in enumerate(((6.0, 0.25), (2.0, 0.5))):
+        model(torch.full((4, 2), value))
+        buffers.after_pass(weight, number)
+    buffers.commit(buffers.marks(), AloneComm(), read=0.75)
+    torch.testing.assert_close(model.mean, torch.full((2,), (8 + 2 * 6) / 3))
+    assert int(model.count) == 1

@@ -1,5 +1,7 @@
 """A ledger ends with the last step that counts, whoever died at what moment of writing it."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -81,3 +83,31 @@ def test_it_is_cut_back_to_where_a_checkpoint_was_saved_and_never_made_longer(tm
     cut_back(path, 9 * LEDGER.itemsize)
     assert steps_in(path) == [1, 1, 2, 2]
     cut_back(tmp_path / "none", 0)
+
+
+def test_a_step_that_finds_no_room_is_an_error_and_the_file_ends_with_the_one_before(small_disk):
+    ledger = Ledger(small_disk.path / "ledger.bin", patience_s=0)
+    ledger.append(shares(1))
+    small_disk.fill()
+    why = r"No space left on device\. Make room, .* every step that was committed before is in it"
+    with pytest.raises(RunError, match=why):
+        [ledger.append(shares(step, workers=3)) for step in range(2, 1000)]
+    last = steps_in(small_disk.path / "ledger.bin")[-1]
+    assert last > 1
+    assert ledger.size_bytes == (small_disk.path / "ledger.bin").stat().st_size
+    small_disk.make_room()
+    ledger.append(shares(last + 1))
+    ledger.close()
+    assert steps_in(small_disk.path / "ledger.bin")[-2:] == [last + 1] * 2
+
+
+def test_a_step_waits_for_room_that_a_checkpoint_is_about_to_give_back(small_disk):
+    ledger = Ledger(small_disk.path / "ledger.bin", patience_s=60)
+    small_disk.fill()
+    other = threading.Timer(0.2, small_disk.make_room)
+    other.start()
+    for step in range(1, 200):
+        ledger.append(shares(step))
+    other.join()
+    ledger.close()
+    assert len(steps_in(small_disk.path / "ledger.bin")) == 2 * 199

@@ -9,11 +9,14 @@ from torch import nn
 from instep.comm.alone import AloneComm
 from instep.data.order import Position
 from instep.run.forward import Forward
-from instep.run.passes import may_merge, parts_of, plan, share_of
+from instep.run.passes import may_merge, parts_of, plan, ranges_of, share_of
 from instep.run.recipe import Recipe
 from instep.spec import JobSpec, TrainSpec
 
 CPU = torch.device("cpu")
+
+
+SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
 
 
 @given(
@@ -22,32 +25,53 @@ CPU = torch.device("cpu")
     micro_batches=st.integers(1, 20),
     workers=st.integers(1, 9),
     merge=st.booleans(),
+    speeds=st.none() | SPEEDS,
 )
 def test_the_shares_of_all_workers_cover_the_positions_of_a_step_exactly(
-    first, size, micro_batches, workers, merge
+    first, size, micro_batches, workers, merge, speeds
 ):
     where = Position(3, first, first + size)
-    shares = [share_of(where, micro_batches, workers, n, merge=merge) for n in range(workers)]
+    known = {"merge": merge, "speeds": speeds and speeds[:workers]}
+    shares = [share_of(where, micro_batches, workers, n, **known) for n in range(workers)]
     covered = [i for s in shares for p in s.passes for i in range(p.samples.first, p.samples.stop)]
     assert covered == list(range(first, first + size))
     for share in shares:
         assert sum(one.size for one in share.passes) == share.stop - share.first
         assert all(one.size > 0 and one.samples.epoch == 3 for one in share.passes)
-        assert not merge or len(share.passes) <= 1
+        assert not merge or speeds or len(share.passes) <= 1
+    ranges = ranges_of(where, micro_batches, workers, known["speeds"])
+    assert ranges == [(share.first, share.stop) for share in shares]
 
 
-@given(micro_batches=st.integers(1, 12), size=st.integers(1, 40), workers=st.integers(1, 6))
-def test_a_micro_batch_holds_the_same_samples_whoever_computes_it(micro_batches, size, workers):
+@given(micro_batches=st.integers(1, 40), workers=st.integers(1, 9), speeds=SPEEDS)
+def test_no_merged_pass_is_larger_than_the_even_deal_makes_it(micro_batches, workers, speeds):
+    where, most = Position(0, 0, 3 * micro_batches), 3 * -(-micro_batches // workers)
+    for rank in range(workers):
+        share = share_of(where, micro_batches, workers, rank, merge=True, speeds=speeds[:workers])
+        sizes = [part.size for part in share.passes]
+        assert max(sizes, default=0) <= most
+        assert len(sizes) == -(-sum(sizes) // most)
+
+
+@given(
+    micro_batches=st.integers(1, 12),
+    size=st.integers(1, 40),
+    workers=st.integers(1, 6),
+    speeds=SPEEDS,
+)
+def test_a_micro_batch_holds_the_same_samples_whoever_computes_it(
+    micro_batches, size, workers, speeds
+):
     where = Position(0, 0, size)
 
-    def cut(number_of_workers):
+    def cut(number_of_workers, speeds=None):
         shares = [
-            share_of(where, micro_batches, number_of_workers, n, merge=False)
+            share_of(where, micro_batches, number_of_workers, n, merge=False, speeds=speeds)
             for n in range(number_of_workers)
         ]
         return {one.number: one.samples for share in shares for one in share.passes}
 
-    assert cut(workers) == cut(1)
+    assert cut(workers) == cut(1) == cut(workers, speeds[:workers])
 
 
 def test_a_worker_may_have_no_pass_in_a_short_step():

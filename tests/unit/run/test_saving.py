@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from instep import spec_file
 from instep.data.order import Position
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER
 from instep.run.folder import make_run_folder, run_id
 from instep.run.replica import Clock
@@ -38,7 +39,16 @@ class Tie:
 
 
 @pytest.fixture
-def saver(tmp_path):
+def saver(make_saver, tmp_path):
+    return make_saver(tmp_path)
+
+
+@pytest.fixture
+def make_saver():
+    return make
+
+
+def make(runs):
     table = {"name": "net", "recipe": "/digits.py:recipe", "checkpoint": {"every_steps": 1}}
     job = spec_file.build(table, source="test")
     model = nn.Linear(2, 1)
@@ -51,18 +61,18 @@ def saver(tmp_path):
         measure=False,
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
-    tie = Tie(make_run_folder(tmp_path, job, named=True), job)
+    tie = Tie(make_run_folder(runs, job, named=True), job)
     return Saver(tie, model, update), tie
 
 
-def after(saver, step):
+def after(saver, step, last=False):
     replica = SimpleNamespace(
         strategy=SimpleNamespace(state=dict),
         clock=Clock(),
         ledger_bytes=step * LEDGER.itemsize,
         buffers=SimpleNamespace(moved=set()),
     )
-    saver.after_step(step, WHERE, replica, last=False)
+    saver.after_step(step, WHERE, replica, last=last)
 
 
 def test_what_was_recorded_leaves_before_the_checkpoint_is_made(saver):
@@ -93,3 +103,76 @@ def test_a_checkpoint_that_was_saved_is_told_though_the_next_could_not_be(saver)
     told = [each for each in tie.told if each[0] != "flush"]
     assert ("checkpoint_saved", 1) in told
     assert told[-1] == ("warning", "the disk.")
+
+
+def texts(tie):
+    return [what for name, what in tie.told if name == "warning"]
+
+
+def saved(tie):
+    return [what for name, what in tie.told if name == "checkpoint_saved"]
+
+
+def test_checkpoints_that_find_no_room_are_one_warning_and_each_next_save_tries_again(
+    small_disk, make_saver
+):
+    saver, tie = make_saver(small_disk.path)
+    after(saver, 1)
+    saver._writer.finish()
+    small_disk.fill(leave=500_000)
+    for step in (2, 3, 4):
+        after(saver, step)
+        saver._writer.finish()
+    saver._tell()
+    assert len(texts(tie)) == 1
+    assert "the checkpoint of step 2 was not saved" in texts(tie)[0]
+    assert "1.0 MB are needed" in texts(tie)[0]
+    assert "are free (ENOSPC)" in texts(tie)[0]
+    small_disk.make_room()
+    after(saver, 5)
+    saver._writer.finish()
+    small_disk.fill(leave=500_000)
+    after(saver, 6)
+    saver._writer.finish()
+    saver._tell()
+    assert saved(tie) == [1, 5]
+    assert len(texts(tie)) == 2  # it had gone well meanwhile, so that is news
+
+
+def test_a_folder_of_checkpoints_that_somebody_took_away_is_made_again(saver):
+    saver, tie = saver
+    shutil.rmtree(tie.run / "checkpoints")
+    after(saver, 1)
+    saver.finish(1)
+    assert saved(tie) == [1]
+    assert texts(tie) == []
+
+
+def test_the_end_says_what_could_not_be_saved_and_what_there_is(small_disk, make_saver):
+    saver, tie = make_saver(small_disk.path)
+    after(saver, 1)
+    saver._writer.finish()
+    small_disk.fill(leave=500_000)
+    after(saver, 2, last=True)
+    with pytest.raises(RunError) as caught:
+        saver.finish(2)
+    text = str(caught.value)
+    assert text.startswith("training is over with step 2, but its checkpoint and model.safetensors")
+    assert "(ENOSPC). The newest checkpoint is that of step 1. Make room" in text
+    assert not (tie.run / "model.safetensors").exists()
+    assert [path.name for path in tie.run.glob(".saving*")] == []
+    small_disk.make_room()
+    after(saver, 2, last=True)
+    saver.finish(2)
+    assert (tie.run / "model.safetensors").is_file()
+
+
+def test_a_model_without_its_last_checkpoint_is_not_all_that_was_to_be_saved(saver):
+    saver, tie = saver
+    blocked = tie.run / "checkpoints" / ".saving-step-00000002"
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.write_text("a file where a folder is to be made")
+    after(saver, 2, last=True)
+    with pytest.raises(RunError, match=r"but its checkpoint could not be saved .* none of this"):
+        saver.finish(2)
+    assert (tie.run / "model.safetensors").is_file()

@@ -297,7 +297,10 @@ def _wake_pipe() -> tuple[int, int]:
 
 def _redirect(log: Path) -> None:
     """Standard output and error to a file, standard input from nowhere."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:  # a full disk, say: then where the server's own output goes
+        output = os.dup(2)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)

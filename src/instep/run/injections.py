@@ -1,0 +1,119 @@
+"""What is to be broken in a run, whose process, and when: drawn from a seed.
+
+Pure: it knows no processes and no clock. `chaos.py` makes what is drawn here
+happen. To add a kind, give it a number in `draw`, and in `chaos.py` a way to do it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from instep.errors import SpecError, near_miss
+
+Kind = Literal["kill", "hang"]
+
+WEIGHTS = {"worker": 6, "loader": 2, "master": 1, "host": 1}
+"""How often each role is killed, beside the others: as often as there are such processes, about."""
+
+LAST = 0.92
+"""Up to which share of the run's steps, or time, something is broken: the rest is to recover."""
+
+_IN_A_STEP_S = 0.05
+_IN_A_RECOVERY_S = 0.6
+_CLOSE = 0.2
+"""Share of the injections that follow the one before while the run still recovers from it."""
+
+STEPS_EACH = 2
+"""Steps of the run that there must be for each injection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """One thing to break."""
+
+    kind: Kind
+    role: str
+    """Of the process: a key of `WEIGHTS`."""
+    pick: float
+    """Which of the processes of that role: from 0 to 1, in their order."""
+    at: float
+    """Share of the steps, or of the time, after which it is due."""
+    delay_s: float
+    """From then on, so that it falls anywhere within a step, or into a recovery."""
+
+
+def draw(kills: int, hangs: int, roles: Sequence[str], seed: int) -> list[Injection]:
+    """So many kills and hangs, in the order in which they are due.
+
+    The same seed, numbers and roles give the same injections. Hangs are of
+    workers alone. About one in five comes so soon after the one before that the
+    run is still recovering.
+    """
+    rng = random.Random(seed)
+    known = sorted(roles)
+    kinds: list[Kind] = ["kill" if number < kills else "hang" for number in range(kills + hangs)]
+    rng.shuffle(kinds)
+    moments = sorted(rng.uniform(0.0, LAST) for _ in kinds)
+    found: list[Injection] = []
+    for kind, moment in zip(kinds, moments, strict=True):
+        role = "worker"
+        if kind == "kill":
+            (role,) = rng.choices(known, [WEIGHTS[each] for each in known])
+        close = bool(found) and rng.random() < _CLOSE
+        at = found[-1].at if close else moment
+        delay_s = rng.uniform(0.0, _IN_A_RECOVERY_S if close else _IN_A_STEP_S)
+        found.append(Injection(kind, role, rng.random(), at, delay_s))
+    return found
+
+
+def check_roles(asked: Sequence[str]) -> None:
+    """Refuse roles that nothing has.
+
+    Raises:
+        SpecError: names the role, and those that there are.
+    """
+    for role in asked:
+        if role not in WEIGHTS:
+            raise SpecError(f"--roles: there is no role {role!r}. {near_miss(role, WEIGHTS)}")
+
+
+def check_numbers(kills: int, hangs: int, partitions: int, over_s: float = 0.0) -> None:
+    """Refuse numbers of injections that cannot be.
+
+    Raises:
+        SpecError: one is below 0, all are 0, or partitions are asked for.
+    """
+    for name, number in (("kills", kills), ("hangs", hangs), ("partitions", partitions)):
+        if number < 0:
+            raise SpecError(f"--{name} {number}: needs to be at least 0.")
+    if not 0 <= over_s < float("inf"):
+        raise SpecError(f"--over {over_s:g}: needs to be a number of seconds, at least 0.")
+    if partitions:
+        raise SpecError(
+            f"--partitions {partitions}: a network is parted between hosts, and this version has "
+            "all processes on one. Leave it out."
+        )
+    if not kills + hangs:
+        raise SpecError("--kills 0 and --hangs 0: there is nothing to break. Ask for one or more.")
+
+
+def check_long_enough(steps: int, injections: int, longer: str) -> None:
+    """Refuse a run that is over before all can have happened.
+
+    Args:
+        steps: of the run, or those that it still has.
+        injections: how many there are to be.
+        longer: how it could be made longer, given the steps that are wanted.
+
+    Raises:
+        SpecError: says how many steps there are, and how many are wanted.
+    """
+    wanted = STEPS_EACH * injections
+    if steps < wanted:
+        raise SpecError(
+            f"{steps} steps are too few to break something {injections} times: {wanted} are "
+            f"wanted. {longer}"
+        )

@@ -1,0 +1,103 @@
+"""`instep chaos`: a run that is broken on purpose ends as if nothing had been, and that is told."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from started import RECIPES, Start
+
+from instep.cli import main
+from instep.report.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+Out = pytest.CaptureFixture[str]
+
+
+def job_file(folder: Path, steps: int, loaders: int = 0, **train: Any) -> Path:
+    job = folder / "job.toml"
+    keys = {"steps": steps, "global_batch": 16, "determinism": '"bits"', **train}
+    lines = "\n".join(f"{key} = {value}" for key, value in keys.items())
+    job.write_text(
+        f'name = "net"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nseed = 5\n'
+        f"[train]\n{lines}\n[checkpoint]\nevery_steps = 10\n[data]\nloaders = {loaders}\n"
+    )
+    return job
+
+
+def test_a_job_is_run_twice_and_holds_whoever_is_killed(tmp_path: Path, capsys: Out) -> None:
+    job = job_file(tmp_path, 60, loaders=1)
+    asked = ("--kills", "6", "--seed", "7", "--runs", str(tmp_path / "runs"), "--json")
+    assert main(["chaos", str(job), *asked]) == 0
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert answer["holds"] is True
+    assert answer["injected"] == answer["injections"] == 6
+    assert {each["role"] for each in answer["each"]} == {"worker", "loader"}
+    assert all(each["recovery_s"] > 0 for each in answer["each"])
+    assert answer["parameters_sha256"] == answer["undisturbed_parameters_sha256"]
+    assert answer["repeated_samples"] == answer["missing_samples"] == 0
+    assert "6 of 6: killed " in said.err
+    broken, whole = (tmp_path / "runs" / f"net-{name}" for name in ("disturbed", "undisturbed"))
+    written = json.loads((broken / "chaos.json").read_text())
+    assert written["asked"]["seed"] == 7
+    assert written["each"] == answer["each"]
+    killed = [each for each in answer["each"] if each["role"] == "worker"]
+    lost = RunFolder(broken).named("worker_lost")
+    assert [e["worker"] for e in lost] == [each["number"] for each in killed]
+    assert RunFolder(whole).named("worker_lost") == []
+
+
+def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, capsys: Out) -> None:
+    runs = tmp_path / "runs"
+    job = job_file(tmp_path, 12)
+    assert main(["run", str(job), "--runs", str(runs), "--set", "workers=1"]) == 0
+    events = runs / "net" / "events.jsonl"
+    sha256 = RunFolder(runs / "net").last("model_saved")["parameters_sha256"]
+    events.write_text(events.read_text().replace(sha256, "ab" * 32))
+    capsys.readouterr()
+    assert main(["chaos", str(runs / "net"), "--kills", "1", "--seed", "1"]) == 5
+    said = capsys.readouterr()
+    assert "verdict does not hold" in said.out
+    assert "fault   the parameters have the SHA-256 " in said.out
+    assert "instep: " in said.err
+    assert ", and undisturbed abababababab..." in said.err
+    assert (runs / "net-disturbed" / "chaos.json").is_file()
+
+
+def test_a_run_that_is_going_on_is_broken_and_goes_on(
+    start: Start, tmp_path: Path, capsys: Out
+) -> None:
+    going = start("-m", "instep", "run", job_file(tmp_path, 5000))
+    going.until(going.is_training, "training")
+    assert main(["chaos", str(going.run), "--kills", "2", "--over", "1", "--seed", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "broken  2 of 2 times: kill worker 2" in said
+    assert "hash    nothing to compare with: the run goes on" in said
+    assert f"next    instep replay {going.run} --step" in said
+    assert len(going.events("worker_lost")) == 2
+    assert going.process.poll() is None
+    going.process.send_signal(signal.SIGINT)
+    assert going.end() == 130
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_it_with_the_run_that_it_was_breaking(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    job = job_file(tmp_path, 60)
+    program = start("-m", "instep", "chaos", job, "--kills", "3", "--seed", "1", "--over", "100")
+    log = program.work / "runs" / "net-disturbed" / "ledger.bin"
+    program.until(lambda: log.is_file() and os.stat(log).st_size > 0, "breaking")
+    program.process.send_signal(number)
+    assert program.end() == 130
+    assert program.stdout == ""
+    assert "Traceback" not in program.stderr
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+    assert RunFolder(log.parent).outcome == "interrupted"

@@ -1,0 +1,120 @@
+"""Who is in a run is told by its log; only those are signalled."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from instep.report.run_folder import RunFolder
+from instep.run.roster import Known, Roster, roles_of, send
+
+pytestmark = pytest.mark.process
+
+FORKS = (  # stands for a worker with a loader process of its own, and a program that it started
+    "import os, subprocess, sys\n"
+    "pid = os.fork()\n"
+    "program = subprocess.Popen([sys.executable, '-c', 'input() #'], stdin=0) if pid else None\n"
+    "print(pid, program.pid if pid else 0, flush=True) if pid else None\n"
+    "sys.stdin.read()\n"
+)
+
+
+class Stand(subprocess.Popen[str]):
+    """A process that waits for its end, and looks like one of a run, or not."""
+
+    def __init__(self, code: str = "input()", mark: str = "instep") -> None:
+        command = [sys.executable, "-c", f"{code}#{mark}"]
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def stands() -> Iterator[list[Stand]]:
+    made: list[Stand] = []
+    yield made
+    for each in made:
+        with each:
+            each.kill()
+
+
+def log(run: Path, *events: dict[str, Any]) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": time.time(), **event}) + "\n" for event in events)
+
+
+def known(pid: int, seen: float | None = None, parent: int = 0) -> Known:
+    return Known("worker", 0, pid, time.time() if seen is None else seen, parent)
+
+
+def test_the_log_tells_who_is_there(tmp_path: Path) -> None:
+    roster = Roster(tmp_path)
+    roster.listen()  # there is no log yet
+    log(tmp_path, *({"event": "worker_joined", "worker": n, "pid": 40 + n} for n in (1, 0)))
+    roster.listen()
+    assert [(each.number, each.pid) for each in roster.of("worker")] == [(0, 40), (1, 41)]
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1.0, "event": "process_ended", "worker": 1, "p')
+    roster.listen()
+    assert len(roster.of("worker")) == 2
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('id": 41}\n')
+    log(tmp_path, {"event": "master_started", "pid": 7}, {"event": "host_joined", "pid": 8})
+    roster.listen()
+    assert [each.pid for role in ("worker", "master", "host") for each in roster.of(role)] == [
+        40, 7, 8,
+    ]  # fmt: skip
+    log(tmp_path, {"event": "run_started"})
+    roster.listen()
+    assert roster.of("worker") == []
+
+
+def test_only_the_process_that_was_meant_is_signalled(stands: list[Stand]) -> None:
+    stands += [Stand(), Stand(mark="other")]
+    ours, foreign = stands
+    assert not send(known(ours.pid, seen=time.time() - 60), signal.SIGKILL)  # began after that
+    assert not send(known(foreign.pid), signal.SIGKILL)  # no program of ours
+    assert not send(known(ours.pid, parent=foreign.pid), signal.SIGKILL)
+    assert ours.poll() is foreign.poll() is None
+    assert send(known(ours.pid), signal.SIGKILL)
+    assert ours.wait(10) == -signal.SIGKILL
+    assert not send(known(ours.pid), signal.SIGKILL)
+
+
+def test_a_process_that_has_ended_and_is_not_waited_for_is_not_there(stands: list[Stand]) -> None:
+    stands.append(Stand())
+    stands[0].send_signal(signal.SIGKILL)
+    while psutil.Process(stands[0].pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert not send(known(stands[0].pid), signal.SIGKILL)
+
+
+def test_loader_processes_are_the_forks_of_a_worker_and_not_what_it_started(
+    tmp_path: Path, stands: list[Stand]
+) -> None:
+    stands.append(Stand(FORKS))
+    worker = stands[0]
+    assert worker.stdout is not None
+    fork, program = map(int, worker.stdout.readline().split())
+    log(tmp_path, {"event": "worker_joined", "worker": 3, "pid": worker.pid})
+    roster = Roster(tmp_path)
+    roster.listen()
+    assert [(each.number, each.pid) for each in roster.of("loader")] == [(3, fork)]
+    assert sorted(roster.alive()) == sorted([worker.pid, fork])
+    assert send(roster.of("loader")[0], signal.SIGKILL)
+    assert psutil.pid_exists(program)
+    psutil.Process(program).kill()
+
+
+def test_a_run_has_the_roles_that_its_log_and_its_job_tell_of(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n')
+    log(tmp_path, {"event": "worker_joined", "worker": 0, "pid": 40})
+    assert roles_of(RunFolder(tmp_path)) == ["worker"]
+    log(tmp_path, {"event": "master_started", "pid": 7})
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n[data]\nloaders = 2\n')
+    assert roles_of(RunFolder(tmp_path)) == ["worker", "master", "loader"]

@@ -1,0 +1,60 @@
+"""A validation has the same bits whoever computes which of its batches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from instep.comm.alone import AloneComm
+from instep.comm.memory import run_ranks
+from instep.data.loader import Loader
+from instep.run.evaluate import evaluate
+from instep.run.forward import Forward
+from instep.run.recipe import Recipe
+
+
+def figures(comm, speeds=None):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(37, 6, generator=generator)
+    recipe = Recipe(
+        model=nn.Linear(6, 2),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train=[0],
+        validate=TensorDataset(inputs, inputs.sin()[:, :2]),
+        metrics={"distance": lambda outputs, target: (outputs - target).abs().mean()},
+    )
+    with torch.no_grad():
+        for parameter in recipe.model.parameters():
+            parameter.fill_(0.3)
+    loader = Loader(recipe.validate, seed=0, shuffle=False, processes=0)
+    taken = []
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    measure = forward.measure
+
+    def counted(batch):
+        taken.append(len(batch[0]))
+        return measure(batch)
+
+    forward.measure = counted
+    try:
+        return evaluate(forward, loader, 37, 5, comm, speeds), sum(taken)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    ("speeds", "counts"),
+    [
+        (None, [10, 15, 12]),  # 8 batches of 5, the last of 2
+        ((1, 0.2, 1), [20, 0, 17]),
+        ((0.01, 1, 1), [0, 20, 17]),
+    ],
+)
+def test_a_slow_worker_validates_less_and_the_figures_are_those_of_one(speeds, counts):
+    whole, samples = figures(AloneComm())
+    assert samples == 37
+    results = run_ranks(3, lambda comm: figures(comm, speeds))
+    assert [taken for _, taken in results] == counts
+    for values, _ in results:
+        assert values == whole
