@@ -145,11 +145,12 @@ class Member:
 
     def _lapsed(self) -> None:
         """In the listening thread: the others may go on without this worker by now."""
-        self._fence()
+        self.fence()
         self.hold()
         self.interrupt()
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
+        """Have nothing more committed in the present generation."""
         if self.form is not None:
             self._fenced = self.form.generation
 
@@ -161,7 +162,7 @@ class Member:
         and stays so until the next generation.
         """
         if self._tie.lapsed:
-            self._fence()
+            self.fence()
         return self.form is not None and self._fenced == self.form.generation
 
     def check_lease(self) -> None:

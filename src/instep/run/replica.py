@@ -257,8 +257,11 @@ class Replica:
         """
         self.strategy.after_step(step)
         self._last = (step, position, self.dealing.speeds)
-        fenced = self._ledger is None or self.member.fenced
-        done = self._ledger.append(self.shares()) if self._ledger and not fenced else b""
+        done = b""
+        if self._ledger is not None and not self.member.fenced:
+            done = self._ledger.append(self.shares())
+            if not done:  # another thread has let go of the file
+                self.member.fence()
         times = astuple(self.clock)
         norm = _as_recorded(gradient_norm)
         self.member.record(done, (step, self.member.number, samples, loss, *times, norm))
