@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,12 @@ QUIET_S = 0.6
 
 FIRST_PULSE_S = 60.0
 """How long a host may take to import what workers need; it says nothing meanwhile."""
+
+BALANCE_S = 3.0
+"""How long all hosts must have been there before a worker moves to one that has fewer."""
+
+LAST_S = 30.0
+"""How long those who alone hold the run's state are waited for; then it goes back."""
 
 BACK_S = 2.0
 """How long a host must have been there before workers are given up that may be back as well."""
@@ -181,6 +187,23 @@ class Hosts:
             return not self.several
         del self._underway[worker]
         return True
+
+    def crowded(self, placed: Mapping[int, int]) -> int | None:
+        """A worker that had better be on another host; None where they are spread evenly.
+
+        Args:
+            placed: worker to its host.
+        """
+        if not self.several or any(map(self.is_quiet, self._there)):
+            return None
+        if any(self._now - host.since < BALANCE_S for host in self._there.values()):
+            return None
+        workers = Counter(placed.values())
+        fullest = max(self._there, key=lambda number: workers[number], default=0)
+        fewest = min((workers[number] for number in self._there), default=0)
+        if workers[fullest] - fewest < 2:
+            return None
+        return max(worker for worker, host in placed.items() if host == fullest)
 
     # ---- processes on other machines
 

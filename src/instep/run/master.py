@@ -33,7 +33,7 @@ from instep.run import endings
 from instep.run import news as mind
 from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
-from instep.run.hosts import BACK_S, GATHER_S, Far, Hosts, Process
+from instep.run.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
 from instep.run.processes import Watched, machine
@@ -570,12 +570,16 @@ class Master:
         for worker, process in list(self._processes.items()):
             if isinstance(process, Far):
                 self._watch_far(worker, process, now)
+        if self._hosts.several:
+            self._spread()
 
     def _watch_far(self, worker: int, process: Far, now: float) -> None:
         heard, pulse = self._pulsed.setdefault(worker, (now, None))
         silent_s = now - heard
         quiet = self._hosts.is_quiet(process.host) and self._hosts.can_do_without
         patience_s = FLOOR_S if pulse is not None else FLOOR_S + BACK_S
+        if worker in self._state.holders and not self._holder_beside(worker, now):
+            patience_s = LAST_S
         if quiet and silent_s > patience_s and process.killed_at is None:
             step, phase = (pulse.step, pulse.phase) if pulse is not None else (0, "building")
             how = f"gave no sign of life for {silent_s:.1f} s, nor did its host"
@@ -584,6 +588,23 @@ class Master:
         if process.is_lost(now, silent_s):
             self._hosts.give_up(process.host, process.pid)
             self._exited(worker, process.pid, None, process.host)
+
+    def _holder_beside(self, worker: int, now: float) -> bool:
+        """Whether another worker that holds the run's state can be reached."""
+        return any(
+            now - self._pulsed[other][0] < FLOOR_S
+            for other in self._state.holders
+            if other != worker and other in self._peers and other in self._pulsed
+        )
+
+    def _spread(self) -> None:
+        """Have a worker move to a host that has come back, once nothing else is going on."""
+        state = self._state
+        members = set(state.members)
+        if state.phase == "training" and members == state.wanted == state.joined == state.inside:
+            worker = self._hosts.crowded({w: self._places[w] for w in members})
+            if worker is not None and not (state.changing or state.stop or state.done):
+                self._think(mind.Noticed(worker))
 
     def _host_left(self, peer: Peer, number: int, why: str) -> None:
         if self._hosts.goes(number, peer) and self._hosts.several:
