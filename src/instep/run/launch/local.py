@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from instep.errors import RunError
 from instep.run.launch.base import SETTINGS, Seat, host_log
 from instep.run.processes import end_group
 
@@ -33,16 +34,27 @@ class LocalLauncher:
         self._groups: list[int] = []
 
     def start(self, seat: Seat, logs: Path) -> None:
-        """Start the fork server in a session of its own, so that Ctrl-C reaches only us."""
+        """Start the fork server in a session of its own, so that Ctrl-C reaches only us.
+
+        Raises:
+            RunError: the command before it is none.
+        """
         with host_log(logs, seat.host).open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self._before, sys.executable, "-P", "-m", "instep.run.launch.fork_server"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **SETTINGS},
-            )
+            command = [*self._before, sys.executable, "-P", "-m", "instep.run.launch.fork_server"]
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, **SETTINGS},
+                )
+            except OSError as error:
+                raise RunError(
+                    f"{command[0]!r} cannot be run: {error.strerror}. launch.hosts has commands "
+                    "of this machine that run another command on a host."
+                ) from None
         self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
         note = {

@@ -1,0 +1,164 @@
+"""A run on emulated hosts: whoever is cut off writes nothing more, and nobody notices afterwards."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from started import RECIPES, SOON_S, Start, Started
+from test_recovery import check_same_result, kill, newest_pids, undisturbed
+from test_survival import STEPS_OF_A_RUN, reach
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import netlab  # noqa: E402
+
+NO = netlab.why_not()
+needs_hosts = pytest.mark.skipif(NO is not None, reason=str(NO))
+pytestmark = pytest.mark.process
+
+__all__ = ["undisturbed"]  # the fixture
+
+
+@pytest.fixture
+def network() -> Iterator[netlab.Network]:
+    with netlab.Network(3) as made:
+        yield made
+
+
+def begin(
+    start: Start, folder: Path, hosts: list[str], address: str, workers: int, *more: str
+) -> Started:
+    job = folder / "job.toml"
+    job.write_text(
+        f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\n'
+        f'workers = {workers}\nseed = 5\nnetwork = "private"\n'
+        f'[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\ndeterminism = "bits"\n'
+        "validate_every = 40\n[checkpoint]\nevery_steps = 25\n"
+        f'[launch]\nhosts = {json.dumps(hosts)}\naddress = "{address}"\n'
+    )
+    sets = [word for setting in more for word in ("--set", setting)]
+    return start("-m", "instep", "run", job, *sets)
+
+
+def on(start: Start, folder: Path, network: netlab.Network, workers: int) -> Started:
+    hosts = [f"ip netns exec {network.name}-{host}" for host in network.hosts]
+    return begin(start, folder, hosts, network.address(netlab.OUTSIDE), workers)
+
+
+def sizes(program: Started) -> set[int]:
+    return {len(e["members"]) for e in program.events("generation_started")}
+
+
+def lost_hosts(program: Started) -> list[int]:
+    return [e["host"] for e in program.events("host_lost")]
+
+
+def check_no_process_is_left(program: Started) -> None:
+    program.check_no_process_is_left(soon_s=SOON_S)
+    program.check_no_file_is_left()
+
+
+@needs_hosts
+@pytest.mark.timeout(180)
+def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
+    start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
+) -> None:
+    program = on(start, tmp_path, network, 5)
+    program.until(program.is_training, "training")
+    for step, away in ((40, ["h3"]), (120, ["h1", "h2"])):
+        reach(program, step)
+        generations = len(program.events("generation_started"))
+        network.partition(away)
+        program.until(
+            lambda: len(program.events("generation_started")) > generations,  # noqa: B023
+            "going on without them",
+        )
+        time.sleep(1)  # the others look for the master meanwhile
+        hosts = len(program.events("host_joined"))
+        network.heal()
+        program.until(
+            lambda: len(program.events("host_joined")) >= hosts + len(away),  # noqa: B023
+            "whole again",
+        )
+    assert program.end() == 0, program.stderr
+    assert {2, 0, 1} == set(lost_hosts(program))
+    assert sizes(program) == {5}
+    assert program.events("went_back") == []
+    causes = [e["cause"] for e in program.events("worker_lost")]
+    assert causes
+    assert all("gave no sign of life" in c and "nor did its host" in c for c in causes)
+    check_same_result(program, undisturbed)
+    check_no_process_is_left(program)
+
+
+@needs_hosts
+@pytest.mark.timeout(180)
+def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
+    start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
+) -> None:
+    program = on(start, tmp_path, network, 3)
+    program.until(program.is_training, "training")
+    reach(program, 40)
+    network.cut(*network.hosts)
+    program.until(lambda: len(lost_hosts(program)) == 3, "cut off")
+    network.heal()
+    reach(program, 100)
+    assert program.events("worker_lost") == []
+
+    (host,) = (e["pid"] for e in program.events("host_joined")[-3:] if e["host"] == 1)
+    workers = set(newest_pids(program).values())
+    spares = [p.pid for p in psutil.Process(host).children() if p.pid not in workers]
+    for pid in (*spares, host):
+        kill(pid)
+    program.until(lambda: program.events("host_joined")[-1]["pid"] != host, "another host")
+    assert program.end() == 0, program.stderr
+    assert program.events("went_back") == []
+    check_same_result(program, undisturbed)
+    check_no_process_is_left(program)
+
+
+@pytest.mark.timeout(120)
+def test_hosts_may_be_on_one_machine_and_a_worker_that_is_lost_starts_where_the_fewest_are(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, ["env HOST=1", "env HOST=2"], "127.0.0.1", 3)
+    program.until(program.is_training, "training")
+    places = {e["worker"]: e["host"] for e in program.events("worker_joined")}
+    assert sorted(places.values()) == [0, 0, 1]
+    alone = next(worker for worker, host in places.items() if host == 1)
+    reach(program, 60)
+    kill(newest_pids(program)[alone])
+    assert program.end() == 0, program.stderr
+    assert program.events("worker_joined")[-1]["host"] == 1
+    check_same_result(program, undisturbed)
+    program.check_nothing_is_left()
+
+
+def test_hosts_that_cannot_be_begun_end_the_run_with_what_they_said(
+    start: Start, tmp_path: Path
+) -> None:
+    hosts = ["sh -c 'echo no way to host 1 >&2; exit 3'", "sh -c 'exit 4'"]
+    program = begin(start, tmp_path, hosts, "127.0.0.1", 2)
+    assert program.end() == 5
+    assert "ended with code" in program.error
+    program.check_no_process_is_left()
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_fifty_partitions_at_most_one_side_ever_moves(start: Start, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    program = start(BENCHMARKS / "partitions.py", "--partitions", 50, "--json", result)
+    assert program.end(1700) == 0, program.stderr
+    found = json.loads(result.read_text())
+    assert found["partitions"] == 50
+    assert found["partitions_in_which_both_sides_moved"] == 0
+    assert found["repeated_samples"] == found["missing_samples"] == found["went_back"] == 0
+    assert found["same_bits_as_undisturbed"]
+    program.check_no_process_is_left()
