@@ -9,7 +9,7 @@ of its parameters beside the run's own books. Told are:
 
 - moves on the side without the master: after the cut, and once the lease has run out;
 - from the cut to the next step that the full number of workers committed;
-- from the healing until the run knows all hosts again;
+- from the healing until the run knows all hosts again, and has a worker on each;
 - repeated and missing samples, and whether the parameters are those of an undisturbed run.
 
 Needs Linux, iproute2 and root. The master is on this machine, beside the hosts that are left.
@@ -102,6 +102,13 @@ class Broken:
                 there[event["host"]] = event["event"] == "host_joined"
         return sum(there.values())
 
+    @property
+    def spread(self) -> bool:
+        """Whether each host has one of the workers."""
+        places = {e["worker"]: e["host"] for e in self.events("worker_joined")}
+        members = self.events("generation_started")[-1]["members"]
+        return len({places[worker] for worker in members}) == len(self.network.hosts)
+
     def stop(self) -> None:
         """Cleanly, with the model saved."""
         self._process.send_signal(signal.SIGTERM)
@@ -135,6 +142,8 @@ def cut_and_heal(broken: Broken, away: list[str], hold_s: float) -> dict[str, An
     network.heal()
     broken.until(lambda: broken.full_step_after(began) is not None, "a step of the full number")
     broken.until(lambda: broken.hosts_there == len(network.hosts), "all hosts known again")
+    broken.until(lambda: broken.spread, "a worker on each host again")
+    spread_s = time.monotonic() - healed
     lost = [e["host"] for e in broken.events("host_lost") if e["time"] > began]
     back = [e["time"] for e in broken.events("host_joined") if e["time"] > healed_at]
     return {
@@ -144,6 +153,7 @@ def cut_and_heal(broken: Broken, away: list[str], hold_s: float) -> dict[str, An
         "noticed": bool(lost),
         "still_s": (broken.full_step_after(began) or 0.0) - began,
         "back_s": max(back, default=healed_at) - healed_at,
+        "spread_s": spread_s,
     }
 
 
@@ -225,6 +235,7 @@ def measure(partitions: int, hosts: int, seed: int) -> dict[str, Any]:
         ),
         "still_s": spread([each["still_s"] for each in done]),
         "back_s": spread([each["back_s"] for each in done]),
+        "spread_s": spread([each["spread_s"] for each in done]),
         "each": done,
     }
 
