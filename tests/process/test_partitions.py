@@ -1,4 +1,4 @@
-"""A run on emulated hosts: whoever is cut off writes nothing more, and nobody notices afterwards."""
+"""A run on emulated hosts: whoever is cut off writes nothing more, and the result does not show."""
 
 import json
 import sys

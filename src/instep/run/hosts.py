@@ -85,6 +85,7 @@ class Hosts:
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was told to start it
         self._given_up: set[tuple[int, int]] = set()  # host and pid
+        self._left: dict[int, float] = {}  # when a host that is not there was lost
         self._failed: set[int] = set()  # who has ended by itself, and not come since
         self._first: float | None = None
         self._ready = False
@@ -129,6 +130,7 @@ class Hosts:
         """
         self._first = self._first or now
         self._failed.discard(number)
+        self._left.pop(number, None)
         before = self._there.get(number)
         self._there[number] = _Host(peer, pid, now, now)
         for host, given_up in self._given_up:
@@ -153,6 +155,7 @@ class Hosts:
         if host is None or host.peer is not peer:
             return False
         del self._there[number]
+        self._left[number] = self._now
         self._underway = {w: h for w, h in self._underway.items() if h != number}
         return True
 
@@ -216,6 +219,10 @@ class Hosts:
         """Whether a host is not there, or has just not been heard from."""
         host = self._there.get(number)
         return host is None or (host.spoke and self._now - host.heard > QUIET_S)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a host has not been there for so long that it will hardly be in a moment."""
+        return number in self._left and self._now - self._left[number] > BACK_S
 
     @property
     def all_quiet(self) -> bool:

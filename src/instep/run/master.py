@@ -576,11 +576,13 @@ class Master:
     def _watch_far(self, worker: int, process: Far, now: float) -> None:
         heard, pulse = self._pulsed.setdefault(worker, (now, None))
         silent_s = now - heard
-        quiet = self._hosts.is_quiet(process.host) and self._hosts.can_do_without
-        patience_s = FLOOR_S if pulse is not None else FLOOR_S + BACK_S
+        if pulse is not None:
+            silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
+        else:  # it says nothing while it gets ready
+            silent = self._hosts.is_gone(process.host)
         if worker in self._state.holders and not self._holder_beside(worker, now):
-            patience_s = LAST_S
-        if quiet and silent_s > patience_s and process.killed_at is None:
+            silent &= silent_s > LAST_S
+        if silent and self._hosts.can_do_without and process.killed_at is None:
             step, phase = (pulse.step, pulse.phase) if pulse is not None else (0, "building")
             how = f"gave no sign of life for {silent_s:.1f} s, nor did its host"
             self._think(mind.Hung(worker, step, phase, how))

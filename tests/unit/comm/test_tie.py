@@ -203,3 +203,106 @@ def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(ma
     sending.join()
     assert lost == 5
     assert seen == list(range(count))
+
+
+class Answers:
+    """A master that answers pulses while it is told to, in a thread of its own."""
+
+    def __init__(self, masters):
+        self.masters, self.answering, self.ended = masters, True, False
+        self.hellos = self.refuses = 0
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def serve(self):
+        while not self.ended:
+            for peer, message in list(self.masters.hub.receive(0.02)):
+                if isinstance(message, Hello):
+                    self.hellos += 1
+                    if self.refuses:
+                        word = Refused(kind="PeerError", text="it has its place.", exit_code=5)
+                        self.masters.hub.send(peer, word)
+                elif isinstance(message, Pulse) and self.answering:
+                    self.masters.hub.send(peer, Heard(count=0, pulse=message.number))
+
+    def close(self):
+        self.ended = True
+        self.thread.join()
+
+
+@pytest.fixture
+def answers(masters):
+    each = Answers(masters)
+    yield each
+    each.close()
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_lease_lasts_while_pulses_are_answered_and_runs_out_once_they_are_not(answers, tie):
+    lapses = []
+    tie.keep(0.5)
+    assert tie.lapsed  # nothing has been answered yet
+    tie.listen(Pulse, lambda _: None, lambda: lapses.append(time.monotonic()))
+    until(lambda: not tie.lapsed)
+    lapses.clear()
+    time.sleep(0.8)  # longer than the lease
+    assert not tie.lapsed
+    assert lapses == []
+    answers.answering = False
+    stopped = time.monotonic()
+    until(lambda: tie.lapsed)
+    assert time.monotonic() - stopped > 0.5 - 2 * PULSE_S  # it began when the pulse was sent
+    until(lambda: len(lapses) > 1)
+    answers.answering = True
+    until(lambda: not tie.lapsed)
+
+
+def test_an_answer_that_comes_late_counts_from_when_its_pulse_was_sent(masters, tie):
+    tie.keep(0.5)
+    tie.listen(Pulse, lambda _: None)
+    pulses, peers = [], []
+    while not pulses:
+        for peer, message in masters.hub.receive(0.02):
+            if isinstance(message, Pulse):
+                pulses.append(message)
+                peers.append(peer)
+    assert pulses[0].number == 1
+    time.sleep(0.6)
+    masters.hub.send(peers[0], Heard(count=0, pulse=1))
+    time.sleep(0.2)
+    assert tie.lapsed
+
+
+def test_where_nobody_answers_another_call_is_made_and_what_was_not_heard_is_said_again(
+    answers, masters, tie
+):
+    tie.keep(0.3)
+    answers.answering = False
+    tie.listen(Pulse, lambda _: None)
+    tie.send(emit(1))
+    until(lambda: answers.hellos > 1)  # the same master, which lives and says nothing
+    answers.answering = True
+    until(lambda: not tie.lapsed)
+
+
+def test_one_that_is_refused_when_it_calls_again_is_told_and_stays_lapsed(answers, tie):
+    lapses = []
+    tie.keep(0.3)
+    answers.answering, answers.refuses = False, True
+    tie._welcomed = True  # it was taken in before
+    tie.listen(Pulse, lambda _: None, lambda: lapses.append(None))
+    with pytest.raises(PeerError, match="it has its place"):
+        tie.receive()
+    until(lambda: not tie._thread.is_alive())
+    assert tie.lapsed
+    assert lapses
+
+
+def test_without_a_lease_nothing_lapses(tie):
+    assert not tie.lapsed

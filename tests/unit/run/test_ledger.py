@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from instep.errors import RunError
+from instep.errors import PeerError, RunError
 from instep.events import LEDGER, read_records
 from instep.run.ledger import Ledger, cut_back, mend
 
@@ -45,6 +45,47 @@ def test_two_cannot_write_one_ledger(tmp_path):
     first = Ledger(tmp_path / "ledger.bin")
     with pytest.raises(RunError, match="another process writes"):
         Ledger(tmp_path / "ledger.bin")
+    first.close()
+    Ledger(tmp_path / "ledger.bin").close()
+
+
+def test_one_that_was_released_writes_nothing_more_and_lets_another_write(tmp_path):
+    first = Ledger(tmp_path / "ledger.bin")
+    first.append(shares(1))
+    first.release()
+    second = Ledger(tmp_path / "ledger.bin")
+    assert first.append(shares(2)) == b""
+    second.append(shares(2))
+    assert steps_in(tmp_path / "ledger.bin") == [1, 1, 2, 2]
+    first.close()  # the lock is the other's by now
+    with pytest.raises(RunError, match="another process writes"):
+        Ledger(tmp_path / "ledger.bin")
+    second.close()
+
+
+def test_a_writer_waits_for_the_one_before_as_long_as_it_is_told_to(tmp_path):
+    first, asked = Ledger(tmp_path / "ledger.bin"), []
+
+    def wait():
+        asked.append(None)
+        if len(asked) == 3:
+            first.release()
+        return True
+
+    second = Ledger(tmp_path / "ledger.bin", wait)
+    assert len(asked) == 3
+    second.close()
+    first.close()
+
+
+def test_what_the_asking_raises_is_raised_and_the_file_is_let_go_of(tmp_path):
+    first = Ledger(tmp_path / "ledger.bin")
+
+    def gone():
+        raise PeerError("the members have changed.")
+
+    with pytest.raises(PeerError, match="have changed"):
+        Ledger(tmp_path / "ledger.bin", gone)
     first.close()
     Ledger(tmp_path / "ledger.bin").close()
 
