@@ -104,6 +104,18 @@ class Tie:
             return False
         return self._gone is not None or _now() - self._answered_at > self._lease_s
 
+    def wait_for_lease(self) -> None:
+        """Wait until the master has answered; for a process that others listen for.
+
+        Raises:
+            PeerError: the master is gone, for good.
+        """
+        with self._arrived:
+            while self.lapsed:
+                if self._gone is not None:
+                    raise self._gone
+                self._arrived.wait(PULSE_S)
+
     def show(self, pulse: Callable[[], Pulse]) -> None:
         """Tell that this process lives, if it is time to; call again where nobody answers."""
         now = time.monotonic()
@@ -130,7 +142,9 @@ class Tie:
         with self._arrived:
             self._called_at = time.monotonic()
             self._gone = self._gone or gone
-            if channel is not None:
+            if channel is not None and self._closed:
+                channel.close()
+            elif channel is not None:
                 self._take_over(channel)
             self._arrived.notify_all()
 
@@ -261,11 +275,11 @@ class Tie:
         on_lapse: Callable[[], None],
     ) -> None:
         while not self._closed and self._gone is None:
+            self.show(pulse)
             for message in self._take_in(PULSE_S):
                 on_arrival(message)
             if self.lapsed:
                 on_lapse()
-            self.show(pulse)
         if self.lapsed and not self._closed:
             on_lapse()
 
@@ -350,7 +364,8 @@ class Tie:
     def close(self) -> None:
         """Hang up; a second call does nothing."""
         self._closed = True
-        self._channel.close()
+        with self._lock:
+            self._channel.close()
 
 
 def _now() -> float:

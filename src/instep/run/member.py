@@ -130,6 +130,7 @@ class Member:
             if isinstance(answer, Release):
                 raise Released
             self._take(answer)
+        self._tie.wait_for_lease()
         self.form, self._next = self._next, None
         return self.form
 

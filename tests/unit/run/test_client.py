@@ -11,7 +11,7 @@ from safetensors.torch import save_file as torch_save_file
 from instep import spec_file
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
-from instep.run.client import about, check_job, failure, reference_to
+from instep.run.client import about, check_job, failure, open_switchboard, reference_to
 from instep.run.folder import make_run_folder
 from instep.spec import JobSpec
 
@@ -164,3 +164,16 @@ def test_a_failed_launcher_is_named_as_such(run_folder):
 
 def test_a_log_that_somebody_else_keeps_is_not_promised(tmp_path):
     assert str(failure(*blamed(1), tmp_path)) == "worker 1 failed: ValueError: no"
+
+
+def test_a_run_with_hosts_listens_where_they_reach_this_machine(monkeypatch):
+    launch = {"hosts": ["ssh node1"], "address": "127.0.0.1"}
+    board = open_switchboard(job(network="private", launch=launch))
+    assert board.seat.address.host == "127.0.0.1"
+    board.close()
+    launch["address"] = "203.0.113.7"  # kept for documents: nobody has it
+    with pytest.raises(SpecError, match=r"launch\.address = '203.*an address of this machine"):
+        check_job(job(network="private", launch=launch))
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    with pytest.raises(SpecError, match=r"leads to 127.*Say launch\.address"):
+        check_job(job(network="private", launch={"hosts": ["ssh node1"]}))

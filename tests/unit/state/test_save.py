@@ -59,6 +59,16 @@ def write(folder, *steps, **options):
     return writer.poll()
 
 
+def test_one_that_may_not_publish_any_more_leaves_the_checkpoints_as_they_are(tmp_path):
+    write(tmp_path, 1)
+    (outcome,) = write(tmp_path, 2, may_publish=lambda: False)
+    assert isinstance(outcome, CheckpointError)
+    assert "step 2 was not saved: others may save by now" in str(outcome)
+    assert [step for step, _ in published(tmp_path)] == [1]
+    write(tmp_path, 3)  # whoever may clears away what was left
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
 def test_what_is_saved_is_told_once_and_loads(tmp_path):
     writer = CheckpointWriter(tmp_path / "run" / "checkpoints")
     held_s = writer.save(snapshot_of(5))
