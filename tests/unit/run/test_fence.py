@@ -76,7 +76,7 @@ class Worker:
         self.member.at = Pulse
         self.interrupts = []
         self.member.interrupt = lambda: self.interrupts.append(None)
-        self.member.hold = lambda: self.replica.hold()
+        self.member.hold, self.replica = self.hold, None
         self.model = nn.Linear(1, 1)
         self.parameters = list(self.model.parameters())
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
@@ -85,6 +85,10 @@ class Worker:
             optimizer, None, self.parameters, seed=0, clip_norm=None, scaler=scaler
         )
         self.form()
+
+    def hold(self):
+        if self.replica is not None:
+            self.replica.hold()
 
     def form(self):
         self.member.wait_for_group()
