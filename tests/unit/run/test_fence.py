@@ -85,6 +85,7 @@ class Worker:
             optimizer, None, self.parameters, seed=0, clip_norm=None, scaler=scaler
         )
         self.form()
+        self.interrupts.clear()  # before the first answer there was no lease
 
     def hold(self):
         if self.replica is not None:
