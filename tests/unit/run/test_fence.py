@@ -42,7 +42,8 @@ class Master:
     def serve(self):
         while not self.ended:
             for peer, message in list(self.hub.receive(0.02)):
-                if message is not None and self.answers:
+                refused = self.refuses and isinstance(message, Hello)
+                if message is not None and (self.answers or refused):
                     self.hear(peer, message)
 
     def hear(self, peer, message):
@@ -185,11 +186,9 @@ def test_a_ledger_that_was_let_go_of_ends_the_generation(worker):
 
 def test_one_whose_place_another_has_is_told_so(master, worker):
     master.answers, master.refuses = False, True
-    until(lambda: worker.interrupts)
-    master.answers = True
-    worker.member.broken()
     with pytest.raises(PeerError, match="another has its place"):
-        worker.form()
+        worker.member.wait_for_group()
+    assert worker.member.fenced
 
 
 def test_on_one_machine_a_silent_master_changes_nothing(tmp_path):
