@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from instep.run.notes import Notes
 from instep.run.passes import parts_of, ranges_of
 from instep.run.update import Update
 from instep.sync.base import Strategy
+
+if TYPE_CHECKING:  # it builds on checkpoints, and those on this
+    from instep.run.corruption import Guard
 
 
 class Agreement(NamedTuple):
@@ -72,6 +75,7 @@ class Replica:
         comm: the workers of this generation.
         compare: whether to make sure that all hold the same; not where they have
             just been given it.
+        guard: looks out for corruption, if the job wants that.
 
     Raises:
         RecipeError: the workers built different parameters.
@@ -86,7 +90,9 @@ class Replica:
         comm: Comm,
         *,
         compare: bool = True,
+        guard: Guard | None = None,
     ) -> None:
+        self.guard = guard
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
         if compare:
             _check_equal(model, comm)
@@ -94,12 +100,15 @@ class Replica:
         exact = self._parts if member.job.train.determinism == "bits" else 0
         self.buffers = Buffers(model, parts=exact)
         self._ledger = Ledger(member.run / "ledger.bin") if comm.rank == 0 else None
+        if guard is not None:
+            guard.attach(parameters, comm)
         self._notes = Notes(
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
             buffers=len(self.buffers),  # who moved each
+            corruption=guard.size if guard is not None else 0,
         )
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
@@ -112,6 +121,9 @@ class Replica:
 
     def after_pass(self, weight: float, number: int) -> bool:
         """A pass is over, of micro-batches from `number` on; True if it moved buffers."""
+        if not weight:  # another's, repeated before all of this worker's own
+            self.buffers.undo()
+            return False
         return self.buffers.after_pass(weight, number)
 
     def agree(
@@ -132,6 +144,8 @@ class Replica:
             SpecError: some workers leave and some have another step.
             PeerError: another worker went away.
         """
+        if self.guard is not None:
+            self.guard.check_memory()
         since, arrived = time.perf_counter(), time.time()
         own = self._notes.blank()
         own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
@@ -139,6 +153,8 @@ class Replica:
         for number, loss in losses.items():
             own["losses"][number] = loss
         own["buffers"] = self.buffers.marks()
+        if self.guard is not None:
+            own["corruption"] = self.guard.notes()
         summed = self.strategy.after_backward(self._notes.pack(own))
         if summed is None:
             self.buffers.forget()
@@ -151,6 +167,8 @@ class Replica:
                 f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
+        if self.guard is not None:
+            self.guard.judge(agreed["corruption"], self.strategy.state)
         self.buffers.commit(agreed["buffers"], self.comm)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed["arrived"])
@@ -173,6 +191,8 @@ class Replica:
         """
         since = time.perf_counter()
         norm = update.apply(step)
+        if self.guard is not None:
+            self.guard.committed()
         self.clock.lap(since, "update")
         self.commit(step, position, samples, loss, norm)
         return norm
@@ -230,6 +250,8 @@ class Replica:
     def close(self) -> None:
         """Let go of model and group."""
         self.strategy.stop()
+        if self.guard is not None:
+            self.guard.detach()
         self.comm.close()
         if self._ledger is not None:
             self._ledger.close()

@@ -20,11 +20,13 @@ import torch
 from instep.data.loader import Loader
 from instep.data.order import Position, key, position
 from instep.errors import PeerError, SpecError
+from instep.run.clean_copy import CleanCopy
+from instep.run.corruption import Guard
 from instep.run.decide import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
-from instep.run.passes import OF_PASS, Merging, Share, may_merge, parts_of, plan, share_of
+from instep.run.passes import OF_PASS, Merging, Pass, Share, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
@@ -97,6 +99,10 @@ class Training:
         self._standing = Standing(
             member, built.model, self._update, Merging(False, "not tried yet")
         )
+        self._guard: Guard | None = None
+        if self.job.check.corruption:
+            copy = CleanCopy(built.model, self._update, self._standing)
+            self._guard = Guard(member, built.model, self._update, copy, self._repeat)
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -140,6 +146,8 @@ class Training:
         if self._replica is not None:
             self._standing.leave(self._replica)
             self._replica = None
+        if self._guard is not None:
+            self._guard.go_back()
         self.step = self._standing.carried.step
         self.member.broken()
 
@@ -157,7 +165,13 @@ class Training:
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
             strategy.load_state(standing.carried.strategy)
             self._replica = Replica(
-                member, built.model, built.parameters, strategy, comm, compare=not given
+                member,
+                built.model,
+                built.parameters,
+                strategy,
+                comm,
+                compare=not given,
+                guard=self._guard,
             )
         except PeerError:
             comm.close()
@@ -169,6 +183,15 @@ class Training:
         self._stopping.regroup(comm)
         if comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, built.model, self._update, self._best)
+        if self._guard is not None:
+            self._begin_guarded(self._guard)
+
+    def _begin_guarded(self, guard: Guard) -> None:
+        form = self.member.form
+        if form is not None and form.checkpoint is not None:
+            guard.begin_anew(self.replica.strategy.state())
+        if self._saver is not None:
+            self._saver.drop_after(self.step)  # what was saved since a clean copy may be wrong
 
     @property
     def _validation_samples(self) -> int:
@@ -336,7 +359,7 @@ class Training:
         self.rule = TOLD if told else "stop_after_steps"
 
     def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
-        return plan(
+        planned = plan(
             self.job,
             self.samples,
             first,
@@ -344,6 +367,7 @@ class Training:
             self.replica.comm,
             merge=self._standing.merging.merge,
         )
+        return planned if self._guard is None else self._guard.with_repeats(planned, first)
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Any]) -> Committed:
         """From samples to a commit."""
@@ -362,8 +386,10 @@ class Training:
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Any]) -> Agreement | None:
         """Run this worker's passes, and agree on what came of them."""
-        replica, clock = self.replica, self.replica.clock
+        replica, clock, guard = self.replica, self.replica.clock, self._guard
         losses = {}
+        if guard is not None:
+            guard.begin(self.step, where)
         for number, part in enumerate(share.passes):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
@@ -371,20 +397,35 @@ class Training:
             self.phase = "loading"
             batch = next(loads)
             since = clock.lap(since, "load")
-            weight = part.size / (where.stop - where.first)
+            weight = 0.0 if part.repeats else part.size / (where.stop - where.first)
             if not self._standing.merging.merge:
                 set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(batch)
-            losses[part.number] = weight * float(loss.detach())
+            if not part.repeats:
+                losses[part.number] = weight * float(loss.detach())
             since = clock.lap(since, "forward")
             self.phase = "backward"
             replica.before_backward(weight, last=number == len(share.passes) - 1)
+            if guard is not None:
+                guard.hear(part)
             self._update.scaler.scale(loss).backward()
+            if guard is not None:
+                guard.heard(part)
             replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
         self.phase = "exchange"
         return replica.agree(losses, stop=self.stopping.told())
+
+    def _repeat(self, part: Pass, factor: float) -> None:
+        """One more pass of the present step, its loss times a factor, of which nothing stays."""
+        self.replica.abandon()
+        (batch,) = self._loader.load([part.samples])
+        set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+        loss = self._forward.loss(batch)
+        self.replica.before_backward(0.0, last=False)
+        self._update.scaler.scale(loss * factor).backward()
+        self.replica.abandon()
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:
