@@ -28,7 +28,7 @@ from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
-from instep.errors import PeerError, WorkerError
+from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.run.clean_copy import CleanCopy
 from instep.run.member import Member
 from instep.run.passes import Pass, Share, parts_of
@@ -270,6 +270,17 @@ class Guard:
         self._doubts = 0
         if self._repeats:
             self._copy.keep(strategy())
+
+    def unrepeatable(self, error: Unrepeatable) -> None:
+        """All ran their passes again, and not all came to the same; every worker calls it.
+
+        Raises:
+            PeerError, WorkerError: as `judge`, if it was one worker alone.
+        """
+        mine = [bool(answer) for (answer,) in self._shared([int(error.mine)])]
+        if sum(mine) == 1:
+            how = "they were others when they were computed again"
+            self._answer(Found("gradient", "all passes", Verdict((mine.index(True),), how=how)))
 
     def committed(self) -> None:
         """Parameters have moved, and now stay as they are until the next step has its gradients."""

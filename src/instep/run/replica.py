@@ -22,7 +22,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
-from instep.errors import RecipeError, SpecError
+from instep.errors import RecipeError, SpecError, Unrepeatable
 from instep.run.buffers import Buffers
 from instep.run.ledger import Ledger
 from instep.run.member import Member
@@ -155,7 +155,12 @@ class Replica:
         own["buffers"] = self.buffers.marks()
         if self.guard is not None:
             own["corruption"] = self.guard.notes()
-        summed = self.strategy.after_backward(self._notes.pack(own))
+        try:
+            summed = self.strategy.after_backward(self._notes.pack(own))
+        except Unrepeatable as error:
+            if self.guard is not None:
+                self.guard.unrepeatable(error)
+            raise
         if summed is None:
             self.buffers.forget()
             return None

@@ -9,6 +9,7 @@ for tensors, `combined` for what it gave, `Watch` for memory that must not chang
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,7 +64,7 @@ def _sums(tensor: Tensor) -> Words:
         whole = tensor.coalesce()
         parts = digests([whole.indices(), whole.values()])
         return _sums(torch.tensor(np.array(parts, dtype=np.uint64).view(np.int64)))
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = _bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     rows = len(flat) // (8 * _COLUMNS)
     cut = rows * 8 * _COLUMNS
     rest = np.zeros(8 * _COLUMNS, dtype=np.uint8)
@@ -74,17 +75,35 @@ def _sums(tensor: Tensor) -> Words:
     return sums
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, [bytes] uint8."""
+    # strided by hand: a tensor of one element may have any stride, which `view` refuses
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _column_sums(flat: Tensor, rows: int) -> Words:
     if flat.device.type == "cpu":  # numpy: torch 2.13 takes three times as long here
-        whole = flat.numpy().view(np.uint64).reshape(rows, _COLUMNS)
-        return np.add.reduce(whole, axis=0)
-    return flat.view(torch.int64).view(rows, _COLUMNS).sum(0).cpu().numpy().view(np.uint64)
+        sums: Words = np.add.reduce(flat.numpy().view(np.uint64).reshape(rows, _COLUMNS), axis=0)
+        return sums
+    return _column_sums_by_torch(flat, rows)
+
+
+def _column_sums_by_torch(flat: Tensor, rows: int) -> Words:
+    sums: Words = flat.view(torch.int64).view(rows, _COLUMNS).sum(0).cpu().numpy()
+    return sums.view(np.uint64)
 
 
 # ---- memory that must not change
 
 _PIECE = 1 << 17
 """Words of a piece: it is looked at whole or not at all."""
+
+
+_ALWAYS = 1 << 15
+"""Words that are looked at each time, whatever it costs: some 50 millionths of a second."""
+
+_RECENT = 8
+"""Of so many turns the costs are remembered."""
 
 
 class Piece(NamedTuple):
@@ -121,8 +140,9 @@ class Watch:
         self._pieces: list[Piece] = []
         self._taken: list[Any] = []
         self._window: list[Piece] = []
-        self._next, self._count = 0, 1 << 30
+        self._next, self._count, self._least = 0, 1 << 30, 1
         self._cost_s, self._since = 0.0, self._clock()
+        self._costs_s, self._passed_s = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
 
     @property
     def covered(self) -> float:
@@ -137,12 +157,14 @@ class Watch:
         where = [tensor.data_ptr() for _, tensor in self._tensors]
         if where != self._where:
             self._where, self._pieces = where, list(_cut(self._tensors))
-        count = min(self._count, len(self._pieces))
+            largest = max((len(piece.words) for piece in self._pieces), default=1)
+            self._least = max(1, _ALWAYS // largest)
+        count = min(max(self._count, self._least), len(self._pieces))
         first, self._next = self._next, (self._next + count) % max(1, len(self._pieces))
         around = self._pieces[first:] + self._pieces[:first]
         self._window = around[:count]
         self._taken = _plain_sums(self._window)
-        self._cost_s = self._clock() - now
+        self._cost_s = self._clock() - now if count else 0.0
 
     def look(self) -> str | None:
         """The name of a tensor that changed since, among those taken in; as a rule None."""
@@ -157,11 +179,13 @@ class Watch:
         return changed
 
     def _settle_count(self, passed_s: float) -> None:
-        """How many pieces the next turn may have, from what the last ones cost."""
-        if self._window and self._cost_s > 0:
-            fitting = len(self._window) * self._share * passed_s / self._cost_s
-            # slowly upwards: one slow step says little of the next
-            self._count = max(1, min(int(fitting), 2 * len(self._window)))
+        """How many pieces the next turn may have, from what those before have cost."""
+        if self._cost_s > 0:
+            self._costs_s.append(self._cost_s / len(self._window))
+            self._passed_s.append(passed_s)
+            # the least of several, for whatever else runs here makes any of them longer
+            fitting = self._share * min(self._passed_s) / min(self._costs_s)
+            self._count = int(fitting)
 
 
 def _plain_sums(pieces: Sequence[Piece]) -> list[Any]:
@@ -185,7 +209,7 @@ def _cut(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[Piece]:
     for name, tensor in tensors:
         straight = _straight(tensor)
         assert straight is not None, name
-        flat = straight.view(torch.uint8)
+        flat = _bytes(straight)
         even = len(flat) // 8 * 8
         parts = list(flat[:even].view(torch.int64).split(_PIECE)) if even else []
         parts += [flat[even:]] if even < len(flat) else []
