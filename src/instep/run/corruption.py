@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -168,6 +167,8 @@ class Guard:
             return
         self.going_back = False
         if self._copy.step < 0:
+            text = f"worker {self._member.number} has nothing to go back to, and is replaced."
+            self._member.emit("warning", text=text)
             self._end_myself()
         self._copy.give_back()
 
@@ -346,21 +347,32 @@ class Guard:
 
     def _answer(self, found: Found) -> NoReturn:
         verdict, rank = found.verdict, self._comm.rank
-        speaker = next((r for r in range(self._comm.size) if r not in verdict.named), 0)
-        if rank == speaker:
-            self._tell(found, self._copy.step)
+        others = [r for r in range(self._comm.size) if r not in verdict.named]
+        clean_step = self._clean_step(others)
+        if rank == others[0]:
+            self._tell(found, clean_step)
         if not self._member.recovers:
             raise WorkerError(_in_words(found, self._numbers(verdict), self._step))
         self._doubts += not verdict.named
         if self._doubts >= MOST_IN_DOUBT:
             words = _in_words(found, self._numbers(verdict), self._step)
             raise WorkerError(f"{words} It was so {self._doubts} times. {_UNLIKE}")
-        with suppress(PeerError):  # who ends itself must not tear down a sum that others wait for
-            self._comm.all_reduce(torch.zeros(1, device=self._parameters[0].device)).wait()
         if rank in verdict.named:
             self._end_myself()
         self.going_back = True
         raise PeerError("corruption was found in the state or the gradient of a worker.")
+
+    def _clean_step(self, others: list[int]) -> int:
+        """The step that those who stay go back to; -1 where none of them has a copy.
+
+        It is asked of all before anybody ends itself, so that no sum is torn down in which
+        somebody still learns what was found.
+        """
+        try:
+            steps = self._shared([self._copy.step + 1])
+        except PeerError:  # somebody has ended itself already
+            return self._copy.step
+        return max(steps[rank][0] for rank in others) - 1
 
     def _numbers(self, verdict: Verdict) -> tuple[list[int], list[int]]:
         """The workers' own numbers of who is named and of who is suspect."""

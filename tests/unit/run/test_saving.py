@@ -91,3 +91,15 @@ def test_a_checkpoint_that_was_saved_is_told_though_the_next_could_not_be(saver)
     told = [each for each in tie.told if each[0] != "flush"]
     assert ("checkpoint_saved", 1) in told
     assert told[-1] == ("warning", "the disk.")
+
+
+def test_checkpoints_after_a_step_that_is_gone_back_to_are_not_used(saver):
+    saver, tie = saver
+    for step in (1, 2):
+        after(saver, step)
+    saver.drop_after(1)
+    assert [step for step, _ in published(tie.run / "checkpoints")] == [1]
+    assert ("checkpoint_saved", 2) in tie.told
+    after(saver, 2)
+    saver.finish(2)
+    assert [step for step, _ in published(tie.run / "checkpoints")] == [2, 1]
