@@ -49,7 +49,7 @@ CASES = {
         {"train.micro_batches": 16},
     ),
 }
-PROGRAMS = {"without": "false", "with": "true"}
+PROGRAMS = {"with": "true", "without": "false"}
 
 
 def cost(name: str, windows: int) -> dict[str, object]:
@@ -97,6 +97,7 @@ def false_alarms(steps: int) -> dict[str, object]:
             )
             for which in PROGRAMS
         }  # fmt: skip
+        assert all(run.summary["steps"] == steps for run in done.values()), "a run was cut short"
         found = len(RunFolder(done["with"].path).named("corruption_found"))
         sums = {run.summary["parameters_sha256"] for run in done.values()}
     result = {"steps": steps, "workers": 2, "found": found, "same_parameters": len(sums) == 1}

@@ -347,7 +347,7 @@ class Guard:
 
     def _answer(self, found: Found) -> NoReturn:
         verdict, rank = found.verdict, self._comm.rank
-        others = [r for r in range(self._comm.size) if r not in verdict.named]
+        others = [r for r in range(self._comm.size) if r not in verdict.named] or [rank]
         clean_step = self._clean_step(others)
         if rank == others[0]:
             self._tell(found, clean_step)
