@@ -51,6 +51,9 @@ WATCH_SHARE = 0.005
 MOST_IN_DOUBT = 3
 """So often a run goes back because of the same doubt; then it ends."""
 
+COPY_EVERY = 4
+"""Of the steps in which all was compared and found right, every so many is kept to go back to."""
+
 _NUMBERS = 6
 """For each rank: state, gradient of its own, gradient of another; two numbers each."""
 
@@ -248,7 +251,7 @@ class Guard:
         return numbers
 
     def _state_is_due(self) -> bool:
-        return self._step % STATE_EVERY == 0 or bool(self._repeats)
+        return self._step % STATE_EVERY == 0
 
     def judge(self, notes: list[float], strategy: Callable[[], dict[str, Tensor]]) -> None:
         """Compare what all have told; every worker comes to the same.
@@ -269,7 +272,7 @@ class Guard:
         if found := self._compare_states(states) or self._compare_gradients(own, other):
             self._answer(found)
         self._doubts = 0
-        if self._repeats:
+        if self._repeats and self._step // self._every % COPY_EVERY == 0:
             self._copy.keep(strategy())
 
     def unrepeatable(self, error: Unrepeatable) -> None:

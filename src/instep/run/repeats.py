@@ -30,7 +30,7 @@ class Repeat(NamedTuple):
 
 
 def repeats_every(micro_batches: int, workers: int) -> int:
-    """Steps from one repetition to the next: 10, or more where that would cost too much.
+    """Steps from one repetition to the next: 10, or a multiple where that would cost too much.
 
     Every worker repeats one micro-batch of another in the same step, so a step
     with repetitions is longer by one pass, however many workers there are.
@@ -40,7 +40,7 @@ def repeats_every(micro_batches: int, workers: int) -> int:
         workers: in the group.
     """
     passes = max(1, micro_batches // workers)
-    return max(STATE_EVERY, -(-PASSES_FOR_ONE // passes))
+    return STATE_EVERY * -(-PASSES_FOR_ONE // (passes * STATE_EVERY))
 
 
 def repeats_of(step: int, every: int, dealt: Sequence[range]) -> list[Repeat]:

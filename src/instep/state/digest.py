@@ -183,8 +183,7 @@ class Watch:
         if self._cost_s > 0:
             self._costs_s.append(self._cost_s / len(self._window))
             self._passed_s.append(passed_s)
-            # the least of several, for whatever else runs here makes any of them longer
-            fitting = self._share * min(self._passed_s) / min(self._costs_s)
+            fitting = self._share * sum(self._passed_s) / sum(self._costs_s)
             self._count = int(fitting)
 
 

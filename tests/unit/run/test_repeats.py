@@ -22,7 +22,7 @@ def test_repeating_costs_at_most_two_in_a_hundred_passes(size):
 
 @pytest.mark.parametrize(
     ("parts", "workers", "every"),
-    [(8, 2, 19), (8, 1, 10), (16, 2, 10), (64, 4, 10), (8, 8, 75), (8, 3, 38), (2, 4, 75)],
+    [(8, 2, 20), (8, 1, 10), (16, 2, 10), (64, 4, 10), (8, 8, 80), (8, 3, 40), (2, 4, 80)],
 )
 def test_how_often_follows_from_how_many_passes_a_worker_has(parts, workers, every):
     assert repeats_every(parts, workers) == every
