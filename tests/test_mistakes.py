@@ -109,6 +109,11 @@ IN_A_JOB_FILE = [
         '[checkpoint]\nbest_mode = "largest"',
         ['checkpoint.best_mode = "largest": needs to be ', "'auto'", "'min'", "'max'"],
     ),
+    Job(
+        "[check]\ncorruption = true",
+        ["check.corruption = true with train.determinism = 'order'", "determinism to 'bits'"],
+    ),
+    Job('[check]\ncorruption = "yes"', ['check.corruption = "yes": needs to be true or false']),
     Job('[report]\ntensorboard = "yes"', ["report.tensorboard", "needs to be true or false"]),
     Job(
         '[sync]\nname = "allreduce"',

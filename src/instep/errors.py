@@ -5,6 +5,7 @@
     ├── RecipeError              3   the user's own code does not give what a recipe must
     ├── DataError                4   a dataset or a data file cannot be used
     ├── WorkerError              5   a process of the run failed while training
+    │   └── Unrepeatable         5   a step gave other gradients when it was computed again
     ├── PeerError                5   another process went away in the middle of a collective
     ├── RunError                 6   a run folder is missing, busy, or not what it should be
     └── CheckpointError          7   a checkpoint is damaged, foreign, or incomplete
@@ -54,6 +55,19 @@ class WorkerError(InstepError):
     """A process of the run failed; the text names it, the step, and the cause."""
 
     exit_code = 5
+
+
+class Unrepeatable(WorkerError):
+    """A step was computed twice from the same samples and random state, and its gradients differ.
+
+    Args:
+        text: what happened.
+        mine: whether those of this very process do.
+    """
+
+    def __init__(self, text: str, mine: bool = False) -> None:
+        super().__init__(text)
+        self.mine = mine
 
 
 class PeerError(InstepError):

@@ -90,6 +90,9 @@ EVENTS = {
     "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
     "worker_lost": "worker, step, cause",
+    "corruption_found": "step, workers (numbers, of those found wrong), suspects (numbers, where "
+    "it cannot be told which), what (parameter, state, gradient), where, how, clean_step (from "
+    "which the run goes on)",
     "went_back": "resumed_step, path (of a checkpoint: nobody was left to go on with)",
     "process_ended": "worker, pid, code",
     "warning": "text",

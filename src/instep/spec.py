@@ -331,6 +331,14 @@ class ReportSpec(Section, frozen=True, kw_only=True):
     """Also write TensorBoard event files (needs the extra: pip install 'instep[tensorboard]')."""
 
 
+class CheckSpec(Section, frozen=True, kw_only=True):
+    """What a run watches its own machines for."""
+
+    corruption: bool = False
+    """Compare states, and gradients of micro-batches computed twice, to find the worker whose
+    machine computes or remembers something wrong; needs `determinism = "bits"`."""
+
+
 class JobSpec(Section, frozen=True, kw_only=True):
     """One job: what to train, on how many workers, and how they agree."""
 
@@ -358,6 +366,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     report: ReportSpec = field(default_factory=ReportSpec)
+    check: CheckSpec = field(default_factory=CheckSpec)
 
     arguments: dict[str, Any] = {}
     """Handed to the recipe function by name."""
@@ -373,6 +382,17 @@ class JobSpec(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "launch.hosts names hosts, and traffic between them is not encrypted. If only "
                 'trusted machines reach that network, say network = "private".'
+            )
+        if self.check.corruption and self.train.determinism != "bits":
+            raise ValueError(
+                f"check.corruption = true with train.determinism = {self.train.determinism!r}: "
+                "workers can be compared only where they compute the same bits. "
+                "Set train.determinism to 'bits', or leave check.corruption out."
+            )
+        if self.check.corruption and self.data.unreadable == "skip":
+            raise ValueError(
+                "check.corruption = true with data.unreadable = 'skip': a sample that only one of "
+                "two workers can read would look like corruption. Leave one of them out."
             )
 
 

@@ -13,6 +13,7 @@ TREE = {
     "RecipeError": 3,
     "DataError": 4,
     "WorkerError": 5,
+    "Unrepeatable": 5,
     "PeerError": 5,
     "RunError": 6,
     "CheckpointError": 7,

@@ -8,6 +8,7 @@ from typing import Any
 
 from instep.report.figures import Figures, Row
 from instep.report.words import (
+    corruption_in_words,
     metrics_in_words,
     plural,
     printable,
@@ -49,6 +50,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"warning: {event['text']}"
     if what == "worker_failed":
         return f"worker {event['worker']} failed at step {event['step']} ({event['phase']})"
+    if what == "corruption_found":
+        return f"corruption: {corruption_in_words(event)}"
     if what == "stop_requested" and event["by"] == "master":
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":

@@ -15,7 +15,7 @@ from instep.report.compare import differing_settings, figures, flat
 from instep.report.markup import Html, figure, join, more, section, shortened, table, tag
 from instep.report.run_folder import Event, RunFolder
 from instep.report.summary import cause_words, exactness_words
-from instep.report.words import start_in_words
+from instep.report.words import corruption_in_words, start_in_words
 from instep.units import readable_bytes, readable_count, readable_seconds
 
 _MOST_ROWS = 40  # of any table
@@ -164,6 +164,10 @@ def changes_and_failures(folder: RunFolder) -> Html:
         rows = [_failure_row(event) for event in folder.failures[:_MOST_ROWS]]
         body += [tag("h3", "Failures"), table(head, rows, numbers_from=9)]
         body.append(more(len(folder.failures), _MOST_ROWS, "failures"))
+    found = [shortened(corruption_in_words(e)) for e in folder.named("corruption_found")]
+    if found:
+        items = [tag("li", text) for text in found[:_MOST_ROWS]]
+        body += [tag("h3", "Corruption found"), tag("ul", *items)]
     warnings = [shortened(e.get("text", "")) for e in folder.named("warning")]
     if warnings:
         items = [tag("li", text) for text in dict.fromkeys(warnings[:_MOST_ROWS])]

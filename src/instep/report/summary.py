@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from instep.report.run_folder import PARTS, Records, RunFolder
-from instep.report.words import command, start_in_words, stop_words
+from instep.report.words import command, corruption_in_words, start_in_words, stop_words
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 
 _LAST_STEPS = 100  # a job that counts steps reports its loss over so many
@@ -49,6 +49,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
         "skipped_samples": len(folder.skipped),
+        "corruptions": len(folder.named("corruption_found")),
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
@@ -139,6 +140,7 @@ def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     figures = [_quality(summary), _effort(summary)]
     why = [f"rule    {summary['rule_text']}"] if summary["rule_text"] else []
     lines = [_ending(summary), *why, *_causes(folder), *(line for line in figures if line)]
+    lines += [f"wrong   {corruption_in_words(e)}" for e in folder.named("corruption_found")]
     if loaded := folder.last("model_loaded"):
         lines.append(f"start   {start_in_words(loaded)}")
     model = folder.path / "model.safetensors"

@@ -49,6 +49,20 @@ def start_in_words(loaded: dict[str, Any]) -> str:
     return f"{loaded.get('path')}: {loaded.get('text')}"
 
 
+def corruption_in_words(found: dict[str, Any]) -> str:
+    """`worker 1 had a wrong gradient at step 20 (micro-batch 3): ...; went on from step 9`.
+
+    From a `corruption_found` event.
+    """
+    named = ", ".join(f"worker {n}" for n in found["workers"])
+    who = named or " or ".join(f"worker {n}" for n in found["suspects"])
+    return (
+        f"{who} had a wrong {found['what']} at step {readable_count(found['step'])} "
+        f"({found['where']}): {found['how']}; went on from step "
+        f"{readable_count(max(0, found['clean_step']))}"
+    )
+
+
 def printable(text: str) -> str:
     """One line without control characters, whatever a user's error text holds."""
     if text.isprintable():

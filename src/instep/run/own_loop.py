@@ -62,6 +62,11 @@ class OwnLoop:
                 "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
                 "with instep.load_model(path, model), and freeze with requires_grad_(False)."
             )
+        if self.job.check.corruption:
+            raise SpecError(
+                "check.corruption = true: your own loop runs its passes by itself, so none can be "
+                "computed twice. Leave it out."
+            )
         check_optimizer(optimizer, model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._update = Update(

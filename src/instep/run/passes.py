@@ -36,6 +36,8 @@ class Pass(NamedTuple):
     samples: Slice
     number: int
     """Of its first micro-batch."""
+    repeats: bool = False
+    """Whether it is another worker's, computed a second time: then it counts nothing."""
 
     @property
     def size(self) -> int:

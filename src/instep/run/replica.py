@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
-from instep.errors import RecipeError, SpecError
+from instep.errors import RecipeError, SpecError, Unrepeatable
 from instep.run.buffers import Buffers
 from instep.run.dealing import Dealing, Speeds
 from instep.run.ledger import Ledger
@@ -32,6 +32,9 @@ from instep.run.passes import parts_of, ranges_of
 from instep.run.skipping import scale_gradients, share_read
 from instep.run.update import Update
 from instep.sync.base import Strategy
+
+if TYPE_CHECKING:  # it builds on checkpoints, and those on this
+    from instep.run.corruption import Guard
 
 
 class Agreement(NamedTuple):
@@ -84,6 +87,7 @@ class Replica:
         compare: whether to make sure that all hold the same; not where they have
             just been given it.
         by_speed: whether a slow worker is dealt less.
+        guard: looks out for corruption, if the job wants that.
 
     Raises:
         RecipeError: the workers built different parameters.
@@ -99,7 +103,9 @@ class Replica:
         *,
         compare: bool = True,
         by_speed: bool = False,
+        guard: Guard | None = None,
     ) -> None:
+        self.guard = guard
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
         if compare:
             _check_equal(model, comm)
@@ -112,6 +118,8 @@ class Replica:
             if comm.rank == 0
             else None
         )
+        if guard is not None:
+            guard.attach(parameters, comm)
         self._notes = Notes(
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
@@ -121,6 +129,7 @@ class Replica:
             skipped=1,  # samples that could not be read
             losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
             buffers=len(self.buffers),  # who moved each
+            corruption=guard.size if guard is not None else 0,
         )
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
@@ -135,6 +144,9 @@ class Replica:
 
     def after_pass(self, weight: float, number: int) -> bool:
         """A pass is over, of micro-batches from `number` on; True if it moved buffers."""
+        if not weight:  # another's, repeated before all of this worker's own
+            self.buffers.undo()
+            return False
         return self.buffers.after_pass(weight, number)
 
     def _passes_done(self) -> float:
@@ -172,6 +184,8 @@ class Replica:
             DataError: no sample of the global batch could be read.
             PeerError: another worker went away.
         """
+        if self.guard is not None:
+            self.guard.check_memory()
         since = self._passes_done()
         arrived = time.time()
         own = self._notes.blank()
@@ -183,7 +197,14 @@ class Replica:
         for number, loss in losses.items():
             own["losses"][number] = loss
         own["buffers"] = self.buffers.marks()
-        summed = self.strategy.after_backward(self._notes.pack(own))
+        if self.guard is not None:
+            own["corruption"] = self.guard.notes()
+        try:
+            summed = self.strategy.after_backward(self._notes.pack(own))
+        except Unrepeatable as error:
+            if self.guard is not None:
+                self.guard.unrepeatable(error)
+            raise
         if summed is None:
             self.buffers.forget()
             return None
@@ -195,6 +216,8 @@ class Replica:
                 f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
+        if self.guard is not None:
+            self.guard.judge(agreed["corruption"], self.strategy.state)
         missed = round(agreed["skipped"][0])
         share = share_read(missed, samples)
         if missed:
@@ -231,6 +254,8 @@ class Replica:
         self.member.check_lease()  # before anything moves
         since = time.perf_counter()
         norm = update.apply(step)
+        if self.guard is not None:
+            self.guard.committed()
         self.clock.lap(since, "update")
         self.commit(step, position, samples, loss, norm)
         return norm
@@ -319,6 +344,8 @@ class Replica:
     def close(self) -> None:
         """Let go of model and group."""
         self.strategy.stop()
+        if self.guard is not None:
+            self.guard.detach()
         self.comm.close()
         if self._ledger is not None:
             self._ledger.close()

@@ -36,6 +36,7 @@ from instep.state.snapshot import (
     parameters_sha256,
     unpack_state,
 )
+from instep.state.sound import set_aside_after
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""
@@ -240,6 +241,16 @@ class Saver:
         """Another worker saves from now on; what is being written is written first."""
         self._writer.finish()
         self._tell()
+
+    def drop_after(self, step: int) -> None:
+        """Checkpoints of later steps are not to be used, and make way for those to come.
+
+        Raises:
+            CheckpointError: one cannot be renamed.
+        """
+        self._writer.finish()
+        self._tell()
+        set_aside_after(self._member.run / "checkpoints", step)
 
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.

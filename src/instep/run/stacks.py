@@ -1,8 +1,8 @@
 """Where a process stands that answers no more: it can still be asked by a signal.
 
-Every worker has the C part of Python write its stack into a file of its own
-when the signal comes, which needs neither the interpreter's lock nor a
-thread that runs. Who asks, and what follows, is not known here.
+Every worker has the C part of Python write its stack into its log when the
+signal comes, which needs neither the interpreter's lock nor a thread that
+runs. Who asks, and what follows, is not known here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)
 
 
 def stack_file(run: Path, worker: int) -> Path:
-    """Where a worker's stack is written."""
-    return run / "logs" / f"worker-{worker}.stack"
+    """Where a worker's stack is written, among what it printed."""
+    return run / "logs" / f"worker-{worker}.log"
 
 
-def tell_when_asked(file: Path) -> None:
-    """Have this process write its stack to the end of a file whenever it is asked."""
-    faulthandler.register(int(ASK), file=file.open("ab"), all_threads=True, chain=False)
+def tell_when_asked() -> None:
+    """Have this process write its stack to standard error whenever it is asked."""
+    faulthandler.register(int(ASK), file=2, all_threads=True, chain=False)
 
 
 def last_stack(file: Path, since_bytes: int) -> str:

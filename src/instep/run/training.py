@@ -21,11 +21,13 @@ from instep.comm.messages import Pulse
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position
 from instep.errors import PeerError, SpecError
+from instep.run.clean_copy import CleanCopy
+from instep.run.corruption import Guard
 from instep.run.endings import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
-from instep.run.passes import OF_PASS, Merging, Share, may_merge, parts_of, plan, share_of
+from instep.run.passes import OF_PASS, Merging, Pass, Share, may_merge, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.replica import Agreement, Replica, check_lengths, make_comm
@@ -102,6 +104,10 @@ class Training:
         self._standing = Standing(
             member, built.model, self._update, Merging(False, "not tried yet")
         )
+        self._guard: Guard | None = None
+        if self.job.check.corruption:
+            copy = CleanCopy(built.model, self._update, self._standing)
+            self._guard = Guard(member, built.model, self._update, copy, self._repeat)
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -171,6 +177,8 @@ class Training:
             self._standing.leave(self._replica)
             self._replica = None
         self._regroups = False
+        if self._guard is not None:
+            self._guard.go_back()
         self.step = self._standing.carried.step
         self.member.broken()
 
@@ -195,6 +203,7 @@ class Training:
                 comm,
                 compare=not given,
                 by_speed=self.job.train.deal == "speed",
+                guard=self._guard,
             )
         except PeerError:
             comm.close()
@@ -209,6 +218,15 @@ class Training:
             self._saver = None
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, built.model, self._update, self._best)
+        if self._guard is not None:
+            self._begin_guarded(self._guard)
+
+    def _begin_guarded(self, guard: Guard) -> None:
+        form = self.member.form
+        if form is not None and form.checkpoint is not None:
+            guard.begin_anew(self.replica.strategy.state())
+        if self._saver is not None:
+            self._saver.drop_after(self.step)  # what was saved since a clean copy may be wrong
 
     @property
     def _validation_samples(self) -> int:
@@ -396,7 +414,7 @@ class Training:
         self.rule = TOLD if told else "stop_after_steps"
 
     def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
-        return plan(
+        planned = plan(
             self.job,
             self.samples,
             first,
@@ -405,6 +423,9 @@ class Training:
             merge=self._standing.merging.merge,
             speeds=self.replica.dealing.speeds,
         )
+        if self._guard is None:
+            return planned
+        return self._guard.with_repeats(planned, first, self.replica.dealing.speeds)
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Read]) -> Committed:
         """From samples to a commit."""
@@ -424,9 +445,12 @@ class Training:
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
         """Run this worker's passes, and agree on what came of them."""
-        replica, clock, batch_size = self.replica, self.replica.clock, where.stop - where.first
+        replica, clock, guard = self.replica, self.replica.clock, self._guard
+        batch_size = where.stop - where.first
         losses: dict[int, float] = {}
         skipped: list[Skipped] = []
+        if guard is not None:
+            guard.begin(self.step, where)
         for number, part in enumerate(share.passes):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
@@ -434,25 +458,40 @@ class Training:
             self.phase = "loading"
             read = next(loads)
             since = clock.lap(since, "load")
-            skipped += read.skipped
+            skipped += [] if part.repeats else read.skipped
             if not read.size:
                 continue
-            weight = read.size / batch_size
+            weight = 0.0 if part.repeats else read.size / batch_size
             if not self._standing.merging.merge:
                 set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             loss = self._forward.loss(read.batch)
-            losses[part.number] = weight * float(loss.detach())
+            if not part.repeats:
+                losses[part.number] = weight * float(loss.detach())
             since = clock.lap(since, "forward")
             self.phase = "backward"
             replica.before_backward(weight, last=number == len(share.passes) - 1)
+            if guard is not None:
+                guard.hear(part)
             self._update.scaler.scale(loss).backward()
+            if guard is not None:
+                guard.heard(part)
             replica.after_pass(weight, part.number)
             clock.lap(since, "backward")
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
         self._waits()
         told = self.stopping.told()
         return replica.agree(losses, stop=told, skipped=len(skipped), samples=batch_size)
+
+    def _repeat(self, part: Pass, factor: float) -> None:
+        """One more pass of the present step, its loss times a factor, of which nothing stays."""
+        self.replica.abandon()
+        (batch,) = self._loader.load([part.samples])
+        set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+        loss = self._forward.loss(batch)
+        self.replica.before_backward(0.0, last=False)
+        self._update.scaler.scale(loss * factor).backward()
+        self.replica.abandon()
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:

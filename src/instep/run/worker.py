@@ -17,7 +17,7 @@ from instep.run.launch.base import Seat
 from instep.run.member import Member, Released
 from instep.run.prints import spare_prints
 from instep.run.recipe import call, load_function
-from instep.run.stacks import stack_file, tell_when_asked
+from instep.run.stacks import tell_when_asked
 from instep.run.training import Training, choose_device
 
 
@@ -38,7 +38,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     except PeerError as error:
         print(f"instep: {error}", file=sys.stderr)
         return error.exit_code
-    tell_when_asked(stack_file(member.run, number))
+    tell_when_asked()
     signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
     training: Training | None = None
     try:

@@ -79,12 +79,27 @@ def set_aside(chosen: Path) -> None:
     for _, checkpoint in published(chosen.parent):
         if checkpoint == chosen:
             return
-        doomed = checkpoint.with_name(DELETING + checkpoint.name)
-        try:
-            if doomed.is_dir():
-                shutil.rmtree(doomed)
-            checkpoint.rename(doomed)
-        except OSError as error:
-            raise CheckpointError(
-                f"{checkpoint} is not to be used and cannot be renamed: {reason(error)}."
-            ) from error
+        _set_aside(checkpoint)
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """The same with every checkpoint of a later step than this.
+
+    Raises:
+        CheckpointError: one cannot be renamed, or the folder not be listed.
+    """
+    for its_step, checkpoint in published(folder):
+        if its_step > step:
+            _set_aside(checkpoint)
+
+
+def _set_aside(checkpoint: Path) -> None:
+    doomed = checkpoint.with_name(DELETING + checkpoint.name)
+    try:
+        if doomed.is_dir():
+            shutil.rmtree(doomed)
+        checkpoint.rename(doomed)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} is not to be used and cannot be renamed: {reason(error)}."
+        ) from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
-from instep.errors import SpecError, WorkerError
+from instep.errors import SpecError, Unrepeatable
 from instep.sync.lattice import WHOLE, Lattice, Report
 
 
@@ -119,6 +119,7 @@ class Exact:
         self._lattice = Lattice(parameters, parts)
         self._finite = [True] * len(self._parameters)
         self._again = False
+        self._before: list[float] = []  # the largest values of the passes that run again
 
     def begin_pass(self) -> None:
         """What fits is asked of passes."""
@@ -139,19 +140,21 @@ class Exact:
         """False after other lattices were chosen, where some gradient did not fit its own.
 
         Raises:
-            WorkerError: the same gradients still do not fit: they are not the same.
+            Unrepeatable: the same gradients still do not fit: they are not the same.
             PeerError: a rank went away.
         """
         count = len(self._parameters)
         report = Report(*(list(raised[at : at + count]) for at in range(0, 3 * count, count)))
         if misfits := self._lattice.misfits(report):
             if self._again:
-                raise WorkerError(
+                raise Unrepeatable(
                     "a step was computed twice from the same samples and random state, and its "
                     "gradients differ: train.determinism = 'bits' needs a model that gives the "
-                    "same again. To see where it does not: instep run JOB --check-determinism"
+                    "same again. To see where it does not: instep run JOB --check-determinism",
+                    mine=self._lattice.peaks() != self._before,
                 )
-            self._lattice.fit(misfits, self._largest(self._lattice.peaks()))
+            self._before = self._lattice.peaks()
+            self._lattice.fit(misfits, self._largest(self._before))
             self._lattice.begin_step()
             self._again = True
             return False

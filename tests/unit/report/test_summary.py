@@ -6,6 +6,8 @@ from made_up_runs import make_run, stopped_by
 
 from instep.events import LEDGER
 from instep.report.run_folder import PARTS, RunFolder
+from instep.report.screen import notice
+from instep.report.sections import changes_and_failures
 from instep.report.summary import summarise, time_split, verdict
 
 
@@ -148,3 +150,39 @@ def test_a_rule_that_fired_too_late_to_be_the_end_is_not_given_as_the_reason(tmp
     folder = RunFolder(stopped_by(tmp_path / "run", "epochs", asked="target", **REACHED))
     assert summarise(folder)["rule_text"] is None
     assert summarise(RunFolder(make_run(tmp_path / "other")))["rule_text"] is None
+
+
+FOUND = {
+    "step": 20,
+    "what": "gradient",
+    "where": "micro-batch 3",
+    "how": "2 of 3 workers have another",
+    "clean_step": 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [
+        ({"workers": [1], "suspects": []}, "worker 1 had a wrong gradient at step 20"),
+        ({"workers": [], "suspects": [0, 1]}, "worker 0 or worker 1 had a wrong gradient"),
+    ],
+)
+def test_corruption_that_was_found_is_counted_and_shown_everywhere(tmp_path, who, words):
+    path = make_run(tmp_path / "digits")
+    event = {"time": 1.0, "event": "corruption_found", **FOUND, **who}
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    folder = RunFolder(path)
+    summary = summarise(folder)
+    assert summary["corruptions"] == 1
+    for shown in ("\n".join(verdict(summary, folder)), notice(event), changes_and_failures(folder)):
+        assert words in shown
+        assert "went on from step 9" in shown
+
+
+def test_where_nothing_was_found_it_says_so_in_the_summary_alone(tmp_path):
+    folder = RunFolder(make_run(tmp_path / "digits"))
+    summary = summarise(folder)
+    assert summary["corruptions"] == 0
+    assert not any("wrong" in line for line in verdict(summary, folder))

@@ -176,3 +176,15 @@ def test_a_model_without_its_last_checkpoint_is_not_all_that_was_to_be_saved(sav
     with pytest.raises(RunError, match=r"but its checkpoint could not be saved .* none of this"):
         saver.finish(2)
     assert (tie.run / "model.safetensors").is_file()
+
+
+def test_checkpoints_after_a_step_that_is_gone_back_to_are_not_used(saver):
+    saver, tie = saver
+    for step in (1, 2):
+        after(saver, step)
+    saver.drop_after(1)
+    assert [step for step, _ in published(tie.run / "checkpoints")] == [1]
+    assert ("checkpoint_saved", 2) in tie.told
+    after(saver, 2)
+    saver.finish(2)
+    assert [step for step, _ in published(tie.run / "checkpoints")] == [2, 1]

@@ -11,7 +11,7 @@ import torch
 from instep.errors import CheckpointError
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
-from instep.state.sound import check, newest_sound
+from instep.state.sound import check, newest_sound, set_aside_after
 
 
 @pytest.fixture
@@ -74,6 +74,15 @@ def test_a_file_under_the_name_of_a_checkpoint_is_passed_over(folder):
 
 def test_a_manifest_that_was_checked_tells_the_step(folder):
     assert check(folder / "step-00000002").step == 2
+
+
+def test_checkpoints_of_later_steps_are_set_aside_and_earlier_ones_stay(folder):
+    set_aside_after(folder, 1)
+    assert newest_sound(folder) == (folder / "step-00000001", [])
+    set_aside_after(folder, 1)
+    set_aside_after(folder, 0)
+    assert newest_sound(folder) == (None, [])
+    set_aside_after(folder / "nowhere", 0)
 
 
 def test_it_is_found_without_torch():

@@ -1,0 +1,305 @@
+"""Workers as threads, one of them with a fault: it is found, in time, and it is named."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from instep import spec_file
+from instep.comm.memory import run_ranks
+from instep.data.order import position
+from instep.errors import PeerError, Unrepeatable, WorkerError
+from instep.run.corruption import MOST_IN_DOUBT, Guard
+from instep.run.passes import parts_of, share_of
+from instep.run.update import Update
+from instep.sync.all_reduce import AllReduce
+
+PARTS, BATCH, SAMPLES = 24, 24, 120
+FAULTY = 1
+BIT = 1 << 20
+
+torch.manual_seed(4)
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+INPUTS = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+JOB = spec_file.build(
+    {
+        "recipe": "a.py:recipe",
+        "train": {"determinism": "bits", "micro_batches": PARTS, "global_batch": BATCH},
+        "check": {"corruption": True},
+    },
+    source="a test",
+)
+
+
+class Tie:
+    """A member that writes down what it is told, and has nobody to take its place."""
+
+    def __init__(self, size, told, recovers=False):
+        self.job, self.number, self.recovers, self.told = JOB, 0, recovers, told
+        self.form = SimpleNamespace(members=[10 * (rank + 1) for rank in range(size)])
+
+    def emit(self, name, **fields):
+        self.told.append((name, fields))
+
+    def flush(self):
+        pass
+
+
+class Copy:
+    """Counts instead of copying."""
+
+    step = 0
+
+    def __init__(self):
+        self.kept = self.given = 0
+
+    def keep(self, strategy):
+        self.kept += 1
+
+    def give_back(self):
+        self.given += 1
+
+
+class Rank:
+    """The middle of a worker's loop: passes, agreement, update, with a guard; no data layer."""
+
+    def __init__(self, comm, fault, told, recovers=False):
+        self.comm, self.fault, self.step, self.asked = comm, fault, 0, False
+        self.model = copy.deepcopy(MODEL)
+        self.parameters = list(self.model.parameters())
+        self.update = Update(
+            torch.optim.AdamW(self.parameters, lr=0.01),
+            None,
+            self.parameters,
+            seed=0,
+            clip_norm=None,
+            scaler=torch.amp.GradScaler("cuda", enabled=False),
+        )
+        self.member, self.copy = Tie(comm.size, told, recovers), Copy()
+        self.guard = Guard(self.member, self.model, self.update, self.copy, self.run_pass)
+        self.strategy = AllReduce()
+        self.parameters[0].register_hook(lambda g: fault(self, "gradient", g))
+        self.enter()
+
+    def enter(self):
+        self.guard.attach(self.parameters, self.comm)
+        self.strategy.start(self.parameters, self.comm, notes=self.guard.size, parts=PARTS)
+
+    def run_pass(self, part, factor=1.0, weight=0.0, last=False):
+        self.part = part
+        for parameter in self.parameters:
+            parameter.grad = None
+        rows = INPUTS[part.samples.first : part.samples.stop]
+        loss = self.model(rows).square().mean() * factor
+        self.strategy.before_backward(weight, last=last)
+        loss.backward()
+
+    def train(self, steps):
+        for _ in range(steps):
+            self.step += 1
+            where = position(self.step, SAMPLES, BATCH)
+            share = share_of(
+                where, parts_of(where, JOB.train), self.comm.size, self.comm.rank, merge=False
+            )
+            plan = self.guard.with_repeats(iter([(where, share)]), self.step)
+            self.one_step(where, next(plan)[1].passes)
+        return self.step
+
+    def one_step(self, where, passes):
+        self.fault(self, "begin", None)
+        notes = None
+        while notes is None:
+            self.guard.begin(self.step, where)
+            for part in passes:
+                self.guard.hear(part)
+                weight = 0.0 if part.repeats else 1 / PARTS
+                self.run_pass(part, weight=weight, last=part is passes[-1])
+                self.guard.heard(part)
+            self.guard.check_memory()
+            own = torch.tensor(self.guard.notes(), dtype=torch.float64)
+            try:
+                notes = self.strategy.after_backward(own)
+            except Unrepeatable as error:
+                self.guard.unrepeatable(error)
+                raise
+        self.guard.judge(notes.tolist(), self.strategy.state)
+        self.fault(self, "agreed", None)
+        self.update.apply(self.step)
+        self.strategy.after_step(self.step)
+        self.guard.committed()
+
+
+def sound(rank, moment, gradient):
+    return None
+
+
+def flip(tensor):
+    tensor.data.view(-1).view(torch.int32)[2] ^= BIT
+
+
+def faulty(rank, moment, wanted, steps):
+    return moment == wanted and rank.step in steps and rank.comm.rank == FAULTY
+
+
+def weight_flips(rank, moment, gradient):
+    if faulty(rank, moment, "begin", [13]):
+        flip(rank.parameters[0])
+
+
+def moment_flips(rank, moment, gradient):
+    if faulty(rank, moment, "begin", [13]):
+        flip(rank.update.optimizer.state[rank.parameters[2]]["exp_avg"])
+
+
+def agreed_flips(rank, moment, gradient):
+    if faulty(rank, moment, "agreed", [13]):
+        flip(rank.parameters[0].grad)
+
+
+def gradient_is_stuck(rank, moment, gradient):
+    if not faulty(rank, moment, "gradient", range(13, 99)):
+        return None
+    spoilt = gradient.clone()
+    spoilt.view(torch.int32)[0, 0] |= BIT
+    return spoilt
+
+
+def gradient_lacks_a_bit(rank, moment, gradient):
+    if not faulty(rank, moment, "gradient", range(13, 99)):
+        return None
+    spoilt = gradient.clone()
+    spoilt.view(torch.int32)[:] &= ~BIT
+    return spoilt
+
+
+def once(rank):
+    """Whether it is the first time that this is asked."""
+    asked, rank.asked = rank.asked, True
+    return not asked
+
+
+def gradient_flips_once(rank, moment, gradient):
+    """In a pass that is computed twice, the first of all of them."""
+    if not (faulty(rank, moment, "gradient", [20]) and rank.part.repeats and once(rank)):
+        return None
+    spoilt = gradient.clone()
+    spoilt.view(torch.int32)[0, 0] ^= BIT
+    return spoilt
+
+
+def gradient_leaps_once(rank, moment, gradient):
+    """By so much that it does not fit its lattice, in a pass that nobody repeats."""
+    leaps = faulty(rank, moment, "gradient", [15]) and once(rank)
+    return gradient * 2.0**20 if leaps else None
+
+
+def train(comm, fault, told, steps=40):
+    rank = Rank(comm, fault, told)
+    try:
+        return rank.train(steps), rank.copy.kept
+    except WorkerError as error:
+        if "in memory" in str(error):  # of which only this rank knows: the others wait for it
+            comm.interrupt()
+        return str(error), rank.step
+    except PeerError:
+        return "", rank.step
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_where_nothing_is_wrong_nothing_is_found(size):
+    told = []
+    done = run_ranks(size, train, sound, told, 80)
+    copies = {1: 0, 2: 2, 3: 2, 5: 1}[size]  # one of every four steps with repetitions
+    assert done == [(80, copies)] * size
+    assert told == []
+
+
+NAMED, DOUBT = [10 * (FAULTY + 1)], [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("fault", "size", "what", "where", "workers", "found_in"),
+    [
+        (weight_flips, 1, None, None, None, None),  # the faulty one is not there
+        (weight_flips, 2, "parameter", "0.weight", NAMED, 13),
+        (weight_flips, 3, "parameter", "0.weight", NAMED, 13),
+        (moment_flips, 2, "state", "2.weight", [], 20),
+        (moment_flips, 3, "state", "2.weight", NAMED, 20),
+        (agreed_flips, 3, "state", "0.weight", NAMED, 20),
+        (gradient_is_stuck, 2, "gradient", None, NAMED, 20),
+        (gradient_is_stuck, 3, "gradient", None, NAMED, 20),
+        (gradient_lacks_a_bit, 2, "gradient", None, [], 20),
+        (gradient_lacks_a_bit, 3, "gradient", None, NAMED, 20),
+        (gradient_flips_once, 2, "gradient", None, NAMED, 20),
+        (gradient_flips_once, 3, "gradient", None, NAMED, 20),
+        (gradient_leaps_once, 2, "gradient", "all passes", NAMED, 15),
+        (gradient_leaps_once, 3, "gradient", "all passes", NAMED, 15),
+    ],
+)
+def test_a_fault_is_found_within_ten_steps_and_its_worker_named(
+    fault, size, what, where, workers, found_in, monkeypatch
+):
+    monkeypatch.setattr("instep.run.corruption.WATCH_SHARE", 1e9)  # threads take turns at any speed
+    told = []
+    done = run_ranks(size, train, fault, told)
+    if what is None:
+        assert (told, done) == ([], [(40, 0)])
+        return
+    ((name, fields),) = told
+    assert name == "corruption_found"
+    assert fields["step"] == found_in
+    assert (fields["what"], fields["workers"]) == (what, workers)
+    assert fields["suspects"] == ([] if workers else DOUBT)
+    assert where in (None, fields["where"])
+    assert [step for _, step in done] == [found_in] * size
+    texts = [text for text, _ in done]
+    if what == "parameter":
+        assert [bool(text) for text in texts] == [rank == FAULTY for rank in range(size)]
+    else:
+        assert all(f"worker {NAMED[0]}" in text for text in texts)
+
+
+def go_on(comm, fault, told):
+    """As `train`, but in a run that replaces workers: in doubt, all go back and try again."""
+    rank = Rank(comm, fault, told, recovers=True)
+    rounds = 0
+    while True:
+        try:
+            rank.train(40)
+            return rounds, rank.copy.given
+        except PeerError:
+            rounds += 1
+            rank.guard.detach()
+            rank.strategy.stop()
+            rank.guard.go_back()
+            rank.step -= rank.step % 10 or 10
+            rank.enter()
+        except WorkerError as error:
+            return str(error), rank.copy.given
+
+
+def test_in_doubt_all_go_back_and_in_lasting_doubt_the_run_ends():
+    told = []
+    done = run_ranks(2, go_on, gradient_lacks_a_bit, told)
+    assert len(told) == MOST_IN_DOUBT
+    for text, given in done:
+        assert "worker 10 or worker 20, it cannot be told which" in text
+        assert "--check-determinism" in text
+        assert given == MOST_IN_DOUBT - 1
+
+
+def drifts(rank, moment, gradient):
+    """A model that never gives the same again, on every rank."""
+    if moment != "gradient":
+        return None
+    rank.asked += 1
+    return gradient + rank.asked * 1e-6
+
+
+def test_a_model_that_does_not_give_the_same_again_is_no_worker_s_fault():
+    told = []
+    done = run_ranks(3, train, drifts, told)
+    assert told == []
+    assert all("--check-determinism" in text for text, _ in done)
