@@ -21,7 +21,8 @@ SAMPLE_S = 0.004
 class Slow(Dataset):
     """A sample takes a moment, so that most of a step is not the exchange."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, sample_s: float) -> None:
+        self.sample_s = sample_s
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(count, 6, generator=generator)
         self.labels = (self.inputs @ torch.randn(6, 3, generator=generator)).argmax(dim=1)
@@ -30,7 +31,7 @@ class Slow(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(SAMPLE_S)
+        time.sleep(self.sample_s)
         return self.inputs[index], self.labels[index]
 
 
@@ -67,5 +68,5 @@ def recipe(folder: str = "") -> instep.Recipe:
         model=nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
         loss=nn.CrossEntropyLoss(),
         optimizer=optimizer,
-        train=Slow(101),
+        train=Slow(101, SAMPLE_S if folder else 0.0),
     )
