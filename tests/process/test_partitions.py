@@ -10,7 +10,7 @@ import psutil
 import pytest
 from started import RECIPES, SOON_S, Start, Started
 from test_recovery import check_same_result, kill, newest_pids, undisturbed
-from test_survival import STEPS_OF_A_RUN, reach
+from test_survival import STEPS_OF_A_RUN, reach, step_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -54,6 +54,12 @@ def sizes(program: Started) -> set[int]:
     return {len(e["members"]) for e in program.events("generation_started")}
 
 
+def is_spread(program: Started) -> bool:
+    """Whether each of three hosts has a worker."""
+    places = {e["worker"]: e["host"] for e in program.events("worker_joined")}
+    return {places[w] for w in program.events("generation_started")[-1]["members"]} == {0, 1, 2}
+
+
 def lost_hosts(program: Started) -> list[int]:
     return [e["host"] for e in program.events("host_lost")]
 
@@ -70,8 +76,9 @@ def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
 ) -> None:
     program = on(start, tmp_path, network, 5)
     program.until(program.is_training, "training")
-    for step, away in ((40, ["h3"]), (120, ["h1", "h2"])):
-        reach(program, step)
+    for away in (["h3"], ["h1", "h2"]):
+        program.until(lambda: is_spread(program), "spread")
+        reach(program, step_of(program) + 10)
         generations = len(program.events("generation_started"))
         network.partition(away)
         program.until(
@@ -88,6 +95,7 @@ def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
     assert program.end() == 0, program.stderr
     assert {2, 0, 1} == set(lost_hosts(program))
     assert sizes(program) == {5}
+    assert program.events("worker_leaving")  # once for each that moved back
     assert program.events("went_back") == []
     causes = [e["cause"] for e in program.events("worker_lost")]
     assert causes

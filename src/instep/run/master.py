@@ -601,11 +601,11 @@ class Master:
 
     def _spread(self) -> None:
         """Have a worker move to a host that has come back, once nothing else is going on."""
-        state = self._state
-        members = set(state.members)
-        if state.phase == "training" and members == state.wanted == state.joined == state.inside:
+        state, members = self._state, set(self._state.members)
+        calm = state.phase == "training" and not (state.changing or state.stop or state.done)
+        if calm and members == state.wanted == state.joined == state.inside == {*self._processes}:
             worker = self._hosts.crowded({w: self._places[w] for w in members})
-            if worker is not None and not (state.changing or state.stop or state.done):
+            if worker is not None:
                 self._think(mind.Noticed(worker))
 
     def _host_left(self, peer: Peer, number: int, why: str) -> None:
