@@ -10,7 +10,7 @@ import psutil
 import pytest
 from started import RECIPES, SOON_S, Start, Started
 from test_recovery import check_same_result, kill, newest_pids, undisturbed
-from test_survival import STEPS_OF_A_RUN, reach, step_of
+from test_survival import STEPS_OF_A_RUN, reach
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -50,16 +50,6 @@ def on(start: Start, folder: Path, network: netlab.Network, workers: int) -> Sta
     return begin(start, folder, hosts, network.address(netlab.OUTSIDE), workers)
 
 
-def sizes(program: Started) -> set[int]:
-    return {len(e["members"]) for e in program.events("generation_started")}
-
-
-def is_spread(program: Started) -> bool:
-    """Whether each of three hosts has a worker."""
-    places = {e["worker"]: e["host"] for e in program.events("worker_joined")}
-    return {places[w] for w in program.events("generation_started")[-1]["members"]} == {0, 1, 2}
-
-
 def lost_hosts(program: Started) -> list[int]:
     return [e["host"] for e in program.events("host_lost")]
 
@@ -71,34 +61,24 @@ def check_no_process_is_left(program: Started) -> None:
 
 @needs_hosts
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("away", [["h3"], ["h1", "h2"]], ids=["one of five", "four of five"])
 def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
-    start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
+    start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path, away: list[str]
 ) -> None:
     program = on(start, tmp_path, network, 5)
     program.until(program.is_training, "training")
-    for away in (["h3"], ["h1", "h2"]):
-        program.until(lambda: is_spread(program), "spread")
-        reach(program, step_of(program) + 10)
-        generations = len(program.events("generation_started"))
-        network.partition(away)
-        program.until(
-            lambda: len(program.events("generation_started")) > generations,  # noqa: B023
-            "going on without them",
-        )
-        time.sleep(1)  # the others look for the master meanwhile
-        hosts = len(program.events("host_joined"))
-        network.heal()
-        program.until(
-            lambda: len(program.events("host_joined")) >= hosts + len(away),  # noqa: B023
-            "whole again",
-        )
+    reach(program, 40)
+    network.partition(away)
+    program.until(lambda: len(program.events("generation_started")) > 1, "going on without them")
+    time.sleep(1)  # the others look for the master meanwhile
+    network.heal()
+    program.until(lambda: len(program.events("host_joined")) >= 3 + len(away), "whole again")
     assert program.end() == 0, program.stderr
-    assert {2, 0, 1} == set(lost_hosts(program))
-    assert sizes(program) == {5}
-    assert program.events("worker_leaving")  # once for each that moved back
+    assert {f"h{number + 1}" for number in lost_hosts(program)} >= set(away)
+    assert {len(e["members"]) for e in program.events("generation_started")} == {5}
     assert program.events("went_back") == []
     causes = [e["cause"] for e in program.events("worker_lost")]
-    assert causes
+    assert len(causes) >= (1 if away == ["h3"] else 4)
     assert all("gave no sign of life" in c and "nor did its host" in c for c in causes)
     check_same_result(program, undisturbed)
     check_no_process_is_left(program)
