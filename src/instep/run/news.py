@@ -302,6 +302,11 @@ class State:
     """Whether the next generation begins there."""
     holders: frozenset[int] = frozenset()
     """Who holds the state of the run."""
+    doubtful: frozenset[int] = frozenset()
+    """Who was told to form a group, and has said since neither that it holds the state nor that
+    it has left; it may hold the state."""
+    course: int = 0
+    """The first generation since the run began, or went back: what came before does not count."""
     lost: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Worker to the committed step when it was lost last, and how often it was lost there."""
     hung: dict[int, str] = field(default_factory=dict)
