@@ -256,6 +256,8 @@ class Channel:
             raise PeerError("the master is gone (it closed the connection).")
         found = list(self._inbox)
         self._inbox.clear()
+        if self._broken:  # there is more to see
+            self.owner.engine.after(0.0, self.arrives)
         return found
 
     def close(self) -> None:
@@ -283,7 +285,8 @@ class Channel:
 
     def arrives(self) -> None:
         """Have the owner look, if it can."""
-        if self.owner.alive and not self.owner.stopped and (self._inbox or self._broken):
+        something = (self._inbox or self._broken) and not self._closed
+        if something and self.owner.alive and not self.owner.stopped:
             self.owner.arrived()
 
 

@@ -288,6 +288,8 @@ class MasterProcess(Process):
             world.truth.form(process.number, process, message)  # type: ignore[attr-defined]
         elif isinstance(message, (m.Release, m.Refused)):
             world.dismissed.add(process)
+        elif isinstance(message, m.KillAll) and isinstance(process, Host):
+            world.dismissed |= process.workers
 
     def _leave(self) -> None:
         self._world.listener.hub = None
@@ -383,6 +385,11 @@ class Host(Process):
         self.tie = SimulatedTie(world, self, Hello(token="token", role="host", number=0, pid=pid))
         self.tie.lasting = True
         self.lead(self._life(fresh))
+
+    @property
+    def workers(self) -> set[Process]:
+        """Whom it looks after."""
+        return {*self._workers, *self._adopted}
 
     def _life(self, fresh: bool) -> Generator[float | None, None, int]:
         if fresh:

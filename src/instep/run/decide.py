@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
+from instep.errors import PeerError
 from instep.run import endings
 from instep.run.news import (
     Action,
@@ -118,8 +119,8 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     if not state.wanted <= state.built or state.ended & (state.wanted | set(state.members)):
         return state, []
     if state.phase == "gathering":
-        nobody = not state.holders and not state.doubtful
-        if state.formed and nobody and not state.from_origin:
+        holds = state.holders | state.bound
+        if state.formed and not holds and not state.from_origin:
             return state, [GoBack()]
         return _next_generation(state, now)
     if state.phase != "training" or set(state.members) == state.wanted:
@@ -136,10 +137,9 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     chosen = state.wanted
     if state.formed and not state.from_origin and not state.holders & chosen:
         chosen |= state.holders  # they leave once they have handed over
-    if not state.holders:
-        chosen |= state.doubtful & state.built  # if one of them holds the state, it counts
+    chosen |= state.bound  # may have committed what nobody else has
     members = tuple(sorted(chosen))
-    anew = state.from_origin and not state.doubtful
+    anew = state.from_origin and not state.bound
     after = replace(
         state,
         phase="training",
@@ -148,7 +148,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         members=members,
         begins_at=state.origin if anew else None,
         course=state.generation + 1 if anew else state.course,
-        doubtful=state.doubtful | chosen - state.holders,
+        bound=state.bound | chosen,
         patience_s=(MEETING_S * 2 ** min(state.broken, 6) if state.formed else FIRST_MEETING_S),
         inside=frozenset(),
         out=frozenset(),
@@ -183,12 +183,11 @@ def _form(state: State, worker: int) -> Form:
 
 
 def _formed(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
-    if worker not in state.doubtful | state.holders or generation < state.course:
+    if worker not in state.bound | state.holders or generation < state.course:
         return state, []  # from before it was lost, or before the run went back
     after = replace(
         state,
         holders=state.holders | {worker},
-        doubtful=state.doubtful - {worker},
         from_origin=False,
     )
     if generation != state.generation:
@@ -207,7 +206,6 @@ def _let_go(state: State) -> tuple[State, list[Action]]:
         state,
         built=state.built - gone,
         holders=state.holders - gone,
-        doubtful=state.doubtful - gone,
     )
     return after, [Send(worker, Release()) for worker in sorted(gone)]
 
@@ -215,7 +213,7 @@ def _let_go(state: State) -> tuple[State, list[Action]]:
 def _broke(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
     if generation != state.generation:
         return state, []
-    state = replace(state, out=state.out | {worker}, doubtful=state.doubtful - {worker})
+    state = replace(state, out=state.out | {worker}, bound=state.bound - {worker})
     if state.phase == "gathering":
         return _advance(state, now)
     if state.phase != "training":
@@ -333,6 +331,8 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     worker, code = news.worker, news.code
     if worker in state.done and state.phase == "training":
         return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
+    if worker not in state.joined and code == PeerError.exit_code:
+        news, code = replace(news, code=None), None  # its master was lost, or had no use for it
     unexplained = code is None or code < 0
     if state.phase in ("gathering", "training"):
         spare = worker not in state.wanted and (
@@ -387,11 +387,11 @@ def _without(state: State, gone: Iterable[int]) -> State:
     out = frozenset(gone)
     return replace(
         state,
-        from_origin=state.from_origin and not out & state.doubtful,  # one may have gone on
+        from_origin=state.from_origin and not out & state.bound,  # one may have gone on
         joined=state.joined - out,
         built=state.built - out,
         holders=state.holders - out,
-        doubtful=state.doubtful - out,
+        bound=state.bound - out,
         inside=state.inside - out,
         ended=state.ended - out,
         hung={worker: how for worker, how in state.hung.items() if worker not in out},

@@ -302,9 +302,9 @@ class State:
     """Whether the next generation begins there."""
     holders: frozenset[int] = frozenset()
     """Who holds the state of the run."""
-    doubtful: frozenset[int] = frozenset()
-    """Who was told to form a group, and has said since neither that it holds the state nor that
-    it has left; it may hold the state."""
+    bound: frozenset[int] = frozenset()
+    """Who was told to form a group, and has not said since that it has left it. It may hold the
+    state, and commit what others do not."""
     course: int = 0
     """The first generation since the run began, or went back: what came before does not count."""
     lost: dict[int, tuple[int, int]] = field(default_factory=dict)
