@@ -165,7 +165,7 @@ class _Journal:
         self._world.engine.tell("master", f"hears {news}")
         self._world.takes_effect()
         self._world.truth.journal = state
-        self._world.truth.decisions += 1
+        self._world.decides()
         self._world.takes_effect()
 
     def last(self) -> State | None:
@@ -285,7 +285,7 @@ class MasterProcess(Process):
         if not isinstance(message, (m.Heard, m.StoreValue, m.Welcome)):
             self.engine.tell("master", f"to {process}: {message}")
         if isinstance(message, Form):
-            world.truth.form(process.number, process, message)  # type: ignore[attr-defined]
+            world.told_to_form(process, message)
         elif isinstance(message, (m.Release, m.Refused)):
             world.dismissed.add(process)
         elif isinstance(message, m.KillAll) and isinstance(process, Host):

@@ -8,7 +8,6 @@ the same.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,8 +54,8 @@ class Truth:
     timed: list[Any] = field(default_factory=list)
     """Arrays of `events.STEPS`."""
     journal: State | None = None
-    decisions: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
+    done: set[tuple[int, int]] = field(default_factory=set)
+    """Generation and worker that has said that it has nothing left to do."""
 
     # ---- generations
 
@@ -125,7 +124,6 @@ class Truth:
 
     def append(self, record: Record) -> None:
         """A committed step is written."""
-        self.counts["ledger"] += 1
         if record.step != len(self.ledger) + 1:
             raise Violation(f"the ledger has {len(self.ledger)} steps, and {record} follows")
         form = self.forms[record.generation]
@@ -176,6 +174,8 @@ class Truth:
             raise Violation(f"the ledger of {steps} steps has {[r.step for r in self.ledger]}")
         generations = tuple(record.generation for record in self.ledger)
         last = max(self.forms)
+        if missing := [n for n in self.forms[last].members if (last, n) not in self.done]:
+            raise Violation(f"the run is completed, and workers {missing} are not done")
         for process, lineage in self.held.items():
             if (last, process) in self.formed and process.code in (None, 0):
                 if lineage != generations:

@@ -173,7 +173,7 @@ class Worker(Process):
             return 0
         except PeerError as error:
             self.engine.tell(self, f"fails: {error}")
-            return 1
+            return PeerError.exit_code  # nobody hears why
 
     def _wait_for_group(self) -> Wait:
         if self.form is None:
@@ -412,6 +412,7 @@ class Worker(Process):
         generation = self.form.generation if self.form else 0
         rule = TOLD if self._step < self._world.plan.steps else "steps"
         self.engine.tell(self, f"is done at step {self._step}")
+        self._truth.done.add((generation, self.number))
         self.tie.send(m.Done(generation=generation, step=self._step, rule=rule))
         if self._next is None:
             answer = yield from self._wait_for(m.Release, m.Form)

@@ -42,6 +42,8 @@ class Plan:
     """When the last fault comes."""
     eager: float
     """How likely a worker is killed at each of the places where that matters most."""
+    eager_master: float
+    """How likely the master is killed with a decision, having carried out a part of it."""
 
 
 def drawn(engine: Engine) -> Plan:
@@ -61,6 +63,7 @@ def drawn(engine: Engine) -> Plan:
         faults=random.choice([0, 1, 2, 3, 4, 6, 8]),
         until_s=random.uniform(2.0, 10.0),
         eager=random.choice([0.0, 0.0, 0.01, 0.03]),
+        eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
     )
 
 
@@ -82,7 +85,7 @@ class World:
         self._pids = 100
         self.master: MasterProcess | None = None
         self.hosts: list[Host] = []
-        self.fuse = 0
+        self.fuse = self.masters = 0
         self.looping: set[Process] = set()
         self.losses = 0
         self.interrupts = 0
@@ -100,6 +103,7 @@ class World:
         """The client brings up a master."""
         if self._over_at is None:
             self.fuse = 0
+            self.masters += 1
             self.master = MasterProcess(self, self._pid())
 
     def start_host(self, *, fresh: bool = False) -> None:
@@ -126,10 +130,16 @@ class World:
 
     def takes_effect(self) -> None:
         """The master is about to do something that others may see; it may die right here."""
-        if self.fuse:
+        if self.fuse and self.outcome is None:
             self.fuse -= 1
             if not self.fuse:
                 raise Death
+
+    def decides(self) -> None:
+        """The master has written down what it makes of some news."""
+        kills = self.plan.eager_master and TIME.now < self.plan.until_s and self.masters < 6
+        if kills and not self.fuse and self.engine.chance(self.plan.eager_master):
+            self.fuse = self.engine.random.randint(1, 6)
 
     def kills_at(self, name: str) -> bool:
         """Whether a worker is killed at one of the places where that matters."""
@@ -166,12 +176,21 @@ class World:
         newest = [n for n, c in enumerate(self.truth.checkpoints) if len(c) == step and step]
         return _Origin(step, newest[-1] if newest else None)
 
+    def told_to_form(self, process: Process, form: m.Form) -> None:
+        """A worker is told to form a group."""
+        assert isinstance(process, Worker)
+        if not process.shows_itself:
+            raise Violation(f"{process} is told to form a group, and is not built")
+        self.truth.form(process.number, process, form)
+
     # ---- the end
 
     def finished(self, outcome: Outcome) -> None:
         """The master says how the run ended."""
         self.outcome = outcome
-        self._left = self.workers()  # the client ends whoever is forked later
+        assert self.master is not None
+        known = self.master.state.joined  # the client ends whoever has not joined
+        self._left = [worker for worker in self.workers() if worker.number in known]
         finish = outcome.finish
         self.engine.tell("master", f"ends the run: {finish}")
         self._check_end(finish, outcome)
@@ -251,8 +270,10 @@ def misfortunes(world: World) -> None:
     engine, plan = world.engine, world.plan
     names = list(KINDS)
     weights = [KINDS[name][1] for name in names]
+    bursts = [engine.between(0.2, plan.until_s) for _ in range(engine.random.randint(1, 3))]
     for name in engine.random.choices(names, weights, k=plan.faults):
-        engine.after(engine.between(0.2, plan.until_s), _befalls, world, name)
+        when = engine.random.choice(bursts) + engine.random.expovariate(3.0)
+        engine.after(min(when, plan.until_s), _befalls, world, name)
     engine.after(plan.until_s, _ends, world)
 
 
@@ -282,7 +303,7 @@ def _kill_all_workers(world: World) -> None:
 
 
 def _kill_master(world: World) -> None:
-    if world.master is not None and world.master.alive:
+    if world.master is not None and world.master.alive and world.masters < 6:
         if world.engine.chance(0.3):
             world.master.die(-9)
         else:

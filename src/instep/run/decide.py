@@ -134,10 +134,10 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
 
 
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
-    chosen = state.wanted
-    if state.formed and not state.from_origin and not state.holders & chosen:
-        chosen |= state.holders  # they leave once they have handed over
-    chosen |= state.bound  # may have committed what nobody else has
+    left_together = state.changing and state.out >= set(state.members)
+    chosen = state.wanted | state.bound
+    if not left_together or not state.holders & chosen:
+        chosen |= state.holders  # one may have committed what nobody else has
     members = tuple(sorted(chosen))
     anew = state.from_origin and not state.bound
     after = replace(
