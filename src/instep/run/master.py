@@ -261,7 +261,8 @@ class Master:
         number = hello.number
         self._peers[number] = peer
         self._absent.pop(number, None)
-        if self._hosted and number not in self._processes:
+        watched = self._processes.get(number)
+        if self._hosted and (watched is None or watched.pid != hello.pid):
             self._watch_process(number, hello.pid)
         if number in self._state.joined:
             if number in self._state.built:  # it shows itself
