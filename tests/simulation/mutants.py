@@ -16,7 +16,7 @@ from instep.comm.messages import Broken, Done, Formed
 from instep.comm.tie import Tie
 from instep.run import decide as mind
 from instep.run.catch_up import Beginning
-from instep.run.news import GoBack, Kill, Send, State
+from instep.run.news import GoBack, Kill, State
 from instep.run.watch import Watch
 
 from . import workers
@@ -175,5 +175,3 @@ def mutated(name: str) -> Generator[None, None, None]:
     with mock.patch.object(where, attribute, change(getattr(where, attribute))):
         yield
 
-
-_ = Send

@@ -73,6 +73,9 @@ class _File:
     def __init__(self, world: World) -> None:
         self._world = world
 
+    def __str__(self) -> str:
+        return "a file"
+
     def __truediv__(self, name: str) -> _File:
         return self
 
@@ -239,6 +242,10 @@ class MasterProcess(Process):
     def state(self) -> State:
         """What it knows."""
         return self.shell._state
+
+    def watched(self) -> set[int]:
+        """Numbers of the processes that it knows to be workers."""
+        return {process.pid for process in self.shell._processes.values()}
 
     def wake_up(self) -> None:
         """Something has arrived."""

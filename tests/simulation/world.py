@@ -190,8 +190,8 @@ class World:
         """The master says how the run ended."""
         self.outcome = outcome
         assert self.master is not None
-        known = self.master.state.joined  # the client ends whoever has not joined
-        self._left = [worker for worker in self.workers() if worker.number in known]
+        known = self.master.watched()  # the client ends whoever has not joined
+        self._left = [worker for worker in self.workers() if worker.pid in known]
         finish = outcome.finish
         self.engine.tell("master", f"ends the run: {finish}")
         self._check_end(finish, outcome)
