@@ -174,4 +174,3 @@ def mutated(name: str) -> Generator[None, None, None]:
     where, attribute, change = MUTANTS[name]
     with mock.patch.object(where, attribute, change(getattr(where, attribute))):
         yield
-

@@ -106,7 +106,8 @@ class _Log:
         event = {"time": TIME.time(), "event": name, **fields}
         self.world.takes_effect()
         self.world.truth.events.append(event)
-        self.world.engine.tell("master", f"logs {name} {fields}")
+        if self.world.engine.story is not None:
+            self.world.engine.tell("master", f"logs {name} {fields}")
         return event
 
     def close(self) -> None:
@@ -165,7 +166,8 @@ class _Journal:
         self._world = world
 
     def write(self, news: object, state: State) -> None:
-        self._world.engine.tell("master", f"hears {news}")
+        if self._world.engine.story is not None:
+            self._world.engine.tell("master", f"hears {news}")
         self._world.takes_effect()
         self._world.truth.journal = state
         self._world.decides()
@@ -289,7 +291,8 @@ class MasterProcess(Process):
         world = self._world
         world.takes_effect()
         process = peer.end.owner
-        if not isinstance(message, (m.Heard, m.StoreValue, m.Welcome)):
+        told = self.engine.story is not None
+        if told and not isinstance(message, (m.Heard, m.StoreValue, m.Welcome)):
             self.engine.tell("master", f"to {process}: {message}")
         if isinstance(message, Form):
             world.told_to_form(process, message)

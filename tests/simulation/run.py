@@ -1,7 +1,7 @@
 """Tell many stories of the control plane, and print the seeds of those that break a promise.
 
-    python tests/simulation/run.py --seeds 10000 --from 0 --jobs 2
-    python tests/simulation/run.py --seed 4711 --verbose       one again, line by line
+python tests/simulation/run.py --seeds 10000 --from 0 --jobs 2
+python tests/simulation/run.py --seed 4711 --verbose       one again, line by line
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from simulation.engine import Violation  # noqa: E402
-from simulation.world import tell  # noqa: E402
+from simulation.engine import Violation
+from simulation.world import tell
 
 
 def verdict(seed: int) -> tuple[int, str, int]:

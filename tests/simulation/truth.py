@@ -177,6 +177,6 @@ class Truth:
         if missing := [n for n in self.forms[last].members if (last, n) not in self.done]:
             raise Violation(f"the run is completed, and workers {missing} are not done")
         for process, lineage in self.held.items():
-            if (last, process) in self.formed and process.code in (None, 0):
-                if lineage != generations:
-                    raise Violation(f"{process} ends with {lineage}, the ledger has {generations}")
+            there = (last, process) in self.formed and process.code in (None, 0)
+            if there and lineage != generations:
+                raise Violation(f"{process} ends with {lineage}, the ledger has {generations}")

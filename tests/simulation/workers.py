@@ -310,9 +310,9 @@ class Worker(Process):
 
     def _of_one_generation(self) -> Wait:
         last = self._last
-        if last is not None and (self._settled < self._step or last.ends):
-            if (yield from self._settle(last)):
-                return
+        again = last is not None and (self._settled < self._step or last.ends)
+        if last is not None and again and (yield from self._settle(last)):
+            return
         for _ in range(self._step + 1, self._world.plan.steps + 1):
             self._step += 1
             done = yield from self._one_step()

@@ -12,8 +12,8 @@ from typing import Any
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.run.news import Finish
 from instep.run.master import Outcome
+from instep.run.news import Finish
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation
 from .groups import End, Wait
@@ -375,7 +375,12 @@ def _cut_master(world: World) -> None:
 
 def _cut_workers(world: World) -> None:
     apart = {w for w in world.workers() if world.engine.chance(0.5)}
-    _cut(world, lambda a, b: isinstance(a, Worker) and isinstance(b, Worker) and (a in apart) != (b in apart))
+    _cut(
+        world,
+        lambda a, b: (
+            isinstance(a, Worker) and isinstance(b, Worker) and (a in apart) != (b in apart)
+        ),
+    )
 
 
 KINDS: dict[str, tuple[Callable[[World], None], float]] = {

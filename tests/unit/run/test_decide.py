@@ -1,7 +1,6 @@
 """The master's mind: every story of a run as a line of news, and what follows from it."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -778,9 +777,7 @@ def test_a_master_that_was_lost_while_it_went_back_goes_back_again():
 
 
 def test_who_leaves_is_released_once_all_that_stay_hold_the_state():
-    state, actions = heard(
-        ready(), Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1)
-    )
+    state, actions = heard(ready(), Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1))
     assert formed(actions) == [(0, 2, 0)]
     assert Send(1, Release()) not in actions
     assert decide(state, Formed(0, 2), 1.0)[1] == [Send(1, Release())]
