@@ -34,7 +34,7 @@ from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
 from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
-from instep.run.processes import Watched
+from instep.run.processes import Watched, has_ended
 from instep.run.resume import go_back
 from instep.run.stacks import ASK, deepest_line, last_stack, stack_file
 from instep.run.stop_rules import Rules, recorded
@@ -181,10 +181,17 @@ class Master:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._emit("run_finished", {**fields, "seconds": time.time() - self._started})
+            patience = time.monotonic() + endings.FAREWELL_S
+            while self._hosted and not self._has_client and time.monotonic() < patience:
+                self._turn()  # it may be about to call again
             self._tell_clients(outcome)
             return outcome
         finally:
             self._close()
+
+    @property
+    def _has_client(self) -> bool:
+        return ("client", 0) in self._names.values()
 
     def _turn(self) -> None:
         for peer, message in self._hub.receive(TICK_S):
@@ -254,9 +261,12 @@ class Master:
         number = hello.number
         self._peers[number] = peer
         self._absent.pop(number, None)
-        if self._hosted and number not in self._processes:
+        watched = self._processes.get(number)
+        if self._hosted and (watched is None or watched.pid != hello.pid):
             self._watch_process(number, hello.pid)
         if number in self._state.joined:
+            if number in self._state.built:  # it shows itself
+                self._watch.begins(number, time.monotonic())
             self._think(mind.Attached(number, hello.generation or 0))
             return
         seconds = time.time() - self._started
@@ -277,7 +287,8 @@ class Master:
                 self._names.pop(before, None)
                 self._hub.drop(before)
             return same
-        return number in state.wanted and number not in self._peers
+        ended = self._hosted and has_ended(hello.pid)  # before anybody answered
+        return number in state.wanted and number not in self._peers and not ended
 
     def _watch_process(self, number: int, pid: int) -> None:
         if number in self._processes:

@@ -75,6 +75,7 @@ class Member:
         self.master_host = seat.address.host
         hello = Hello(token=seat.token, role="worker", number=number, pid=os.getpid())
         self._tie = Tie(seat.address, hello)
+        self._tie.lasting = phases is not None  # forked: another master may answer
         welcome = self._tie.welcome()
         if isinstance(welcome, Refused):
             self._tie.close()
