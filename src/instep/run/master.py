@@ -109,7 +109,6 @@ class Master:
         self._began = False  # whether all were ready at one time
         self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
         self._seen_ended: dict[int, float] = {}
-        self._gone: set[int] = set()  # processes whose end was seen
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: float | None = None  # since when
         self._watch = Watch()
@@ -434,9 +433,8 @@ class Master:
     def _exited(self, worker: int, pid: int, code: int | None) -> None:
         """A worker's process is gone."""
         process = self._processes.get(worker)
-        if (process is not None and process.pid != pid) or pid in self._gone:
-            return  # it never had this place, or we saw its end before its parent told us
-        self._gone |= {pid} - {0}
+        if process is not None and process.pid != pid:
+            return  # it never had this place
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
                 self._hear(peer, last)
