@@ -224,7 +224,7 @@ class MasterProcess(Process):
         self._run(lambda: self._make(board))
         if self.alive:
             world.listener.serve(self.hub)
-            self._tick()
+            self.engine.after(0.0, self._tick)
 
     def _make(self, board: Any) -> None:
         world = self._world

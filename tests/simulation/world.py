@@ -92,6 +92,7 @@ class World:
         self.interrupts = 0
         self.outcome: Outcome | None = None
         self._over_at: float | None = None
+        self._left: list[Worker] = []
         self._wanted_s: dict[Process, float] = {}
 
     # ---- processes
@@ -169,8 +170,8 @@ class World:
     def goes_back(self) -> Any:
         """As `resume.go_back`."""
         self.takes_effect()
-        assert self.master is not None
-        joined = self.master.state.joined
+        assert self.truth.journal is not None
+        joined = self.truth.journal.joined & self.truth.journal.built  # else it was released
         known = {w for w in self.workers() if w.number in joined}
         step = self.truth.go_back(known - self.dismissed)
         self.engine.tell("master", f"goes back to step {step}")
