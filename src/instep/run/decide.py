@@ -356,8 +356,10 @@ def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]
     worker, word = news.worker, endings.by_signal(news.code, news.step)
     hung = state.hung.get(worker)
     cause = hung or word.cause
-    before, times = state.lost.get(worker, (-1, 0))
+    counts = state.hangs if hung else state.lost
+    before, times = counts.get(worker, (-1, 0))
     times = times + 1 if news.committed <= before else 1
+    counts = counts | {worker: (news.committed, times)}
     if times >= (MOST_HANGS if hung else MOST_LOSSES):
         cause = f"{cause} It happened {times} times and no step was committed."
         state = replace(state, ended=state.ended | {worker})
@@ -370,7 +372,8 @@ def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]
         spoke=state.spoke - {worker},
         since=since if state.formed else state.since,
         why=f"worker {worker} was lost: {cause}",
-        lost=state.lost | {worker: (news.committed, times)},
+        hangs=counts if hung else state.hangs,
+        lost=state.lost if hung else counts,
         changing=False,
         broken=0,
         deadline=state.deadline if state.suspect else None,

@@ -109,6 +109,7 @@ class Master:
         self._began = False  # whether all were ready at one time
         self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
         self._seen_ended: dict[int, float] = {}
+        self._gone: set[int] = set()  # pids of workers that have ended
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: float | None = None  # since when
         self._watch = Watch()
@@ -435,6 +436,11 @@ class Master:
         process = self._processes.get(worker)
         if process is not None and process.pid != pid:
             return  # it never had this place
+        if process is None and worker not in self._state.joined and pid in self._gone:
+            if worker in self._state.wanted:  # a host that knew it still may have paid no heed
+                self._start_worker(worker)
+            return  # its host and the system both tell of it
+        self._gone.add(pid)
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
                 self._hear(peer, last)
@@ -498,7 +504,7 @@ class Master:
         now = time.monotonic()
         self._watch.turn(now)
         if self._state.phase == "training":
-            often = {w: n for w, (step, n) in self._state.lost.items() if step >= self._committed}
+            often = {w: n for w, (step, n) in self._state.hangs.items() if step >= self._committed}
             for hang in self._watch.hangs(now, often):
                 if hang.worker in self._processes and hang.worker not in self._asked:
                     self._ask(hang, now)

@@ -309,6 +309,8 @@ class State:
     """The first generation since the run began, or went back: what came before does not count."""
     lost: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Worker to the committed step when it was lost last, and how often it was lost there."""
+    hangs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The same, of those that were lost because they hung."""
     hung: dict[int, str] = field(default_factory=dict)
     """Worker that is being ended to how it hung."""
     broken: int = 0
