@@ -3,7 +3,10 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-slow check format bench chaos clean
+<<<<<<< HEAD
+.PHONY: help setup demo test test-slow simulate check format bench chaos clean
+=======
+>>>>>>> simulate
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -25,6 +28,9 @@ test: setup      ## the whole suite; under ten minutes on two cores
 
 test-slow: setup ## what takes longer
 	$(BIN)/python -m pytest -m slow
+
+simulate: setup  ## ten thousand stories of the control plane (two to five minutes on two cores)
+	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2
 
 check: setup     ## format, lint, types, layers; changes nothing
 	$(BIN)/ruff format --check .

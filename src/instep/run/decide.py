@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
+from instep.errors import PeerError
 from instep.run import endings
 from instep.run.news import (
     Action,
@@ -103,7 +104,7 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         case Fired():
             return _fired(state, news)
         case WentBack(checkpoint):
-            return _next_generation(replace(state, origin=checkpoint), now)
+            return _next_generation(replace(state, origin=checkpoint, from_origin=True), now)
         case Restarted():
             return _restarted(state, now)
         case Tick(step):
@@ -118,9 +119,9 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     if not state.wanted <= state.built or state.ended & (state.wanted | set(state.members)):
         return state, []
     if state.phase == "gathering":
-        # by now, whoever holds the state has said so
-        if state.formed and not state.holders and not state.from_origin:
-            return replace(state, from_origin=True), [GoBack()]
+        holds = state.holders | state.bound
+        if state.formed and not holds and not state.from_origin:
+            return state, [GoBack()]
         return _next_generation(state, now)
     if state.phase != "training" or set(state.members) == state.wanted:
         return state, []
@@ -133,17 +134,21 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
 
 
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
-    chosen = state.wanted
-    if state.formed and not state.from_origin and not state.holders & chosen:
-        chosen |= state.holders  # they leave once they have handed over
+    left_together = state.changing and state.out >= set(state.members)
+    chosen = state.wanted | state.bound
+    if not left_together or not state.holders & chosen:
+        chosen |= state.holders  # one may have committed what nobody else has
     members = tuple(sorted(chosen))
+    anew = state.from_origin and not state.bound
     after = replace(
         state,
         phase="training",
         generation=state.generation + 1,
         formed=True,
         members=members,
-        begins_at=state.origin if state.from_origin else None,
+        begins_at=state.origin if anew else None,
+        course=state.generation + 1 if anew else state.course,
+        bound=state.bound | chosen,
         patience_s=(MEETING_S * 2 ** min(state.broken, 6) if state.formed else FIRST_MEETING_S),
         inside=frozenset(),
         out=frozenset(),
@@ -155,7 +160,6 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     sends: list[Action] = [Send(worker, _form(after, worker)) for worker in members]
     if state.stop:  # whoever is new has not heard of it
         sends += _stops(after, state.stop)
-    sends += [Send(worker, Release()) for worker in sorted(state.joined - set(members))]
     log = Log(
         "generation_started",
         {
@@ -179,21 +183,41 @@ def _form(state: State, worker: int) -> Form:
 
 
 def _formed(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
-    if generation != state.generation or worker not in state.joined:
+    if worker not in state.bound | state.holders or generation < state.course:
         return state, []  # from before it was lost, or before the run went back
     after = replace(
         state,
         holders=state.holders | {worker},
-        inside=state.inside | {worker},
         from_origin=False,
     )
-    return _advance(after, now)  # the next change may be waiting
+    if generation != state.generation:
+        return after, []
+    after, releases = _let_go(replace(after, inside=state.inside | {worker}))
+    after, actions = _advance(after, now)  # the next change may be waiting
+    return after, [*releases, *actions]
+
+
+def _let_go(state: State) -> tuple[State, list[Action]]:
+    """Who leaves may go once all that stay hold the state: until then it may be needed."""
+    if not state.inside >= set(state.members):
+        return state, []
+    gone = state.leaving - set(state.members)
+    after = replace(
+        state,
+        built=state.built - gone,
+        holders=state.holders - gone,
+    )
+    return after, [Send(worker, Release()) for worker in sorted(gone)]
 
 
 def _broke(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "training" or generation != state.generation:
+    if generation != state.generation:
         return state, []
-    state = replace(state, out=state.out | {worker})
+    state = replace(state, out=state.out | {worker}, bound=state.bound - {worker})
+    if state.phase == "gathering":
+        return _advance(state, now)
+    if state.phase != "training":
+        return state, []
     if state.changing and state.out >= set(state.members) and state.wanted <= state.built:
         return _next_generation(state, now)
     if state.deadline is not None:
@@ -226,12 +250,16 @@ def _restarted(state: State, now: float) -> tuple[State, list[Action]]:
         return replace(state, deadline=now + endings.FAREWELL_S), [KillAll()]
     if state.phase == "releasing":
         return replace(state, deadline=now + endings.FAREWELL_S), []
+    again: list[Action] = [*_starts(state), *[Kill(worker) for worker in sorted(state.hung)]]
     if state.phase == "gathering":
-        return state, _starts(state)
+        after, actions = _advance(state, now)
+        return after, [*again, *actions]
     if not state.inside >= set(state.members) and state.recovers:
-        return _again(state, "the master was lost while the group was forming", now)
+        why = "the master was lost while the group was forming"
+        after, actions = _again(state, why, now)
+        return after, [*again, *actions]
     deadline = now + MEETING_S if state.out else state.deadline
-    return replace(state, deadline=deadline), _starts(state)
+    return replace(state, deadline=deadline), again
 
 
 def _reminders(state: State, worker: int, generation: int) -> list[Action]:
@@ -245,8 +273,8 @@ def _reminders(state: State, worker: int, generation: int) -> list[Action]:
         sends.append(Send(worker, Stop(rule=state.stop)))
     if state.changing and worker in state.members:
         sends.append(Send(worker, Regroup(generation=state.generation)))
-    gone = state.formed and worker in state.leaving and worker not in state.members
-    if state.phase == "releasing" or gone:
+    gone = state.inside >= set(state.members) and worker not in state.members
+    if state.phase == "releasing" or (state.formed and gone and worker in state.leaving):
         sends.append(Send(worker, Release()))
     return sends
 
@@ -303,6 +331,8 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     worker, code = news.worker, news.code
     if worker in state.done and state.phase == "training":
         return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
+    if worker not in state.joined and code == PeerError.exit_code:
+        news, code = replace(news, code=None), None  # its master was lost, or had no use for it
     unexplained = code is None or code < 0
     if state.phase in ("gathering", "training"):
         spare = worker not in state.wanted and (
@@ -326,8 +356,10 @@ def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]
     worker, word = news.worker, endings.by_signal(news.code, news.step)
     hung = state.hung.get(worker)
     cause = hung or word.cause
-    before, times = state.lost.get(worker, (-1, 0))
+    counts = state.hangs if hung else state.lost
+    before, times = counts.get(worker, (-1, 0))
     times = times + 1 if news.committed <= before else 1
+    counts = counts | {worker: (news.committed, times)}
     if times >= (MOST_HANGS if hung else MOST_LOSSES):
         cause = f"{cause} It happened {times} times and no step was committed."
         state = replace(state, ended=state.ended | {worker})
@@ -340,7 +372,8 @@ def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]
         spoke=state.spoke - {worker},
         since=since if state.formed else state.since,
         why=f"worker {worker} was lost: {cause}",
-        lost=state.lost | {worker: (news.committed, times)},
+        hangs=counts if hung else state.hangs,
+        lost=state.lost if hung else counts,
         changing=False,
         broken=0,
         deadline=state.deadline if state.suspect else None,
@@ -357,9 +390,11 @@ def _without(state: State, gone: Iterable[int]) -> State:
     out = frozenset(gone)
     return replace(
         state,
+        from_origin=state.from_origin and not out & state.bound,  # one may have gone on
         joined=state.joined - out,
         built=state.built - out,
         holders=state.holders - out,
+        bound=state.bound - out,
         inside=state.inside - out,
         ended=state.ended - out,
         hung={worker: how for worker, how in state.hung.items() if worker not in out},

@@ -36,7 +36,7 @@ from instep.run.folder import BEGINNING, Origin
 from instep.run.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
-from instep.run.processes import Watched, machine
+from instep.run.processes import Watched, has_ended, machine
 from instep.run.resume import go_back
 from instep.run.stacks import ASK, deepest_line, last_stack, stack_file
 from instep.run.stop_rules import Rules, recorded
@@ -118,6 +118,7 @@ class Master:
         self._began = False  # whether all were ready at one time
         self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
         self._seen_ended: dict[int, float] = {}
+        self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: dict[int, float] = {}  # since when there is none by this number
         self._gathered = False  # whether workers may be started
@@ -198,10 +199,17 @@ class Master:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._emit("run_finished", {**fields, "seconds": time.time() - self._started})
+            patience = time.monotonic() + endings.FAREWELL_S
+            while self._hosted and not self._has_client and time.monotonic() < patience:
+                self._turn()  # it may be about to call again
             self._tell_clients(outcome)
             return outcome
         finally:
             self._close()
+
+    @property
+    def _has_client(self) -> bool:
+        return ("client", 0) in self._names.values()
 
     def _turn(self) -> None:
         for peer, message in self._hub.receive(TICK_S):
@@ -284,17 +292,17 @@ class Master:
         self._absent.pop(number, None)
         self._pulsed[number] = time.monotonic(), None
         self._hosts.started(number, hello.host)
-        far = self._hosts.several and hello.machine != self._machine
-        known = self._processes.get(number)
-        if self._hosted and (known is None or isinstance(known, Far) != far):
+        far, known = self._is_far(hello), self._processes.get(number)
+        same = known is not None and known.pid == hello.pid and isinstance(known, Far) == far
+        if self._hosted and not same:
             self._watch_process(number, hello.pid, hello.host, far=far)
         if number in state.joined:
+            if number in state.built:  # it shows itself
+                self._watch.begins(number, time.monotonic())
             self._think(mind.Attached(number, hello.generation or 0))
             if self._hosts.several and number in set(state.members) - state.inside:
                 # what it had asked the others' group for was answered on a connection now lost
                 self._think(mind.Broke(number, state.generation))
-            elif self._hosts.several and number in state.members:
-                self._watch.begins(number, time.monotonic())
             return
         fields = {"worker": number, "pid": hello.pid, "host": hello.host}
         self._emit("worker_joined", {**fields, "seconds": time.time() - self._started})
@@ -321,7 +329,13 @@ class Master:
             return same
         if hello.generation is not None:  # the run has gone on without it
             return False
-        return number in state.wanted and number not in self._peers
+        # before anybody answered
+        ended = self._hosted and not self._is_far(hello) and has_ended(hello.pid)
+        return number in state.wanted and number not in self._peers and not ended
+
+    def _is_far(self, hello: m.Hello) -> bool:
+        """Whether a process is on another machine, as far as signals and its end are concerned."""
+        return self._hosts.several and hello.machine != self._machine
 
     def _watch_process(
         self, number: int, pid: int, host: int = 0, *, far: bool | None = None
@@ -492,9 +506,14 @@ class Master:
         process = self._processes.get(worker)
         if process is not None and (process.pid, self._places[worker]) != (pid, host):
             return  # it never had this place
-        unborn = process is None and worker not in self._state.joined
-        if unborn and not self._hosts.started(worker, host):
-            return  # nobody waits for it
+        if process is None and worker not in self._state.joined:
+            if not self._hosts.started(worker, host):
+                return  # nobody waits for it
+            if (host, pid) in self._gone:
+                if worker in self._state.wanted:  # a host that knew it still may have paid no heed
+                    self._start_worker(worker)
+                return  # its host and the system both tell of it
+        self._gone.add((host, pid))
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
                 self._hear(peer, last)
@@ -620,7 +639,7 @@ class Master:
         now = time.monotonic()
         self._watch.turn(now)
         if self._state.phase == "training":
-            often = {w: n for w, (step, n) in self._state.lost.items() if step >= self._committed}
+            often = {w: n for w, (step, n) in self._state.hangs.items() if step >= self._committed}
             for hang in self._watch.hangs(now, often):
                 if hang.worker in self._processes and hang.worker not in self._asked:
                     self._look_into(hang, now)

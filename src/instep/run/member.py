@@ -83,6 +83,7 @@ class Member:
             machine=machine(),
         )
         self._tie = Tie(seat.address, hello)
+        self._tie.lasting = phases is not None  # forked: another master may answer
         welcome = self._tie.welcome()
         if isinstance(welcome, Refused):
             self._tie.close()

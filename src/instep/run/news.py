@@ -302,8 +302,15 @@ class State:
     """Whether the next generation begins there."""
     holders: frozenset[int] = frozenset()
     """Who holds the state of the run."""
+    bound: frozenset[int] = frozenset()
+    """Who was told to form a group, and has not said since that it has left it. It may hold the
+    state, and commit what others do not."""
+    course: int = 0
+    """The first generation since the run began, or went back: what came before does not count."""
     lost: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Worker to the committed step when it was lost last, and how often it was lost there."""
+    hangs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The same, of those that were lost because they hung."""
     hung: dict[int, str] = field(default_factory=dict)
     """Worker that is being ended to how it hung."""
     broken: int = 0

@@ -154,3 +154,12 @@ class Watched:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine has ended."""
+    process = Watched(pid)
+    try:
+        return process.ended
+    finally:
+        process.close()

@@ -19,7 +19,7 @@ from torch import nn
 
 from instep.comm.base import Comm
 from instep.data.order import Position
-from instep.errors import PeerError
+from instep.run.catch_up import NOWHERE, Place, beginning
 from instep.run.ledger import mend
 from instep.run.member import Member
 from instep.run.passes import Merging
@@ -90,28 +90,24 @@ class Standing:
         return False
 
     def _catch_up(self, comm: Comm) -> bool:
-        told, ends = (self.last.told, self.last.ends) if self.last else (False, False)
-        mine = (self.carried.step, self.settled, told, ends) if self._holds else (-1, -1, 0, 0)
-        table = torch.zeros(comm.size, 4, dtype=torch.int64, device=self._device)
+        last = self.last
+        mine = NOWHERE
+        if self._holds:
+            told, ends = (last.told, last.ends) if last else (False, False)
+            mine = Place(self.carried.step, self.settled, told, ends)
+        table = torch.zeros(comm.size, len(mine), dtype=torch.int64, device=self._device)
         table[comm.rank] = torch.tensor(mine)
         comm.all_reduce(table).wait()
-        steps, settled, *words = table.T.tolist()
-        newest, oldest = max(steps), min(steps)
-        if newest < 0:
-            raise PeerError("nobody in the group holds the state of the run.")
-        root = steps.index(newest)
-        if comm.rank == root:
+        there = beginning([Place(*row) for row in table.tolist()])
+        if comm.rank == there.root:
             ledger = self._member.run / "ledger.bin"
-            mend(ledger, newest, self._shares, wait=self._member.waits_for_writer)
-        if oldest < newest:
-            self._share(comm, root)
-        if self.last is not None:  # a word that one has heard counts for all
-            with_it = [place for place, step in enumerate(steps) if step == newest]
-            heard = [any(word[place] for place in with_it) for word in words]
-            self.last = self.last._replace(told=heard[0], ends=heard[1])
-        # the lowest rank saves and reports; if it is new, nobody knows how far it had come
-        self.settled = newest - 1 if steps[0] < 0 else min(s for s in settled if s >= 0)
-        return bool(oldest < newest)
+            mend(ledger, there.step, self._shares, wait=self._member.waits_for_writer)
+        if there.shared:
+            self._share(comm, there.root)
+        if self.last is not None:
+            self.last = self.last._replace(told=bool(there.told), ends=bool(there.ends))
+        self.settled = there.settled
+        return there.shared
 
     def _share(self, comm: Comm, root: int) -> None:
         """Give the root's state to all, or take it."""

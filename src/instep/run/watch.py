@@ -31,6 +31,9 @@ WAITING = frozenset(["joining", "exchange", "saving", "waiting"])
 OF_A_STEP = frozenset(["loading", "forward", "backward", "update"])
 """What a worker is at in every step."""
 
+_UNHEARD = Pulse(step=0, phase="joining", progress=0)
+"""Who was told to form a group, and has not been heard since."""
+
 FORGET = 0.98
 """How the longest stretch that was seen fades with each step that is committed."""
 
@@ -126,10 +129,8 @@ class Watch:
         found = []
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
-            if seen.pulse is None:
-                continue
             silent, idle = now - seen.heard, now - seen.since
-            at = seen.pulse
+            at = seen.pulse or _UNHEARD
             if silent > self._silence_s(often):
                 how = f"gave no sign of life for {silent:.1f} s"
             elif at.phase not in WAITING and idle > self.limit_s(worker, often):

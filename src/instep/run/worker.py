@@ -55,8 +55,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     except BaseException as error:
         with suppress(OSError):  # a full disk must not hide the cause
             traceback.print_exc()  # to the log, and first: once it has reported, it is killed
-        _report(member, error, training)
-        return 1
+        return 1 if _report(member, error, training) else PeerError.exit_code
     finally:
         member.close()
     return 0
@@ -89,10 +88,11 @@ class _Laps:
         self._since = now
 
 
-def _report(member: Member, error: BaseException, training: Training | None) -> None:
+def _report(member: Member, error: BaseException, training: Training | None) -> bool:
     step = training.step if training else 0
     phase = training.doing if training else "recipe"
     try:
         member.failed(blame.failed(error, step, phase))
     except PeerError:
-        pass  # the master is gone, and with it whoever wanted to know
+        return False  # the master is gone, or has no use for this process
+    return True

@@ -102,8 +102,9 @@ def test_who_is_not_wanted_any_more_is_released_at_the_commit_and_its_end_is_no_
     assert story.told(Regroup) == [0, 1, 2]
     story.leave()
     assert story.told(Form) == [0]
-    assert story.told(Release) == [1, 2]
+    assert story.told(Release) == []
     story.form()
+    assert story.told(Release) == [1, 2]
     story.hears(Ended(1, 0, 5, 5), Ended(2, -9, 5, 5))
     assert story.new(Start) == []
     assert (story.state.phase, story.state.joined) == ("training", {0})
@@ -136,6 +137,7 @@ def test_a_worker_with_notice_has_a_successor_before_it_leaves():
     assert story.told(Regroup) == [0, 1]
     story.leave()
     assert story.state.members == (1, 2)
+    story.form()
     assert story.told(Release) == [0]
     (log,) = story.logged("worker_leaving")
     assert log == {"worker": 0, "successor": 2}
@@ -159,6 +161,7 @@ def test_the_only_holder_hands_over_in_a_generation_of_both_before_it_leaves():
     assert story.told(Regroup) == [0, 1]
     story.leave()
     assert story.state.members == (1,)
+    story.form()
     assert story.told(Release) == [0]
     assert story.new(GoBack) == []
 
@@ -326,3 +329,13 @@ def test_a_change_in_which_a_word_was_lost_with_the_master_ends_all_the_same(two
     two.now += 60.0
     two.hears(Tick(step=5))
     assert two.state.members == (0, 1, 2)
+
+
+def test_plain_losses_do_not_make_the_master_patient_with_hangs():
+    story = Story(2)
+    story.hears(Ended(1, -9, 8, 7))
+    story.come(1)
+    story.form()
+    assert story.state.hangs == {}
+    story.hears(HANG, Ended(1, -9, 8, 7))
+    assert (story.state.hangs, story.state.lost) == ({1: (7, 1)}, {1: (7, 1)})

@@ -1,7 +1,6 @@
 """The master's mind: every story of a run as a line of news, and what follows from it."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -20,11 +19,15 @@ from instep.run.news import (
     Formed,
     GoBack,
     HostLost,
+    Hung,
     Interrupted,
     Joined,
+    Kill,
     KillAll,
     Log,
+    Restarted,
     Said,
+    Scaled,
     Send,
     Start,
     State,
@@ -668,6 +671,9 @@ def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
     assert actions[1:] == [Start(0)]
     for news in (Joined(0), Built(0)):
         state, actions = decide(state, news, 3.0)
+    assert origins(actions) == [None]  # for all we know, it may have got into the group
+    for now, news in ((3.0, Broke(0, 3)), (3.0, Broke(1, 3)), (4.0, Tick())):
+        state, actions = decide(state, news, now)
     assert actions == [GoBack()]
 
 
@@ -715,10 +721,92 @@ def test_a_worker_that_cannot_recover_ends_the_run_when_another_is_lost():
     assert [f["kind"] for f in blamed(actions)] == ["killed"]
 
 
-def test_word_of_a_group_that_is_no_more_makes_nobody_a_holder():
-    state, _ = after(*everybody_joined(), KILL, Joined(1), recovers=True)
-    state, _ = decide(replace(state, holders=frozenset()), Formed(0, 1), 1.0)
+def test_word_of_a_group_from_before_the_run_went_back_makes_nobody_a_holder():
+    both = [Ended(n, -9, 4, committed=3) for n in range(2)]
+    news = [*everybody_joined(), *both, Joined(0), Joined(1)]
+    state, _ = after(*news, recovers=True)
+    state, _ = decide(state, WentBack(""), 1.0)
+    state, _ = decide(state, Formed(0, 1), 1.0)
     assert state.holders == frozenset()
+    assert decide(state, Formed(0, 2), 1.0)[0].holders == {0}
+
+
+# ---- what the simulation found
+
+
+def heard(state, *news, now=1.0):
+    """The state after these, and all that is to be done."""
+    everything = []
+    for piece in news:
+        state, actions = decide(state, piece, now)
+        everything += actions
+    return state, everything
+
+
+def ready(workers=2):
+    """Everybody was told to form the first group, and none has said that it has."""
+    news = [piece for n in range(workers) for piece in (Joined(n), Built(n))]
+    return heard(State(wanted=frozenset(range(workers)), recovers=True), *news)[0]
+
+
+def test_who_may_have_formed_the_first_group_is_not_told_to_begin_again():
+    _, actions = heard(ready(), Restarted())
+    assert origins(actions) == [None]
+
+
+def test_a_group_in_which_nobody_held_anything_is_followed_by_a_beginning():
+    state, _ = heard(ready(), Restarted(), Broke(0, 2), Broke(1, 2))
+    _, actions = heard(state, Tick(), now=9.0)
+    assert origins(actions) == [""]
+    assert GoBack() not in actions
+
+
+def test_who_was_lost_before_it_could_say_that_it_had_formed_may_have_committed_something():
+    state, _ = heard(ready(1), Ended(0, -9, 1), Joined(0))
+    assert heard(state, Built(0))[1] == [GoBack()]
+
+
+def test_word_of_an_earlier_group_still_makes_a_holder():
+    state, _ = heard(ready(), Restarted(), Formed(0, 1))
+    assert (state.generation, state.holders, state.inside) == (2, {0}, frozenset())
+
+
+def test_a_master_that_was_lost_while_it_went_back_goes_back_again():
+    state, _ = heard(ready(1), Ended(0, -9, 1), Joined(0), Built(0))
+    assert heard(state, Restarted())[1] == [GoBack()]
+
+
+def test_who_leaves_is_released_once_all_that_stay_hold_the_state():
+    state, actions = heard(ready(), Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1))
+    assert formed(actions) == [(0, 2, 0)]
+    assert Send(1, Release()) not in actions
+    assert decide(state, Formed(0, 2), 1.0)[1] == [Send(1, Release())]
+
+
+def test_who_leaves_gives_the_state_to_the_replacement_of_who_was_lost_meanwhile():
+    news = [Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1)]
+    _, actions = heard(ready(), *news, Ended(0, -9, 4, 3), Joined(0), Built(0))
+    assert formed(actions)[1:] == [(0, 3, 0), (1, 3, 1)]
+    assert GoBack() not in actions
+
+
+def test_who_leaves_comes_along_where_the_group_came_apart_for_it_may_have_committed_more():
+    news = [Formed(n, 1) for n in range(3)]
+    state, _ = heard(ready(3), *news, Scaled(2), Broke(2, 1), Ended(0, -9, 4, 3))
+    _, actions = heard(state, Joined(0), Built(0))
+    assert [worker for worker, _, _ in formed(actions)] == [0, 1, 2]
+
+
+def test_a_new_master_ends_who_was_to_be_ended():
+    news = [Formed(0, 1), Formed(1, 1), Hung(1, 4, "forward", "gave no sign of life for 2 s")]
+    state, _ = heard(ready(), *news)
+    assert Kill(1) in heard(state, Restarted())[1]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(5, [1]), (1, [])])
+def test_a_process_that_could_not_join_is_replaced_and_one_that_fails_is_not(code, starts):
+    state, _ = heard(State(wanted=frozenset({0, 1}), recovers=True), Joined(0))
+    assert started(heard(state, Ended(1, code, 0))[1]) == starts
 
 
 def test_an_interrupt_before_a_newcomer_is_ready_waits_for_the_commit():

@@ -1,0 +1,461 @@
+"""Client, host and master of a story. The master's code is the real one, with its mind and watch.
+
+The client brings the master up again as `guard.py` does; the host starts,
+adopts and ends workers, and has a spare, as `launch/fork_server.py`. Both
+speak by the real `Tie`. What a worker does is in `workers.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+
+from instep.comm import messages as m
+from instep.comm import tie as tie_module
+from instep.comm.messages import Form, Hello
+from instep.comm.tie import Tie
+from instep.errors import PeerError
+from instep.events import STEPS
+from instep.run import master as master_module
+from instep.run.folder import Origin
+from instep.run.master import Master
+from instep.run.news import State
+
+from .engine import TIME, Channel, Death, Hub, Listener, Peer, Process, Suspend, Violation
+
+if TYPE_CHECKING:
+    from .world import World
+
+TICK_S = master_module.TICK_S
+
+
+class At:
+    """An address: the listener, and who calls."""
+
+    host, port = "simulation", 0
+
+    def __init__(self, listener: Listener, owner: Process) -> None:
+        self.listener, self.owner = listener, owner
+
+
+class SimulatedTie(Tie):
+    """The real one; the thread that listens is the engine."""
+
+    def __init__(self, world: World, owner: Process, hello: Hello) -> None:
+        super().__init__(At(world.listener, owner), hello)  # type: ignore[arg-type]
+
+    def listens(self) -> None:
+        """From now on what arrives is taken in while the process is busy."""
+        self._thread = True  # type: ignore[assignment]
+
+    def takes_in(self) -> list[m.AnyMessage]:
+        """What a listening thread does when something arrives."""
+        return self._take_in(0.0)
+
+    def beats(self, pulse: m.Pulse) -> None:
+        """What a listening thread does a few times a second."""
+        self._beat(pulse)
+
+
+# ---- the master
+
+
+class _File:
+    """A file, or a folder, of which only the step records are kept."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __str__(self) -> str:
+        return "a file"
+
+    def __truediv__(self, name: str) -> _File:
+        return self
+
+    def open(self, mode: str, buffering: int = 0) -> _File:
+        return self
+
+    def exists(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> int:
+        if data:
+            self._world.takes_effect()
+            self._world.truth.timed.append(np.frombuffer(data, STEPS))
+        return len(data)
+
+    closed = True
+
+
+class _Log:
+    """Events, as `events.EventLog` keeps them."""
+
+    world: World
+
+    def __init__(self, path: object) -> None:
+        pass
+
+    def emit(self, name: str, **fields: Any) -> dict[str, Any]:
+        event = {"time": TIME.time(), "event": name, **fields}
+        self.world.takes_effect()
+        self.world.truth.events.append(event)
+        if self.world.engine.story is not None:
+            self.world.engine.tell("master", f"logs {name} {fields}")
+        return event
+
+    def close(self) -> None:
+        pass
+
+
+class _Folder:
+    """As `report.run_folder.RunFolder`."""
+
+    world: World
+
+    def __init__(self, path: object) -> None:
+        truth = self.world.truth
+        self.steps = np.concatenate(truth.timed) if truth.timed else np.empty(0, STEPS)
+        self.validations: list[Mapping[str, Any]] = []
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.world.truth.events if event["event"] == name]
+
+    def steps_of(self, worker: int) -> Any:
+        return self.steps[self.steps["worker"] == worker]
+
+
+class _Watched:
+    """As `processes.Watched`."""
+
+    world: World
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    @property
+    def ended(self) -> bool:
+        process = self.world.processes.get(self.pid)
+        return process is None or not process.alive
+
+    def signal(self, number: int) -> None:
+        self.world.takes_effect()
+        process = self.world.processes.get(self.pid)
+        if process is None:
+            return
+        if number == signal.SIGKILL:
+            self.world.dismissed.add(process)
+            process.die(-9)
+        elif number == signal.SIGCONT:
+            process.go_on()
+
+    def close(self) -> None:
+        pass
+
+
+class _Journal:
+    """As `journal.Journal`: a state that is read back went through its bytes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def write(self, news: object, state: State) -> None:
+        if self._world.engine.story is not None:
+            self._world.engine.tell("master", f"hears {news}")
+        self._world.takes_effect()
+        self._world.truth.journal = state
+        self._world.decides()
+        self._world.takes_effect()
+
+    def last(self) -> State | None:
+        state = self._world.truth.journal
+        if state is None:
+            return None
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def staged(world: World) -> Generator[None, None, None]:
+    """The product's modules see this world instead of clock, sockets, files and processes."""
+    for each in (_Log, _Folder, _Watched):
+        each.world = world
+    spec_file = SimpleNamespace(dump=lambda job: "")
+    replaced = {
+        "time": TIME,
+        "EventLog": _Log,
+        "RunFolder": _Folder,
+        "Watched": _Watched,
+        "cut_torn_record": lambda *_: None,
+        "read_records": lambda *_: np.empty(0, STEPS),
+        "as_table": lambda job: {},
+        "spec_file": spec_file,
+        "stack_file": lambda run, worker: _File(world),
+        "last_stack": lambda file, since_bytes: "a stack\n",
+        "has_ended": lambda pid: not world.processes[pid].alive,
+        "go_back": lambda run, job: world.goes_back(),
+    }
+    with (
+        mock.patch.multiple(master_module, **replaced),
+        mock.patch.multiple(tie_module, time=TIME, Channel=Channel),
+    ):
+        yield
+
+
+class MasterProcess(Process):
+    """A process in which the real shell runs, until it is killed at one of its effects."""
+
+    def __init__(self, world: World, pid: int) -> None:
+        super().__init__(world.engine, pid, "master")
+        self._world = world
+        self.hub = Hub(self.wake_up, self._sends)
+        self.stalled_until = 0.0
+        self._soon = False
+        self.at_death.append(self._leave)
+        board = SimpleNamespace(hub=self.hub, seat=SimpleNamespace(token="token"))
+        self._run(lambda: self._make(board))
+        if self.alive:
+            world.listener.serve(self.hub)
+            self.engine.after(0.0, self._tick)
+
+    def _make(self, board: Any) -> None:
+        world = self._world
+        self.shell = Master(
+            world.job,
+            _File(world),  # type: ignore[arg-type]
+            board,
+            views=[],
+            hosted=True,
+            started=1e6,
+            about={},
+            origin=Origin(0, None),
+            journal=_Journal(world),  # type: ignore[arg-type]
+        )
+
+    @property
+    def state(self) -> State:
+        """What it knows."""
+        return self.shell._state
+
+    def watched(self) -> set[int]:
+        """Numbers of the processes that it knows to be workers."""
+        return {process.pid for process in self.shell._processes.values()}
+
+    def wake_up(self) -> None:
+        """Something has arrived."""
+        if not self._soon and self.alive:
+            self._soon = True
+            wait = max(0.0, self.stalled_until - TIME.now)
+            self.engine.after(wait + 0.0005, self._turn, True)
+
+    def _tick(self) -> None:
+        if self.alive:
+            self.engine.after(TICK_S, self._tick)
+            if TIME.now >= self.stalled_until:
+                self._turn(False)
+
+    def _turn(self, soon: bool) -> None:
+        if soon:
+            self._soon = False
+        if not self.alive:
+            return
+        self.hub.allow()
+        self._run(self._serve)
+        if self.alive:
+            self._world.look(self)
+
+    def _serve(self) -> None:
+        outcome = self.shell.serve()
+        self._world.finished(outcome)
+        self.die(0)
+
+    def _run(self, what: Any) -> None:
+        try:
+            what()
+        except Suspend:
+            pass
+        except Death:
+            self.die(-9)
+        except Exception as error:
+            raise Violation(f"the master failed: {error!r}") from error
+
+    def _sends(self, peer: Peer, message: m.AnyMessage) -> None:
+        world = self._world
+        world.takes_effect()
+        process = peer.end.owner
+        told = self.engine.story is not None
+        if told and not isinstance(message, (m.Heard, m.StoreValue, m.Welcome)):
+            self.engine.tell("master", f"to {process}: {message}")
+        if isinstance(message, Form):
+            world.told_to_form(process, message)
+        elif isinstance(message, (m.Release, m.Refused)):
+            world.dismissed.add(process)
+        elif isinstance(message, m.KillAll) and isinstance(process, Host):
+            world.dismissed |= process.workers
+
+    def _leave(self) -> None:
+        self._world.listener.hub = None
+        self.hub.die(self.engine, abruptly=self.code != 0)
+        self._world.client.lost_master(self)
+
+
+# ---- the client
+
+
+class Client(Process):
+    """Must live; brings the master up again, and another host where one is wanted."""
+
+    def __init__(self, world: World, pid: int) -> None:
+        super().__init__(world.engine, pid, "client")
+        self._world = world
+        self._asked = 0
+
+    def begin(self) -> None:
+        """Bring up master and host, and listen to the one."""
+        self._start_master()
+        self._world.start_host(fresh=True)
+        self.tie = SimulatedTie(
+            self._world, self, Hello(token="token", role="client", number=0, pid=0)
+        )
+        self.tie.lasting = True
+        self.lead(self._life())
+
+    def _life(self) -> Generator[float | None, None, int]:
+        while True:
+            message = self.tie.poll()
+            if isinstance(message, m.Over):
+                self._world.over(message)
+                return 0
+            if isinstance(message, m.Refused):
+                raise Violation(f"the client was refused: {message}")
+            if isinstance(message, m.HostWanted) and not self._world.launched.alive:
+                self._world.start_host(fresh=True)
+            elif message is None:
+                yield None
+
+    def lost_master(self, master: Process) -> None:
+        """A master has ended; one that was killed is brought up again."""
+        if not master.code:
+            self.engine.after(8.0, self._miss_word)  # longer than they can be cut off
+        else:
+            self.engine.after(self.engine.between(0.15, 0.6), self._start_master)
+
+    def _miss_word(self) -> None:
+        if self.alive:
+            raise Violation("the master has ended, and has not told the client how the run did")
+
+    def _start_master(self) -> None:
+        self._world.start_master()
+
+    def interrupt(self) -> None:
+        """Somebody asks for a stop."""
+        self._asked += 1
+        self.tie.send(m.Interrupt(by="SIGINT", times=self._asked))
+
+
+class Wisher(Process):
+    """Another client, with a wish."""
+
+    def __init__(self, world: World, pid: int, workers: int) -> None:
+        super().__init__(world.engine, pid, "wisher")
+        self.tie = SimulatedTie(world, self, Hello(token="token", role="client", number=1, pid=pid))
+        self.tie.send(m.Scale(workers=workers))
+        self.lead(self._life())
+
+    def _life(self) -> Generator[float | None, None, int]:
+        try:
+            while not isinstance(self.tie.poll(), m.Answer):
+                yield None
+        except PeerError:
+            return 1  # the master was lost before it had answered
+        return 0
+
+
+# ---- the host
+
+
+class Host(Process):
+    """Starts workers at the master's word, and tells of their ends."""
+
+    def __init__(self, world: World, pid: int, *, fresh: bool) -> None:
+        super().__init__(world.engine, pid, "host")
+        self._world = world
+        self._workers: dict[Process, int] = {}
+        self._adopted: dict[Process, int] = {}
+        self.spare = False
+        self.at_death.append(self._leave)
+        self.tie = SimulatedTie(world, self, Hello(token="token", role="host", number=0, pid=pid))
+        self.tie.lasting = True
+        self.lead(self._life(fresh))
+
+    @property
+    def workers(self) -> set[Process]:
+        """Whom it looks after."""
+        return {*self._workers, *self._adopted}
+
+    def _life(self, fresh: bool) -> Generator[float | None, None, int]:
+        if fresh:
+            yield self.engine.between(1.0, 2.5)  # imports
+        self.engine.after(self.engine.between(0.001, 0.02), self._have_a_spare)
+        try:
+            while True:
+                while (message := self.tie.poll()) is not None:
+                    if isinstance(message, m.Refused):
+                        raise PeerError(message.text)
+                    self._obey(message)
+                yield None
+        except PeerError:
+            self._kill_all()
+            return 0
+
+    def _have_a_spare(self) -> None:
+        self.spare = self.alive
+
+    def _obey(self, message: m.AnyMessage) -> None:
+        match message:
+            case m.StartWorker(number=number) if number not in self._workers.values():
+                process = self._world.start_worker(number)
+                self._workers[process] = number
+                process.at_death.append(lambda: self._later(self._reap, process))
+            case m.Adopt(workers=workers):
+                known = {*self._workers.values(), *self._adopted.values()}
+                for number, pid in workers:
+                    process = self._world.processes[pid]
+                    if number not in known:
+                        self._adopted[process] = number
+                        if process.alive:
+                            process.at_death.append(lambda p=process: self._later(self._miss, p))
+                        else:
+                            self._later(self._miss, process)
+            case m.KillAll():
+                self._kill_all()
+
+    def _later(self, what: Any, process: Process) -> None:
+        self.engine.after(self.engine.between(0.0002, 0.05), what, process)
+
+    def _reap(self, process: Process) -> None:
+        if self.alive and process in self._workers:
+            number = self._workers.pop(process)
+            self.tie.send(m.Exited(number=number, pid=process.pid, code=process.code))
+
+    def _miss(self, process: Process) -> None:
+        if self.alive and process in self._adopted:
+            number = self._adopted.pop(process)
+            self.tie.send(m.Exited(number=number, pid=process.pid, code=None))
+
+    def _kill_all(self) -> None:
+        for process in [*self._workers, *self._adopted]:
+            self._world.dismissed.add(process)
+            process.die(-9)
+
+    def _leave(self) -> None:
+        if self.spare and self.code != 0:
+            self.engine.after(self.engine.between(0.005, 0.1), self._world.start_host)

@@ -1,0 +1,182 @@
+"""What really happened in a story, which nobody in it can see, and what must hold of it.
+
+The disk is here too: ledger, checkpoints, events, journal. The content of a
+step is told by its lineage: the generation in which each step so far was
+computed. Two workers hold the same state if and only if their lineages are
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from instep.comm.messages import Form
+from instep.run.news import State
+
+from .engine import Process, Violation
+
+Lineage = tuple[int, ...]
+
+
+class Record(NamedTuple):
+    """A committed step, as the ledger has it."""
+
+    step: int
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass
+class Truth:
+    """All that the invariants look at."""
+
+    steps: int
+    """Of the job."""
+    held: dict[Process, Lineage] = field(default_factory=dict)
+    """What each living worker holds."""
+    forgotten: set[Process] = field(default_factory=set)
+    """Who holds what no longer counts: the run went back, or was told to do without it."""
+    forms: dict[int, Form] = field(default_factory=dict)
+    formed: dict[tuple[int, Process], int] = field(default_factory=dict)
+    """The rank that each process was told, by generation."""
+    by_all: dict[int, int] = field(default_factory=dict)
+    """Step to the generation whose members have all committed it."""
+    committed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    """Generation and step to the members that have committed it."""
+    ledger: list[Record] = field(default_factory=list)
+    writer: Process | None = None
+    """Who has the ledger open."""
+    checkpoints: list[Lineage] = field(default_factory=list)
+    went_back: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    timed: list[Any] = field(default_factory=list)
+    """Arrays of `events.STEPS`."""
+    journal: State | None = None
+    done: set[tuple[int, int]] = field(default_factory=set)
+    """Generation and worker that has said that it has nothing left to do."""
+
+    # ---- generations
+
+    def form(self, worker: int, process: Process, form: Form) -> None:
+        """A worker is told to form a group."""
+        first = self.forms.setdefault(form.generation, form)
+        same = (form.members, form.checkpoint) == (first.members, first.checkpoint)
+        if not same:
+            raise Violation(f"generation {form.generation} was told twice: {first} and {form}")
+        ranked = sorted(set(form.members)) == form.members and form.rank < len(form.members)
+        if not ranked or form.members[form.rank] != worker:
+            raise Violation(f"worker {worker} was told a rank that is not its own: {form}")
+        if any(process is not other and self.ranks_clash(form, other) for other in self.held):
+            raise Violation(f"two processes were told rank {form.rank} of {form.generation}")
+        self.formed[form.generation, process] = form.rank
+
+    def ranks_clash(self, form: Form, other: Process) -> bool:
+        """Whether another living process was told the same rank of the same generation."""
+        return other.alive and self.formed.get((form.generation, other)) == form.rank
+
+    # ---- steps
+
+    def commits(self, process: Process, worker: int, generation: int, step: int) -> Lineage:
+        """A step counts for a worker; gives back its lineage."""
+        before = self.held.get(process, ())
+        if len(before) != step - 1:
+            raise Violation(f"{process} commits step {step} upon step {len(before)}")
+        lineage = (*before, generation)
+        self.held[process] = lineage
+        for other, theirs in self.held.items():
+            counts = other.alive and other not in self.forgotten
+            if counts and len(theirs) >= step and theirs[:step] != lineage:
+                raise Violation(
+                    f"step {step} was committed twice: by {other} in {theirs[:step]}, "
+                    f"by {process} in {lineage}"
+                )
+        if self.by_all.get(step, generation) != generation:
+            raise Violation(f"step {step} is computed again, though all had committed it")
+        who = self.committed.setdefault((generation, step), set())
+        who.add(worker)
+        if who >= set(self.forms[generation].members):
+            self.by_all[step] = generation
+        return lineage
+
+    def takes(self, process: Process, lineage: Lineage) -> None:
+        """A worker has been given a state."""
+        self.held[process] = lineage
+        self.forgotten.discard(process)
+
+    def living_holders(self) -> list[Process]:
+        """Who has a state that counts."""
+        return [p for p in self.held if p.alive and p not in self.forgotten]
+
+    # ---- the ledger
+
+    def open_ledger(self, process: Process) -> None:
+        """Only one process may."""
+        if self.writer is not None and self.writer.alive and self.writer is not process:
+            raise Violation(f"{process} opens the ledger, which {self.writer} still has open")
+        self.writer = process
+
+    def close_ledger(self, process: Process) -> None:
+        """Let another open it."""
+        if self.writer is process:
+            self.writer = None
+
+    def append(self, record: Record) -> None:
+        """A committed step is written."""
+        if record.step != len(self.ledger) + 1:
+            raise Violation(f"the ledger has {len(self.ledger)} steps, and {record} follows")
+        form = self.forms[record.generation]
+        if record.members != tuple(form.members):
+            raise Violation(f"{record} does not cover the work of {form.members}")
+        self.ledger.append(record)
+
+    def mend(self, newest: int, record: Record | None) -> None:
+        """As `ledger.mend`: it ends with the newest step that counts."""
+        self.cut(newest)
+        if newest and len(self.ledger) < newest:
+            if record is None:
+                raise Violation(f"nobody can write step {newest} into the ledger")
+            self.append(record)
+
+    def cut(self, step: int) -> None:
+        """Take back what follows a step."""
+        for record in self.ledger[step:]:
+            for holder in self.living_holders():
+                lineage = self.held[holder]
+                if len(lineage) >= record.step and lineage[record.step - 1] == record.generation:
+                    raise Violation(f"{record} is taken from the ledger, and {holder} holds it")
+        del self.ledger[step:]
+
+    # ---- the end
+
+    def go_back(self, members: Iterable[Process]) -> int:
+        """The run begins again at its newest checkpoint, since nobody holds more."""
+        lineage = max(self.checkpoints, key=len, default=())
+        members = set(members)
+        for holder in self.living_holders():
+            if holder in members and len(self.held[holder]) > len(lineage):
+                raise Violation(
+                    f"the run goes back to step {len(lineage)}, and {holder} holds "
+                    f"step {len(self.held[holder])}"
+                )
+        if self.writer is not None and self.writer.alive:
+            raise Violation(f"the run goes back while {self.writer} has the ledger open")
+        self.went_back += 1
+        self.forgotten |= set(self.held)
+        self.by_all = {s: g for s, g in self.by_all.items() if s <= len(lineage)}
+        self.cut(len(lineage))
+        return len(lineage)
+
+    def completed(self, steps: int) -> None:
+        """The run says that all is done."""
+        if [record.step for record in self.ledger] != list(range(1, steps + 1)):
+            raise Violation(f"the ledger of {steps} steps has {[r.step for r in self.ledger]}")
+        generations = tuple(record.generation for record in self.ledger)
+        last = max(self.forms)
+        if missing := [n for n in self.forms[last].members if (last, n) not in self.done]:
+            raise Violation(f"the run is completed, and workers {missing} are not done")
+        for process, lineage in self.held.items():
+            there = (last, process) in self.formed and process.code in (None, 0)
+            if there and lineage != generations:
+                raise Violation(f"{process} ends with {lineage}, the ledger has {generations}")

@@ -1,0 +1,426 @@
+"""A worker of a story: what `member.py` and `training.py` do, without any tensor.
+
+Each method stands for the one of the same name there, and waits where that
+one waits. Where the main thread is busy, what arrives is taken in all the
+same, as by the thread that listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from instep.comm import messages as m
+from instep.comm.tie import PULSE_S
+from instep.errors import PeerError
+from instep.events import STEPS
+from instep.run.catch_up import NOWHERE, Place, beginning
+from instep.run.endings import TOLD
+from instep.run.member import FLUSH_S
+from instep.run.watch import WAITING
+
+from .engine import TIME, Death, Process, Violation
+from .groups import End, Wait
+from .roles import SimulatedTie
+from .truth import Lineage, Record
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class Released(Exception):
+    """The run has no more use for this worker."""
+
+
+class Last(NamedTuple):
+    """As `standing.Committed`."""
+
+    step: int
+    told: bool
+    ends: bool
+
+
+class Worker(Process):
+    """One worker's process."""
+
+    def __init__(self, world: World, pid: int, number: int) -> None:
+        super().__init__(world.engine, pid, f"worker-{number}")
+        self.number, self._world, self._truth = number, world, world.truth
+        self.phase, self._step, self._progress = "building", 0, 0
+        self._listening = self._leaving = False
+        self.form: m.Form | None = None
+        self._next: m.Form | None = None
+        self._stop = ""
+        self._regroup_at = -1
+        self._verdicts: list[m.Verdict] = []
+        self._asked = self._answered = self._waiting_for = 0
+        self._timed: list[tuple[Any, ...]] = []
+        self._flushed = TIME.now
+        self._end: End | None = None
+        self._in_group = False  # whether there is a replica
+        self._holds = False
+        self._lineage: Lineage = ()
+        self._last: Last | None = None
+        self._settled = 0
+        self._record: Record | None = None
+        self._regroups = False
+        self._told_by_rule = False
+        self._known_keys: dict[str, bytes] = {}
+        self.lead(self._life())
+
+    # ---- the tie
+
+    def arrived(self) -> None:
+        """Something is there to be read."""
+        if self._listening:
+            for message in self.tie.takes_in():
+                newer = isinstance(message, m.Form) and self.form is not None
+                if newer and message.generation > self.form.generation:
+                    self._interrupt()
+        self.wake()
+
+    @property
+    def shows_itself(self) -> bool:
+        """Whether it tells the master a few times a second that it lives."""
+        return self._listening
+
+    def _interrupt(self) -> None:
+        if self._in_group and self.phase in WAITING and self._end is not None:
+            self._end.interrupt()
+
+    def _beat(self) -> None:
+        if not self.alive:
+            return
+        if not self.stopped:
+            self.tie.beats(m.Pulse(step=self._step, phase=self.phase, progress=self._progress))
+        self.engine.after(PULSE_S, self._beat)
+
+    def told_to_leave(self) -> None:
+        """SIGTERM."""
+        self._leaving = True
+
+    def _wait_for(self, *wanted: type[m.AnyMessage]) -> Wait:
+        passed = []
+        while not isinstance(message := self.tie.poll(), wanted):
+            if message is None:
+                yield None
+            else:
+                passed.append(message)
+        for each in reversed(passed):
+            self.tie.put_back(each)
+        return message
+
+    def _listen(self) -> None:
+        if self._leaving:
+            self._leaving = False
+            self.tie.send(m.Notice())
+        while (message := self.tie.poll()) is not None:
+            match message:
+                case m.Stop(rule=rule):
+                    self._stop = rule
+                case m.Verdict():
+                    self._verdicts.append(message)
+                case m.Form():
+                    self._take(message)
+                case m.Regroup(generation=generation):
+                    self._regroup_at = generation
+                case _:
+                    self.tie.put_back(message)
+                    return
+
+    def _take(self, form: m.Form) -> None:
+        self._next = form
+        self.tie.hello = msgspec.structs.replace(self.tie.hello, generation=form.generation)
+
+    def _flush(self) -> None:
+        self._flushed = TIME.now
+        if self._timed:
+            data = np.array(self._timed, STEPS).tobytes()
+            self._timed.clear()
+            self.tie.send(m.Records(ledger=b"", steps=data))
+
+    def _point(self, name: str) -> None:
+        """A place in the code at which it may be killed."""
+        if self._world.kills_at(name):
+            self.engine.tell(self, f"is killed at {name!r}")
+            raise Death
+
+    # ---- its life
+
+    def _life(self) -> Generator[float | None, None, int]:
+        hello = m.Hello(token="token", role="worker", number=self.number, pid=self.pid)
+        try:
+            self.tie = SimulatedTie(self._world, self, hello)
+            self.tie.lasting = True
+            answer = yield from self._wait_for(m.Welcome, m.Refused)
+        except PeerError:
+            return 5
+        self.tie._welcomed = True
+        if isinstance(answer, m.Refused):
+            return 5
+        self.tie.lasting = answer.recovers
+        try:
+            yield self.engine.between(0.02, 0.2)  # recipe and model
+            yield from self._regroup()
+            while True:
+                yield from self._steps()
+                if (yield from self._finish()):
+                    return 0
+        except Released:
+            return 0
+        except PeerError as error:
+            self.engine.tell(self, f"fails: {error}")
+            return PeerError.exit_code  # nobody hears why
+
+    def _wait_for_group(self) -> Wait:
+        if self.form is None:
+            self.tie.send(m.Built(recovers=True))
+            self.tie.listens()
+            self._listening = True
+            self._beat()
+        present = self.form.generation if self.form else -1
+        while not self._next or self._next.generation <= present:
+            answer = yield from self._wait_for(m.Form, m.Release)
+            if isinstance(answer, m.Release):
+                raise Released
+            self._take(answer)
+        self.form, self._next = self._next, None
+
+    def _regroup(self) -> Wait:
+        self.phase = "joining"
+        while True:
+            yield from self._wait_for_group()
+            self._point("told to form")
+            try:
+                yield from self._form()
+                return
+            except PeerError:
+                self._leave()
+
+    def _leave(self) -> None:
+        self.phase = "waiting"
+        if self._in_group and self._end is not None:
+            self._in_group = False
+            self._end.close()
+            self._truth.close_ledger(self)
+        self._regroups = False
+        self._step = len(self._lineage)
+        self._flush()
+        assert self.form is not None
+        self.engine.tell(self, f"leaves generation {self.form.generation} at step {self._step}")
+        self.tie.send(m.Broken(generation=self.form.generation))
+
+    # ---- a generation begins
+
+    def _form(self) -> Wait:
+        form, end = self.form, End(self, self._world.ends)
+        assert form is not None
+        self._end = end
+        try:
+            yield from self._meet(form, end)
+            yield from end.exchange("lengths")
+            self._point("beginning")
+            given = yield from self._begin(form, end)
+            if not given:
+                checked = yield from end.exchange("equal", self._lineage)
+                if len(set(checked)) > 1:
+                    raise Violation(f"members begin with different states: {checked}")
+        except PeerError:
+            end.close()
+            raise
+        if form.rank == 0:
+            self._truth.open_ledger(self)
+        self._in_group = True
+        self._step = len(self._lineage)
+        self._holds = True
+        self._truth.takes(self, self._lineage)
+        self._point("formed")
+        self.engine.tell(self, f"is in generation {form.generation} at step {self._step}")
+        self.tie.send(m.Formed(generation=form.generation))
+
+    def _meet(self, form: m.Form, end: End) -> Wait:
+        """Find the others by the store that the master keeps."""
+        if len(form.members) == 1:
+            yield from end.connect([end.number], form.patience_s)
+            return
+        prefix = f"generation-{form.generation}/"
+        self.tie.send(m.StoreSet(key=f"{prefix}{form.rank}", value=str(end.number).encode()))
+        numbers = []
+        known: dict[str, bytes] = {}
+        for rank in range(len(form.members)):
+            key = f"{prefix}{rank}"
+            self.tie.send(m.StoreGet(key=key))
+            while key not in known:
+                answer = yield from self._wait_for(m.StoreValue, m.Form, m.Release)
+                if not isinstance(answer, m.StoreValue):
+                    self.tie.put_back(answer)
+                    raise PeerError("the members changed while the group was forming.")
+                known[answer.key] = answer.value
+            numbers.append(int(known[key]))
+        yield from end.connect(numbers, form.patience_s)
+
+    def _begin(self, form: m.Form, end: End) -> Wait:
+        if form.checkpoint is None:
+            return (yield from self._catch_up(end))
+        if self._holds and not form.checkpoint:
+            raise Death
+        self._lineage = self._world.checkpoint(form.checkpoint)
+        self._last, self._settled = None, len(self._lineage)
+        return False
+
+    def _catch_up(self, end: End) -> Wait:
+        last = self._last
+        mine = NOWHERE
+        if self._holds:
+            told, ends = (last.told, last.ends) if last else (False, False)
+            mine = Place(len(self._lineage), self._settled, told, ends)
+        there = beginning((yield from end.exchange("places", mine)))
+        root = self.form is not None and self.form.rank == there.root
+        if root:
+            self._truth.open_ledger(self)
+            self._truth.mend(there.step, self._record)
+            self._truth.close_ledger(self)
+            self._point("mended")
+        if there.shared:
+            own = (self._lineage, self._last) if root else None
+            given = (yield from end.exchange("state", own))[there.root]
+            if not root and not (self._holds and len(given[0]) == len(self._lineage)):
+                self._lineage, self._last = given
+                self._truth.takes(self, self._lineage)
+        if self._last is not None:
+            self._last = self._last._replace(told=there.told, ends=there.ends)
+        self._settled = there.settled
+        return there.shared
+
+    # ---- steps
+
+    def _steps(self) -> Wait:
+        while True:
+            try:
+                yield from self._of_one_generation()
+                if not self._regroups:
+                    return
+            except PeerError:
+                pass
+            self._leave()
+            yield from self._regroup()
+
+    def _of_one_generation(self) -> Wait:
+        last = self._last
+        again = last is not None and (self._settled < self._step or last.ends)
+        if last is not None and again and (yield from self._settle(last)):
+            return
+        for _ in range(self._step + 1, self._world.plan.steps + 1):
+            self._step += 1
+            done = yield from self._one_step()
+            ends = yield from self._settle(done)
+            self._regroups &= not ends
+            if ends or self._regroups:
+                break
+
+    def _one_step(self) -> Wait:
+        plan, end = self._world.plan, self._end
+        assert end is not None
+        for _ in range(plan.passes):
+            self._listen()
+            if self._next is not None:
+                raise PeerError("the members have changed in the middle of a step.")
+            self.phase = "forward"
+            yield plan.step_s / plan.passes * self.engine.between(0.7, 1.3)
+            yield from self._world.hangs(self)
+            self._progress += 1
+        self.phase = "exchange"
+        told = yield from self._told()
+        wish = (told, self._regroup_at == self.form.generation if self.form else False)
+        self._point("exchanging")
+        agreed = yield from end.exchange(("step", self._step, self._lineage), wish)
+        self.phase = "update"
+        self._point("agreed")
+        self._regroups = any(regroups for _, regroups in agreed)
+        stop = any(stop for stop, _ in agreed)
+        ends = stop or self._step == plan.steps
+        self._commit()
+        self._last = Last(self._step, stop, ends)
+        return self._last
+
+    def _told(self) -> Wait:
+        self._listen()
+        stop = self._stop
+        while self._waiting_for:
+            answer = self._verdicts.pop(0) if self._verdicts else None
+            if answer is None:
+                answer = yield from self._wait_for(m.Verdict)
+            if answer.number > self._answered:
+                self._answered = answer.number
+                self._waiting_for -= 1
+                self._told_by_rule |= bool(answer.rule)
+        self._listen()  # `regroups` is asked for next
+        return self._told_by_rule or bool(stop)
+
+    def _commit(self) -> None:
+        form = self.form
+        assert form is not None
+        self._record = Record(self._step, form.generation, tuple(form.members))
+        self._lineage = self._truth.commits(self, self.number, form.generation, self._step)
+        self.engine.tell(self, f"commits step {self._step} in generation {form.generation}")
+        if form.rank == 0:
+            self._point("committed")
+            self._truth.append(self._record)
+        self._point("written")
+        times = (0.0, self._world.plan.step_s, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._timed.append((self._step, self.number, 1, 1.0, TIME.time(), *times, np.nan))
+        if TIME.now - self._flushed > FLUSH_S:
+            self._flush()
+
+    def _settle(self, done: Last) -> Wait:
+        plan, end, rank = self._world.plan, self._end, self.form.rank if self.form else 0
+        assert end is not None
+        if plan.figures and rank == 0 and not done.ends:
+            norm = 0.0 if done.step == plan.fires_at else 1.0
+            self._asked += 1
+            self._waiting_for += 1
+            figures = m.Figures(step=done.step, loss=1.0, gradient_norm=norm, number=self._asked)
+            self.tie.send(figures)
+        if done.ends or (plan.validate_every and done.step % plan.validate_every == 0):
+            self.phase = "validation"
+            yield self.engine.between(0.0, plan.step_s)
+            yield from self._world.hangs(self)
+            self._progress += 1
+            self.phase = "exchange"
+            yield from end.exchange(("validation", done.step))
+            self._flush()
+        self.phase = "saving"
+        due = done.ends or (plan.save_every and done.step % plan.save_every == 0)
+        if rank == 0 and due:
+            self._point("saving")
+            self.engine.after(self.engine.between(0.0, 0.2), self._world.saves, self, self._lineage)
+        self._settled = done.step
+        return done.ends
+
+    # ---- the end
+
+    def _finish(self) -> Wait:
+        self.phase = "saving"
+        rank = self.form.rank if self.form else 0
+        if rank == 0:
+            yield self.engine.between(0.0, 0.3)
+        self._flush()
+        self._point("done")
+        generation = self.form.generation if self.form else 0
+        rule = TOLD if self._step < self._world.plan.steps else "steps"
+        self.engine.tell(self, f"is done at step {self._step}")
+        self._truth.done.add((generation, self.number))
+        self.tie.send(m.Done(generation=generation, step=self._step, rule=rule))
+        if self._next is None:
+            answer = yield from self._wait_for(m.Release, m.Form)
+            if isinstance(answer, m.Release):
+                if self._end is not None:
+                    self._end.close()
+                return True
+            self._take(answer)
+        self._leave()
+        yield from self._regroup()
+        return False

@@ -1,0 +1,421 @@
+"""A story: one run of a job, and what befalls it. From a seed to a verdict.
+
+`tell(seed)` draws a job and its faults, lets everything happen, and raises
+`Violation` at the first promise that does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from instep import spec_file
+from instep.comm import messages as m
+from instep.run.master import Outcome
+from instep.run.news import Finish
+
+from .engine import TIME, Death, Engine, Listener, Process, Violation
+from .groups import End, Wait
+from .roles import Client, Host, MasterProcess, Wisher, staged
+from .truth import Lineage, Truth
+from .workers import Worker
+
+PATIENCE_S = 120.0
+"""How long a run may take after the last fault; twice as long for each time that a worker was
+lost at one place, since as much longer it may be silent there."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and how much befalls it."""
+
+    workers: int
+    steps: int
+    step_s: float
+    passes: int
+    save_every: int
+    validate_every: int
+    figures: bool
+    fires_at: int
+    faults: int
+    until_s: float
+    """When the last fault comes."""
+    eager: float
+    """How likely a worker is killed at each of the places where that matters most."""
+    eager_master: float
+    """How likely the master is killed with a decision, having carried out a part of it."""
+
+
+def drawn(engine: Engine) -> Plan:
+    """A job, and how much befalls it."""
+    random = engine.random
+    steps = random.randint(3, 24)
+    figures = random.random() < 0.3
+    return Plan(
+        workers=random.choice([1, 2, 2, 3, 3, 4]),
+        steps=steps,
+        step_s=random.choice([0.02, 0.1, 0.1, 0.4]),
+        passes=random.choice([1, 2]),
+        save_every=random.choice([0, 0, 2, 5]),
+        validate_every=random.choice([0, 0, 1, 3]),
+        figures=figures,
+        fires_at=random.randint(1, steps) if figures and random.random() < 0.5 else 0,
+        faults=random.choice([0, 1, 2, 3, 4, 6, 8]),
+        until_s=random.uniform(2.0, 10.0),
+        eager=random.choice([0.0, 0.0, 0.01, 0.03]),
+        eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
+    )
+
+
+class World:
+    """Everything of one story."""
+
+    def __init__(self, seed: int, *, verbose: bool = False) -> None:
+        self.engine = Engine(seed)
+        if verbose:
+            self.engine.story = []
+        self.plan = drawn(self.engine)
+        self.truth = Truth(self.plan.steps)
+        self.job = _job(self.plan)
+        self.processes: dict[int, Process] = {}
+        self.ends: dict[int, End] = {}
+        self.dismissed: set[Process] = set()
+        """Who was told to end, or was ended."""
+        self.listener = Listener(Process(self.engine, 0, "listener"))
+        self._pids = 100
+        self.master: MasterProcess | None = None
+        self.hosts: list[Host] = []
+        self.fuse = self.masters = 0
+        self.looping: set[Process] = set()
+        self.losses = 0
+        self.interrupts = 0
+        self.outcome: Outcome | None = None
+        self._over_at: float | None = None
+        self._left: list[Worker] = []
+        self._wanted_s: dict[Process, float] = {}
+
+    # ---- processes
+
+    def _pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def start_master(self) -> None:
+        """The client brings up a master."""
+        if self._over_at is None:
+            self.fuse = 0
+            self.masters += 1
+            self.master = MasterProcess(self, self._pid())
+
+    def start_host(self, *, fresh: bool = False) -> None:
+        """A host comes: the first, its spare, or another."""
+        if self._over_at is None:
+            host = Host(self, self._pid(), fresh=fresh)
+            self.processes[host.pid] = host
+            self.hosts.append(host)
+            if fresh:
+                self.launched = host
+
+    def start_worker(self, number: int) -> Worker:
+        """A host forks a worker."""
+        worker = Worker(self, self._pid(), number)
+        self.processes[worker.pid] = worker
+        self.engine.tell(worker, "is forked")
+        return worker
+
+    def workers(self) -> list[Worker]:
+        """Those that live."""
+        return [p for p in self.processes.values() if isinstance(p, Worker) and p.alive]
+
+    # ---- what the processes do to the world
+
+    def takes_effect(self) -> None:
+        """The master is about to do something that others may see; it may die right here."""
+        if self.fuse and self.outcome is None:
+            self.fuse -= 1
+            if not self.fuse:
+                raise Death
+
+    def decides(self) -> None:
+        """The master has written down what it makes of some news."""
+        kills = self.plan.eager_master and TIME.now < self.plan.until_s and self.masters < 6
+        if kills and not self.fuse and self.engine.chance(self.plan.eager_master):
+            self.fuse = self.engine.random.randint(1, 6)
+
+    def kills_at(self, name: str) -> bool:
+        """Whether a worker is killed at one of the places where that matters."""
+        kills = self.plan.eager and TIME.now < self.plan.until_s and self.losses < 8
+        if kills and self.engine.chance(self.plan.eager):
+            self.losses += 1
+            return True
+        return False
+
+    def hangs(self, worker: Worker) -> Wait:
+        """The user's code does not come back; the process shows signs of life."""
+        if worker in self.looping:
+            while True:
+                yield None
+
+    def checkpoint(self, path: str) -> Lineage:
+        """What a checkpoint holds."""
+        return self.truth.checkpoints[int(path)] if path else ()
+
+    def saves(self, worker: Worker, lineage: Lineage) -> None:
+        """A checkpoint is published, if its writer still lives and the run still has that step."""
+        written = [record.generation for record in self.truth.ledger[: len(lineage)]]
+        if worker.alive and worker not in self.truth.forgotten and written == list(lineage):
+            self.truth.checkpoints.append(lineage)
+
+    def goes_back(self) -> Any:
+        """As `resume.go_back`."""
+        self.takes_effect()
+        assert self.truth.journal is not None
+        joined = self.truth.journal.joined & self.truth.journal.built  # else it was released
+        known = {w for w in self.workers() if w.number in joined}
+        step = self.truth.go_back(known - self.dismissed)
+        self.engine.tell("master", f"goes back to step {step}")
+        newest = [n for n, c in enumerate(self.truth.checkpoints) if len(c) == step and step]
+        return _Origin(step, newest[-1] if newest else None)
+
+    def told_to_form(self, process: Process, form: m.Form) -> None:
+        """A worker is told to form a group."""
+        assert isinstance(process, Worker)
+        if not process.shows_itself:
+            raise Violation(f"{process} is told to form a group, and is not built")
+        self.truth.form(process.number, process, form)
+
+    # ---- the end
+
+    def finished(self, outcome: Outcome) -> None:
+        """The master says how the run ended."""
+        self.outcome = outcome
+        assert self.master is not None
+        known = self.master.watched()  # the client ends whoever has not joined
+        self._left = [worker for worker in self.workers() if worker.pid in known]
+        finish = outcome.finish
+        self.engine.tell("master", f"ends the run: {finish}")
+        self._check_end(finish, outcome)
+
+    def _check_end(self, finish: Finish, outcome: Outcome) -> None:
+        plan = self.plan
+        if finish.outcome == "completed" or finish.outcome == "stopped":
+            self.truth.completed(finish.step)
+        stopped = plan.fires_at and finish.rule == "gradient"
+        if finish.outcome == "completed" and finish.step == plan.steps:
+            return
+        if finish.outcome == "stopped" and plan.fires_at:
+            return
+        if finish.outcome == "interrupted" and self.interrupts:
+            return
+        cause = outcome.blame.failed.cause if outcome.blame else ""
+        raise Violation(f"the run ended with {finish}: {cause} {stopped or ''}")
+
+    def over(self, over: m.Over) -> None:
+        """The client has heard of the end; whoever is left was told to end before."""
+        self._over_at = TIME.now
+        left = [str(w) for w in self._left if w.alive and w not in self.dismissed]
+        if left:
+            raise Violation(f"the run is over, and nobody has told {left} to end")
+
+    def look(self, master: MasterProcess) -> None:
+        """After each turn of the master: what it knows is what its journal says."""
+        known = self.truth.journal
+        if known is not None and master.state != known:
+            raise Violation(f"the master knows {master.state}, its journal {known}")
+
+    def run(self) -> None:
+        """Until it is over, or can not be any more."""
+        with staged(self):
+            self.client = Client(self, self._pid())
+            self.processes[self.client.pid] = self.client
+            self.client.begin()
+            misfortunes(self)
+            while self._over_at is None:
+                if not self.engine.turn():
+                    raise Violation("nothing happens any more, and the run is not over")
+                if TIME.now > self.plan.until_s + PATIENCE_S and self._takes_too_long():
+                    raise Violation(f"the run does not end: {self._where()}")
+
+    def _takes_too_long(self) -> bool:
+        lost = self.truth.journal.lost if self.truth.journal is not None else {}
+        times = max((times for _, times in lost.values()), default=0)
+        return TIME.now > self.plan.until_s + PATIENCE_S * 2**times
+
+    def _where(self) -> str:
+        state = self.master.state if self.master is not None and self.master.alive else None
+        doing = {str(w): (w.phase, len(self.truth.held.get(w, ()))) for w in self.workers()}
+        return f"{doing}, {state}"
+
+
+class _Origin:
+    """As `folder.Origin`, of a run that went back."""
+
+    heard = warnings = ()
+
+    def __init__(self, step: int, checkpoint: int | None) -> None:
+        self.step, self.checkpoint = step, None if checkpoint is None else str(checkpoint)
+
+
+def _job(plan: Plan) -> Any:
+    stop = {"gradient_norm": 0.5} if plan.figures else {}
+    table = {
+        "name": "story",
+        "recipe": "story.py:recipe",
+        "workers": plan.workers,
+        "train": {"steps": plan.steps, "global_batch": 64, "micro_batches": 8},
+        "stop": stop,
+    }
+    return spec_file.build(table, source="a story")
+
+
+# ---- what befalls a run
+
+
+def misfortunes(world: World) -> None:
+    """Draw what happens, and when."""
+    engine, plan = world.engine, world.plan
+    names = list(KINDS)
+    weights = [KINDS[name][1] for name in names]
+    bursts = [engine.between(0.2, plan.until_s) for _ in range(engine.random.randint(1, 3))]
+    for name in engine.random.choices(names, weights, k=plan.faults):
+        when = engine.random.choice(bursts) + engine.random.expovariate(3.0)
+        engine.after(min(when, plan.until_s), _befalls, world, name)
+    engine.after(plan.until_s, _ends, world)
+
+
+def _befalls(world: World, name: str) -> None:
+    if world.outcome is None:
+        world.engine.tell("-- fate", name)
+        KINDS[name][0](world)
+
+
+def _ends(world: World) -> None:
+    world.engine.tell("-- fate", "no more faults")
+
+
+def _some_worker(world: World) -> Worker | None:
+    workers = world.workers()
+    return world.engine.random.choice(workers) if workers else None
+
+
+def _kill_worker(world: World) -> None:
+    if (worker := _some_worker(world)) is not None:
+        worker.die(-9)
+
+
+def _kill_all_workers(world: World) -> None:
+    for worker in world.workers():
+        world.engine.after(world.engine.between(0.0, 0.05), worker.die, -9)
+
+
+def _kill_master(world: World) -> None:
+    if world.master is not None and world.master.alive and world.masters < 6:
+        if world.engine.chance(0.3):
+            world.master.die(-9)
+        else:
+            world.fuse = world.engine.random.randint(1, 25)
+
+
+def _stall_master(world: World) -> None:
+    if world.master is not None:
+        world.master.stalled_until = TIME.now + world.engine.between(0.2, 2.5)
+
+
+def _stop_worker(world: World) -> None:
+    worker = _some_worker(world)
+    if worker is not None and worker.shows_itself:  # before, nobody could tell
+        worker.stop()
+        worker.deaf = world.engine.chance(0.5)
+
+
+def _pause_worker(world: World) -> None:
+    if (worker := _some_worker(world)) is not None:
+        worker.stop()
+        world.engine.after(world.engine.between(0.1, 1.5), worker.go_on)
+
+
+def _loop_worker(world: World) -> None:
+    if (worker := _some_worker(world)) is not None:
+        world.looping = world.looping | {worker}
+
+
+def _notice(world: World) -> None:
+    if (worker := _some_worker(world)) is not None:
+        worker.told_to_leave()
+        world.engine.after(world.engine.between(2.0, 10.0), worker.die, -9)
+
+
+def _scale(world: World) -> None:
+    wisher = Wisher(world, world._pid(), world.engine.random.randint(1, 5))
+    world.processes[wisher.pid] = wisher
+
+
+def _kill_host(world: World) -> None:
+    living = [host for host in world.hosts if host.alive]
+    if living:
+        living[-1].spare &= world.engine.chance(0.7)
+        living[-1].die(-9)
+
+
+def _interrupt(world: World) -> None:
+    world.interrupts += 1
+    world.client.interrupt()
+
+
+def _cut(world: World, who: Callable[[Process, Process], bool]) -> None:
+    seconds = world.engine.random.choice([0.1, 0.5, 1.0, 2.5, 4.0])
+    world.engine.cuts.append((TIME.now + seconds, who))
+
+
+def _cut_master(world: World) -> None:
+    apart = {p for p in world.processes.values() if world.engine.chance(0.4)}
+    place = world.listener.place
+    _cut(world, lambda a, b: (a is place and b in apart) or (b is place and a in apart))
+
+
+def _cut_workers(world: World) -> None:
+    apart = {w for w in world.workers() if world.engine.chance(0.5)}
+    _cut(
+        world,
+        lambda a, b: (
+            isinstance(a, Worker) and isinstance(b, Worker) and (a in apart) != (b in apart)
+        ),
+    )
+
+
+KINDS: dict[str, tuple[Callable[[World], None], float]] = {
+    "a worker is killed": (_kill_worker, 5),
+    "all workers are killed": (_kill_all_workers, 1),
+    "the master is killed": (_kill_master, 5),
+    "the master stalls": (_stall_master, 1),
+    "a worker hangs": (_stop_worker, 1),
+    "a worker pauses": (_pause_worker, 2),
+    "a worker gets nowhere": (_loop_worker, 1),
+    "a worker has to leave": (_notice, 2),
+    "the run is scaled": (_scale, 3),
+    "the host is killed": (_kill_host, 2),
+    "a stop is asked for": (_interrupt, 0.3),
+    "the master is cut off": (_cut_master, 2),
+    "workers are cut off": (_cut_workers, 2),
+}
+"""What may befall a run, and how often relative to the rest."""
+
+
+def tell(seed: int, *, verbose: bool = False) -> World:
+    """Tell the story of a seed.
+
+    Raises:
+        Violation: a promise was broken.
+    """
+    world = World(seed, verbose=verbose)
+    try:
+        world.run()
+    except Violation as broken:
+        broken.world = world  # type: ignore[attr-defined]
+        raise
+    except Exception as error:
+        broken = Violation(f"something raised: {error!r}")
+        broken.world = world  # type: ignore[attr-defined]
+        raise broken from error
+    return world
