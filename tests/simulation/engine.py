@@ -301,6 +301,8 @@ class Peer:
         self.end = end
         self.frames = _Frames()
         self.hub: Hub | None = None
+        self.since = float("inf")
+        """No stranger is ever thrown out here."""
         self.early: list[Any] = []
         """What arrived before anybody answered."""
         self.gone = False

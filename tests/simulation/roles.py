@@ -123,6 +123,7 @@ class _Folder:
         truth = self.world.truth
         self.steps = np.concatenate(truth.timed) if truth.timed else np.empty(0, STEPS)
         self.validations: list[Mapping[str, Any]] = []
+        self.events = list(truth.events)
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.world.truth.events if event["event"] == name]

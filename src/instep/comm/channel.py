@@ -11,6 +11,7 @@ import select
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
@@ -204,6 +205,8 @@ class Peer:
         self.socket = connection
         self.frames = _Frames(largest)
         self.unsent = bytearray()
+        self.since = time.monotonic()
+        """When it called, on the monotonic clock."""
 
     def __repr__(self) -> str:
         return f"Peer({self.socket.fileno()})"

@@ -302,6 +302,8 @@ def _scaled(state: State, workers: int, now: float) -> tuple[State, list[Action]
 def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]]:
     if worker not in state.wanted or state.phase not in ("gathering", "training"):
         return state, []
+    if not state.recovers:
+        return state, []  # it stays as long as it can
     (successor,) = _unused(state, 1)
     why = f"worker {worker} was told to leave; worker {successor} takes its place"
     log = Log("worker_leaving", {"worker": worker, "successor": successor})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from instep.run.processes import on_signals
 
 LOOK_S = 0.05
 """How often it is looked whether they live."""
+
+STUCK_S = 10.0
+"""How long a master may take to end a run that is to end now."""
 
 MOST_RESTARTS, WITHIN_S = 10, 10.0
 """A master that is killed more often within so long is given up."""
@@ -60,6 +64,7 @@ class Guard:
         self._starts: list[float] = []
         self._asked: list[str] = []
         self._told = 0
+        self._last_asked = math.inf
         self._ended: set[int] = set()  # hosts that have ended by themselves
         self._master = self._start(again=False)
 
@@ -117,6 +122,10 @@ class Guard:
         while self._told < len(self._asked):
             self._told += 1
             tie.send(Interrupt(by=self._asked[self._told - 1], times=self._told))
+            self._last_asked = time.monotonic()
+        if self._told > 1 and time.monotonic() - self._last_asked > STUCK_S:
+            self._last_asked = math.inf
+            self._master.kill()  # it does not do what it was told to; the next one will
 
     def _look_after(self, tie: Tie) -> None:
         for number in self._hosts:

@@ -18,6 +18,9 @@ from instep.errors import PeerError, RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.launch.base import Seat
 
+ANSWER_S = 10.0
+"""How long a master may take to answer; one that was lost is replaced meanwhile."""
+
 FILE = "seat.json"
 """In the run folder, while the run goes on."""
 
@@ -56,6 +59,7 @@ def scale(run: Path, workers: int) -> None:
     channel = call(run)
     try:
         channel.send(Scale(workers=workers))
+        _await(channel)
         answer = channel.wait_for(Answer)
     except PeerError:
         raise _not_going_on(run) from None
@@ -77,10 +81,16 @@ def call(run: Path) -> Channel:
         seat = Seat(Address(note["host"], note["port"]), note["token"])
         channel = Channel.connect(seat.address)
         channel.send(Hello(token=seat.token, role="client", number=1, pid=os.getpid()))
+        _await(channel)
         channel.wait_for(Welcome)
     except (OSError, ValueError, KeyError, PeerError):
         raise _not_going_on(run) from None
     return channel
+
+
+def _await(channel: Channel) -> None:
+    if not channel.wait(ANSWER_S):
+        raise PeerError("no answer came.")
 
 
 def _not_going_on(run: Path) -> RunError:

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,8 @@ class Master:
         self._began = False  # whether all were ready at one time
         self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
         self._seen_ended: dict[int, float] = {}
+        self._last_begin: dict[int, float] = {}
+        self._written: deque[str] = deque(maxlen=_REMEMBERED)
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: dict[int, float] = {}  # since when there is none by this number
@@ -164,9 +167,7 @@ class Master:
         self._origin = replace(
             self._origin, checkpoint=Path(known.origin) if known.origin else None
         )
-        self._absent = dict.fromkeys(known.joined, time.monotonic())
         folder = RunFolder(self._run)
-        self._began = known.generation > self._origin.generations + 1
         for event in folder.named("worker_joined"):  # the newest process of each number
             if event["worker"] in known.joined and event["time"] >= self._started:
                 self._watch_process(
@@ -176,12 +177,20 @@ class Master:
             mine = folder.steps_of(worker)
             if len(mine):
                 self._last_step[worker] = int(mine["step"][-1])
-        self._ready |= {int(e["worker"]) for e in folder.named("worker_ready")}
-        heard = recorded(folder.steps, folder.validations, self._committed)
-        self._rules = Rules(self._job.stop)
-        self._rules.replay(heard)
-        self._judged = {(f.step, f.loss is None): "" for f in heard[-2:]}
+                self._last_begin[worker] = float(mine["begin"].max())
+        ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
+        self._ready |= {int(event["worker"]) for event in ready}
+        again = known.generation > self._origin.generations + 1
+        self._began = again or (known.formed and self._ready >= set(known.members))
+        for event in folder.events[-_REMEMBERED:]:
+            self._remember(event)
+        if self._job.stop.by_step or self._job.stop.by_metric:
+            heard = recorded(folder.steps, folder.validations, self._committed)
+            self._rules = Rules(self._job.stop)
+            self._rules.replay(heard)
+            self._judged = {(f.step, f.loss is None): "" for f in heard[-2:]}
         self._emit("master_started", {"pid": os.getpid(), "again": True})
+        self._absent = dict.fromkeys(known.joined, time.monotonic())
         self._think(mind.Restarted())
 
     def interrupt(self, by: str) -> None:
@@ -231,6 +240,9 @@ class Master:
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
+        for peer in self._hub.peers():
+            if peer not in self._names and time.monotonic() - peer.since > _STRANGE_S:
+                self._hub.drop(peer)
         self._think(mind.Tick(self._committed))
         self._show(lambda view: view.tick(time.monotonic()))
 
@@ -433,6 +445,8 @@ class Master:
             )
         if not self._state.recovers:
             return "the workers of this run cannot change: it computes on GPUs."
+        if not self._state.formed:
+            return "its workers are still getting ready. Try again in a moment."
         if self._state.phase not in ("gathering", "training") or self._state.stop:
             return "the run is about to end."
         return ""
@@ -448,17 +462,18 @@ class Master:
         if not isinstance(message, m.Pulse):
             self._heard[peer] += 1
             self._resends[peer] = max(0, self._resends[peer] - 1)
-        if isinstance(message, m.Pulse) or role != "worker":
+        often = self._heard[peer] % _CONFIRMED == 0  # one that shows no pulse, as on a GPU
+        if isinstance(message, m.Pulse) or role != "worker" or often:
             heard = m.Heard(count=self._heard[peer], pulse=self._pulses.get(peer, 0))
             self._hub.send(peer, heard)
 
     def _record(self, peer: Peer, worker: int, ledger: bytes, steps: bytes) -> None:
         done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
         if self._resends[peer]:  # a master that is lost may have written them
-            mine = RunFolder(self._run).steps_of(worker)
-            timed = timed[timed["begin"] > (mine["begin"].max() if len(mine) else 0.0)]
+            timed = timed[timed["begin"] > self._last_begin.get(worker, 0.0)]
         self._steps.write(timed.tobytes())
         if len(timed):
+            self._last_begin[worker] = float(timed["begin"].max())
             self._last_step[worker] = int(timed["step"][-1])
             parts = [name for name in STEPS.names or () if name.endswith("_s")]
             seconds = float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
@@ -475,12 +490,14 @@ class Master:
             self._began = self._began or self._ready >= set(self._state.members)
         self._emit(name, fields)
 
+    def _remember(self, event: Mapping[str, Any]) -> None:
+        """Should a worker tell of it again, as it cannot know that it was heard."""
+        plain = {key: value for key, value in event.items() if key != "time"}
+        self._written.append(json.dumps(plain, default=str, sort_keys=True))
+
     def _was_written(self, name: str, fields: Mapping[str, Any]) -> bool:
-        plain = json.loads(json.dumps(fields, default=str))
-        return any(
-            {k: v for k, v in event.items() if k not in ("time", "event")} == plain
-            for event in RunFolder(self._run).named(name)
-        )
+        event = {"event": name, **fields}
+        return json.dumps(event, default=str, sort_keys=True) in self._written
 
     def _judge(self, peer: Peer, figures: m.Figures) -> None:
         """Let the rules decide on committed figures, and tell whoever sent them."""
@@ -513,7 +530,8 @@ class Master:
                 if worker in self._state.wanted:  # a host that knew it still may have paid no heed
                     self._start_worker(worker)
                 return  # its host and the system both tell of it
-        self._gone.add((host, pid))
+        if pid:  # else it was never born
+            self._gone.add((host, pid))
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
                 self._hear(peer, last)
@@ -556,12 +574,16 @@ class Master:
                 since = self._seen_ended.setdefault(worker, now)
                 if not hosts or now - since > PARENT_S:
                     self._exited(worker, process.pid, None, self._places[worker])
-            elif absent_s > ATTACH_S:
+            elif absent_s > ATTACH_S and self._should_call(worker):
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # nobody knows its process
             if now - self._absent.get(worker, now) > ATTACH_S:
                 self._exited(worker, 0, None)
         self._want_hosts(now)
+
+    def _should_call(self, worker: int) -> bool:
+        """Whether a worker listens at all times, so that it finds another master at once."""
+        return self._state.recovers and worker in self._state.built
 
     def _want_hosts(self, now: float) -> None:
         """Ask the client for another host, where the last one is gone and none took its place."""
@@ -643,7 +665,7 @@ class Master:
             for hang in self._watch.hangs(now, often):
                 if hang.worker in self._processes and hang.worker not in self._asked:
                     self._look_into(hang, now)
-            seconds = self._watch.stuck_s(self._state.members, now)
+            seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._think(mind.Stuck(self._state.generation, seconds))
         for worker, (until, since_bytes, hung) in list(self._asked.items()):
@@ -744,6 +766,7 @@ class Master:
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:
         event = self._log.emit(name, **fields)
+        self._remember(event)
         self._show(lambda view: view.event(event))
 
     def _show(self, what: Callable[[View], None]) -> None:
@@ -756,5 +779,14 @@ class Master:
                 text = f"a view of the run failed and was closed: {error!r}."
                 self._emit("warning", {"text": text})
 
+
+_REMEMBERED = 500
+"""Events among which one that is told again is sought."""
+
+_CONFIRMED = 64
+"""After so many messages it is said that they were heard, whatever else is said."""
+
+_STRANGE_S = 5.0
+"""How long somebody may be connected without a word."""
 
 _ROLES = ("worker", "host", "client")

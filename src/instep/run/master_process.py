@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from instep import spec_file
+from instep.comm.channel import Peer
 from instep.comm.messages import Refused
 from instep.errors import InstepError
 from instep.report.live import View, make_view
@@ -45,11 +46,11 @@ def main() -> int:
     try:
         _serve(run, note, board)
     except InstepError as error:
+        _note(run)
         _tell(board, error)
         return error.exit_code
     except BaseException:
-        with (run / "logs" / "master.log").open("a") as log:
-            traceback.print_exc(file=log)
+        _note(run)
         return 1
     finally:
         _flush(board)
@@ -90,12 +91,24 @@ def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
     return views
 
 
+def _note(run: Path) -> None:
+    with contextlib.suppress(OSError), (run / "logs" / "master.log").open("a") as log:
+        traceback.print_exc(file=log)
+
+
 def _tell(board: Switchboard, error: InstepError) -> None:
-    """Have the client end with an error of this process."""
+    """Have the client end with an error of this process, also one that has yet to call."""
     word = blame.failed(error, 0, "")
     refused = Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
-    for peer in board.hub.peers():
-        board.hub.send(peer, refused)
+    told: set[Peer] = set()
+    deadline = time.monotonic() + FLUSH_S
+    while time.monotonic() < deadline:
+        for peer in board.hub.peers():
+            if peer not in told:
+                told.add(peer)
+                board.hub.send(peer, refused)
+        for _ in board.hub.receive(0.05):
+            pass
 
 
 def _flush(board: Switchboard) -> None:

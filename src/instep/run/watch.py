@@ -28,11 +28,13 @@ UNKNOWN_S = 30.0
 WAITING = frozenset(["joining", "exchange", "saving", "waiting"])
 """What a worker is at while it can do nothing, and is not to blame."""
 
-OF_A_STEP = frozenset(["loading", "forward", "backward", "update"])
-"""What a worker is at in every step."""
+OF_A_STEP = frozenset(["forward", "backward", "update"])
+"""What a worker is at in every step, and computes. A read is not among them: a store may stall."""
 
 _UNHEARD = Pulse(step=0, phase="joining", progress=0)
 """Who was told to form a group, and has not been heard since."""
+
+_SILENT = "gave no sign of life"
 
 FORGET = 0.98
 """How the longest stretch that was seen fades with each step that is committed."""
@@ -96,7 +98,8 @@ class Watch:
         before = seen.pulse
         seen.pulse = pulse
         if before is None or before != pulse:
-            if before is not None and before.phase not in WAITING and seen.steps:
+            first = before is not None and before.phase in OF_A_STEP and not seen.steps
+            if before is not None and before.phase not in WAITING and not first:
                 longest = max(self._stretches.get(before.phase, 0.0), now - seen.since)
                 self._stretches[before.phase] = longest
             seen.since = now
@@ -132,22 +135,28 @@ class Watch:
             silent, idle = now - seen.heard, now - seen.since
             at = seen.pulse or _UNHEARD
             if silent > self._silence_s(often):
-                how = f"gave no sign of life for {silent:.1f} s"
+                how = f"{_SILENT} for {silent:.1f} s"
             elif at.phase not in WAITING and idle > self.limit_s(worker, often):
                 how = f"got nothing done for {idle:.1f} s"
             else:
                 continue
-            found.append(Hang(worker, at.step, at.phase, how))
-        return found
+            found.append((silent, idle, Hang(worker, at.step, at.phase, how)))
+        if len(found) == len(self._seen):  # all at once: as a rule it is none of them
+            found = [each for each in found if max(each[:2]) > UNKNOWN_S or self._is_silent(each)]
+        return [hang for _, _, hang in found]
+
+    def _is_silent(self, found: tuple[float, float, Hang]) -> bool:
+        return found[2].how.startswith(_SILENT)
 
     def _silence_s(self, times: int) -> float:
         usual = UNKNOWN_S / 3 if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)
         return float(usual * 2**times)
 
-    def stuck_s(self, members: Iterable[int], now: float) -> float:
+    def stuck_s(self, members: Iterable[int], now: float, times: int = 0) -> float:
         """How long all members have been in one exchange that does not move; 0.0 if they are not.
 
-        More than a moment, which is what an exchange may take.
+        More than a moment, which is what an exchange may take; twice as long for each time
+        that the group has come apart already.
         """
         seen = [self._seen.get(worker) for worker in members]
         if self.step_s is None or len(seen) < 2:
@@ -157,5 +166,5 @@ class Watch:
             if each is None or each.pulse is None or each.pulse.phase != "exchange":
                 return 0.0
             waits.append(now - each.since)
-        limit_s = max(FLOOR_S, STEPS * self.step_s)
+        limit_s = max(FLOOR_S, STEPS * self.step_s) * 2 ** min(times, 6)
         return min(waits) if min(waits) > limit_s else 0.0

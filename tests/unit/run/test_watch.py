@@ -74,6 +74,38 @@ def test_a_worker_that_lives_and_gets_nothing_done_hangs(phase):
     assert shown.hangs() == [(1, phase)]
 
 
+def test_a_read_may_stall_for_long_as_disks_do():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[1])
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=[1])
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_where_all_stand_still_at_once_nobody_is_blamed_at_first():
+    shown = Shown(0, 1)
+    shown.goes_on(beats(5 * FLOOR_S), frozen=[0, 1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(UNKNOWN_S), frozen=[0, 1])
+    assert shown.hangs() == [(0, "forward"), (1, "forward")]
+
+
+def test_where_all_fall_silent_at_once_all_hang():
+    shown = Shown(0, 1)
+    shown.goes_on(beats(FLOOR_S), silent=[0, 1])
+    assert shown.hangs() == [(0, "forward"), (1, "forward")]
+
+
+def test_an_exchange_that_was_given_up_before_is_given_longer():
+    shown = Shown(0, 1)
+    for worker in (0, 1):
+        shown.at(worker, "exchange")
+    shown.goes_on(beats(2 * FLOOR_S), frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now, times=0) > 0
+    assert shown.watch.stuck_s([0, 1], shown.now, times=2) == 0.0
+
+
 @pytest.mark.parametrize("phase", sorted(WAITING))
 def test_a_worker_that_waits_for_others_does_not_hang(phase):
     shown = Shown(0, 1)

@@ -7,6 +7,7 @@ by which it knows them.
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from instep.comm.channel import Address, Hub, listen
+
+END = signal.SIGUSR1
+"""What has a fork server end. SIGTERM it ignores: who stops a whole service sends that to every
+process, and it is the client that decides what follows."""
 
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""

@@ -8,7 +8,7 @@ again and leaves that import to the workers.
 
 It may be killed: a spare that it forked first, and that sleeps until then,
 takes its place at once, and watches over the workers that are there. Both end,
-and end all workers, on SIGTERM, or once no master can come any more.
+and end all workers, when the client has them, or once no master can come any more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from instep.comm.messages import (
 )
 from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
-from instep.run.launch.base import SETTINGS, Seat
+from instep.run.launch.base import END, SETTINGS, Seat
 from instep.run.processes import Watched, die_with_parent, exit_code_of, machine
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
@@ -53,7 +53,7 @@ ADOPTED_S = 0.05
 def main() -> None:
     """Serve one run."""
     began = time.time()
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(END)
     note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
     seen = json.loads(note)
     seat = Seat(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
@@ -146,7 +146,8 @@ class Server:
         self._have_a_spare()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(END, self._end)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._several:
             self._tie.keep()
@@ -172,14 +173,19 @@ class Server:
     def _have_a_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
         theirs, self._life = os.pipe()
-        self._spare = os.fork()
+        try:
+            self._spare = os.fork()
+        except OSError:  # it has to do without
+            os.close(theirs)
+            return
         if self._spare:
             os.close(theirs)
             return
         try:
             os.close(self._life)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(END, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._tie.close()
             os.read(theirs, 1)
             os.close(theirs)
@@ -226,14 +232,18 @@ class Server:
 
     def _fork(self, order: StartWorker) -> None:
         forked = time.time()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no memory, or no process, for the moment
+            self._tie.send(Exited(number=order.number, pid=0, code=None))
+            return
         if pid:
             self._workers[pid] = order.number
             return
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
+            for number in (signal.SIGCHLD, signal.SIGTERM, END):
                 signal.signal(number, signal.SIG_DFL)
             self._tie.close()
             os.close(self._life)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.errors import RunError
-from instep.run.launch.base import SETTINGS, Seat, host_log
+from instep.run.launch.base import END, SETTINGS, Seat, host_log
 from instep.run.processes import end_group
 
 PATIENCE_S = 5.0
@@ -76,9 +76,9 @@ class LocalLauncher:
         return self._process.poll()
 
     def ask_to_stop(self) -> None:
-        """SIGTERM makes the fork server kill its workers and end."""
+        """Have the fork server kill its workers and end."""
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+            self._process.send_signal(END)
 
     def stop(self) -> None:
         """Ask, and wait; SIGKILL ends what is left."""
