@@ -32,9 +32,9 @@ the recipe and of the model to start from are relative to the job file.
 `--set train.epochs=3`. The run folder holds the job as run, with every key
 given, in `job.toml`.
 
-Some keys are ahead of the code. This version refuses, before anything starts,
-`determinism = "bits"`, a `codec` other than `"none"`, a `[mesh]` above 1 and a
-strategy other than `"all_reduce"`; `servers` has no effect yet.
+Some keys are ahead of the code. This version refuses, before anything starts, a
+`codec` other than `"none"`, a `[mesh]` above 1, a strategy other than `"all_reduce"`
+and `servers` other than 1.
 
 This page is written by `docs/make_reference.py` from `src/instep/spec.py`;
 change the texts there.

@@ -129,7 +129,7 @@ def test_a_hang_that_nobody_notices_is_ended_and_told(made: Made) -> None:
     worker = made.worker()
     process = psutil.Process(worker.pid)
     made.commit(60)
-    breaker = made.breaker(kill(0.5, kind="hang"), patience_s=0.3)
+    breaker = made.breaker(kill(0.5, kind="hang"), patience_s=3.0)
     stopped = []
     breaker.serve(
         until(

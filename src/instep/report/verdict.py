@@ -244,18 +244,23 @@ def judge(
         step for f in falls if f.after in back for step in range(f.after + 1, f.before + 1)
     }
     lost = {step for f in falls for step in range(f.after + 1, f.before + 1)}
+    full = [_members_at(run, moment) for moment in moments]
+    stood = [
+        float(recoveries(raw, formed, [moment], workers)[0])
+        for moment, workers in zip(moments, full, strict=True)
+    ]
     count, other = _losses(run, undisturbed, bits=bits) if undisturbed else (0, None)
     return Verdict(
         run=run.path,
         outcome=run.outcome,
         cause=str(run.last("worker_failed").get("cause") or ""),
         steps=run.last_step,
-        workers=run.spec.workers,
+        workers=run.team,
         bits=bits,
         undisturbed=undisturbed.path if undisturbed else None,
         going_on=going_on,
         injected=tuple(injected),
-        recovery_s=tuple(recoveries(raw, formed, moments, run.spec.workers).tolist()),
+        recovery_s=tuple(stood),
         parameters_sha256=_sha256(run),
         wanted_sha256=_sha256(undisturbed) if undisturbed else None,
         losses=count,
@@ -268,6 +273,12 @@ def judge(
         left=tuple(left),
         stuck_s=stuck_s,
     )
+
+
+def _members_at(run: RunFolder, moment: float) -> int:
+    """How many workers the run had then; it may have grown or shrunk."""
+    before = [e for e in run.generations if float(e["time"]) <= moment]
+    return len(before[-1]["members"]) if before else run.spec.workers
 
 
 def _sha256(run: RunFolder) -> str | None:

@@ -191,7 +191,9 @@ def is_going_on(folder: Path) -> bool:
 def _drawn(plan: Plan, run: RunFolder) -> list[Injection]:
     """What to break in a run like this one."""
     there = roles_of(run)
-    if absent := [role for role in plan.roles if role not in there and role != "loader"]:
+    if not there:
+        raise SpecError(f"{run.path} tells of no process yet. Try again in a moment.")
+    if absent := [role for role in plan.roles if role not in there]:
         raise SpecError(
             f"--roles {','.join(plan.roles)}: {run.path} tells of no {absent[0]} process that "
             f"could be killed. It has: {', '.join(there)}."

@@ -45,6 +45,10 @@ class Injection:
     """From then on, so that it falls anywhere within a step, or into a recovery."""
 
 
+MOST = 100_000
+"""Of anything that may be asked for."""
+
+
 def draw(kills: int, hangs: int, roles: Sequence[str], seed: int) -> list[Injection]:
     """So many kills and hangs, in the order in which they are due.
 
@@ -87,14 +91,14 @@ def check_numbers(kills: int, hangs: int, partitions: int, over_s: float = 0.0) 
         SpecError: one is below 0, all are 0, or partitions are asked for.
     """
     for name, number in (("kills", kills), ("hangs", hangs), ("partitions", partitions)):
-        if number < 0:
-            raise SpecError(f"--{name} {number}: needs to be at least 0.")
+        if not 0 <= number <= MOST:
+            raise SpecError(f"--{name} {number}: needs to be at least 0, and at most {MOST}.")
     if not 0 <= over_s < float("inf"):
         raise SpecError(f"--over {over_s:g}: needs to be a number of seconds, at least 0.")
     if partitions:
         raise SpecError(
-            f"--partitions {partitions}: a network is parted between hosts, and this version has "
-            "all processes on one. Leave it out."
+            f"--partitions {partitions}: this command does not part networks yet; "
+            "benchmarks/partitions.py does, between emulated hosts. Leave it out."
         )
     if not kills + hangs:
         raise SpecError("--kills 0 and --hangs 0: there is nothing to break. Ask for one or more.")

@@ -18,6 +18,8 @@ from instep.errors import PeerError, RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.launch.base import Seat
 
+MOST_WORKERS = 1 << 15
+
 ANSWER_S = 10.0
 """How long a master may take to answer; one that was lost is replaced meanwhile."""
 
@@ -56,6 +58,10 @@ def scale(run: Path, workers: int) -> None:
         RunError: there is no such run, or it does not go on.
         SpecError: it cannot have so many workers.
     """
+    if not 1 <= workers <= MOST_WORKERS:
+        raise SpecError(
+            f"--workers {workers}: a run needs 1 or more, and no more than it has work for."
+        )
     channel = call(run)
     try:
         channel.send(Scale(workers=workers))
@@ -83,7 +89,7 @@ def call(run: Path) -> Channel:
         channel.send(Hello(token=seat.token, role="client", number=1, pid=os.getpid()))
         _await(channel)
         channel.wait_for(Welcome)
-    except (OSError, ValueError, KeyError, PeerError):
+    except (OSError, ValueError, KeyError, TypeError, PeerError):
         raise _not_going_on(run) from None
     return channel
 

@@ -43,9 +43,9 @@ def test_every_role_is_met_and_some_blows_fall_into_a_recovery():
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ((-1, 0, 0, 0.0), "--kills -1: needs to be at least 0."),
-        ((1, -2, 0, 0.0), "--hangs -2: needs to be at least 0."),
-        ((1, 0, 3, 0.0), "--partitions 3: a network is parted between hosts"),
+        ((-1, 0, 0, 0.0), "--kills -1: needs to be at least 0, and at most 100000."),
+        ((1, -2, 0, 0.0), "--hangs -2: needs to be at least 0, and at most 100000."),
+        ((1, 0, 3, 0.0), "--partitions 3: this command does not part networks yet"),
         ((0, 0, 0, 0.0), "there is nothing to break"),
         ((1, 0, 0, -1.0), "--over -1: needs to be a number of seconds"),
         ((1, 0, 0, float("inf")), "--over inf: needs to be a number of seconds"),
