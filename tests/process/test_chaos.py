@@ -68,6 +68,7 @@ def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, caps
     assert (runs / "net-disturbed" / "chaos.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_going_on_is_broken_and_goes_on(
     start: Start, tmp_path: Path, capsys: Out
 ) -> None:

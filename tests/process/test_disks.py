@@ -109,6 +109,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_goes_on(
     run.goes_on(start, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_disk_that_gives_up_in_the_middle_ends_the_run_with_a_sentence(
     start: Start, tmp_path: Path, frail_disk: Ext4, undisturbed: RunFolder
 ) -> None:

@@ -61,7 +61,11 @@ def check_no_process_is_left(program: Started) -> None:
 
 @needs_hosts
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("away", [["h3"], ["h1", "h2"]], ids=["one of five", "four of five"])
+@pytest.mark.parametrize(
+    "away",
+    [["h3"], pytest.param(["h1", "h2"], marks=pytest.mark.slow)],
+    ids=["one of five", "four of five"],
+)
 def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path, away: list[str]
 ) -> None:
@@ -86,6 +90,7 @@ def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
 
 @needs_hosts
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
 ) -> None:
@@ -111,6 +116,7 @@ def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_hosts_may_be_on_one_machine_and_a_worker_that_is_lost_starts_where_the_fewest_are(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

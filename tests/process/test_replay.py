@@ -72,6 +72,7 @@ def test_a_step_in_the_middle_is_computed_from_the_newest_checkpoint_before_it(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_last_step_has_the_bits_of_the_saved_model_and_of_everything_in_its_checkpoint(
     recorded: Path, tmp_path: Path, capsys: Out
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_changed_bit_of_a_record_is_fo
     assert "instep: not the same: the loss of step 2 was recorded as" in said.err
 
 
+@pytest.mark.slow
 def test_a_run_that_was_lengthened_is_computed_with_the_length_that_each_step_had(
     tmp_path: Path, capsys: Out
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_run_that_was_lengthened_is_computed_with_the_length_that_each_step_ha
     assert answer["recorded_parameters_sha256"] == answer["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_a_run_in_order_agrees_to_a_tolerance_that_is_named(tmp_path: Path, capsys: Out) -> None:
     run = begin(tmp_path, "ordered", train={"determinism": "order", "steps": 9})
     assert main(["replay", str(run), "--step", "8"]) == 0

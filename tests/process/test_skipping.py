@@ -144,6 +144,7 @@ def test_a_loop_of_ones_own_leaves_them_out_as_well(start: Start) -> None:
     assert program.summary["missing_samples"] == 0
 
 
+@pytest.mark.slow
 def test_what_ended_a_run_can_be_skipped_when_it_goes_on(run: Start, start: Start) -> None:
     program = run(
         "unreadable.py:recipe",

@@ -79,6 +79,7 @@ def test_a_fork_server_that_is_killed_leaves_its_workers_and_another_replaces_th
     assert len(program.events("worker_joined")) == 5
 
 
+@pytest.mark.slow
 def test_master_and_every_fork_server_that_are_killed_at_once_are_brought_up_again(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -124,7 +125,7 @@ def test_a_client_that_is_killed_after_its_fork_server_was_leaves_no_process(
     program.check_no_process_is_left(soon_s=SOON_S)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_worker_that_is_stopped_is_named_and_replaced(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_worker_that_hangs_in_its_own_code_is_named_with_the_line_and_replaced
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_the_table_of_a_second_master_knows_what_was_before(start: Start, tmp_path: Path) -> None:
     program = begin(start, tmp_path)
     program.until(program.is_training, "training")
