@@ -92,7 +92,7 @@ EVENTS = {
     "worker_lost": "worker, step, cause",
     "corruption_found": "step, workers (numbers, of those found wrong), suspects (numbers, where "
     "it cannot be told which), what (parameter, state, gradient), where, how, clean_step (from "
-    "which the run goes on)",
+    "which the run goes on; -1 where no worker has a copy: a went_back follows)",
     "went_back": "resumed_step, path (of a checkpoint: nobody was left to go on with)",
     "process_ended": "worker, pid, code",
     "warning": "text",

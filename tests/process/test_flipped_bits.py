@@ -65,3 +65,25 @@ def test_a_process_that_flips_bits_is_named_and_leaves_no_trace_in_the_result(
     steps = read_records(program.run / "steps.bin", STEPS)
     assert set(steps["step"]) == set(range(1, TRAIN["steps"] + 1))
     program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_where_nobody_has_a_copy_the_run_begins_again_before_the_fault(
+    start: Start, tmp_path: Path, undisturbed: str
+) -> None:
+    file = tmp_path / "faulty"
+    settings = [f"train.{key}={value}" for key, value in TRAIN.items()]
+    settings += ["seed=5", "workers=2", "check.corruption=true"]
+    settings += ["checkpoint.every_steps=3", "checkpoint.keep_last=9"]
+    settings += ["arguments.fault=inverted", f"arguments.file={file}", f"arguments.steps={SOUND}"]
+    settings += ["arguments.lost=2"]  # who takes its place sees no comparison before the fault
+    program = start(*instep_run(tmp_path, RECIPE, *settings))
+    assert program.end() == 0, program.stderr
+    (found,) = program.events("corruption_found")
+    assert (found["step"], found["clean_step"]) == (20, -1)
+    (back,) = program.events("went_back")
+    assert back["resumed_step"] == 9  # what was saved at 12, 15 and 18 is of no known worth
+    summary = program.summary
+    assert summary["repeated_samples"] == summary["missing_samples"] == 0
+    assert summary["parameters_sha256"] == undisturbed
+    program.check_nothing_is_left()

@@ -4,7 +4,8 @@
 and answers the questions that every report asks of them. It draws nothing and
 never writes. A folder of a run that is still going on, or that a crash cut
 short, reads as far as it got. Where a session began at an earlier checkpoint,
-what the ones before did beyond it was taken back, and is left out.
+or the workers went back because of corruption, what was done beyond was taken
+back, and is left out.
 """
 
 from __future__ import annotations
@@ -64,10 +65,9 @@ class RunFolder:
         steps = _records(self.path / "steps.bin", STEPS)
         # in which session a step was recorded is told by clocks alone, that of the worker and
         # that of the master; where two hosts' differ, a step that was taken back may be left in
-        for event in self.events:
-            if event.get("resumed_step") is not None:
-                kept = steps["step"] <= event["resumed_step"]
-                steps = steps[kept | (steps["begin"] >= event["time"])]
+        for event, resumed_step in _goings_back(self.events):
+            kept = steps["step"] <= resumed_step
+            steps = steps[kept | (steps["begin"] >= event["time"])]
         self.steps = _in_order(steps)
         self.events = _of_one_course(self.events)
 
@@ -300,7 +300,16 @@ def _events(path: Path) -> list[Event]:
 
 _NUMBERS = frozenset(
     [
-        *("time", "step", "resumed_step", "last_step", "epoch", "worker", "generation"),
+        *(
+            "time",
+            "step",
+            "resumed_step",
+            "clean_step",
+            "last_step",
+            "epoch",
+            "worker",
+            "generation",
+        ),
         *("samples", "validation_samples", "sent_bytes", "received_bytes", "size_bytes"),
         *("seconds", "held_s"),
     ]
@@ -336,12 +345,32 @@ def _of_one_course(events: list[Event]) -> list[Event]:
     """Without those of a step that was taken back further down, when the run went back."""
     kept: list[Event] = []
     reached = math.inf  # the lowest step that was gone back to after this event
+    back = {id(event): step for event, step in _goings_back(events)}
     for event in reversed(events):
         if event["event"] not in _OF_A_STEP or (event.get("step") or 0) <= reached:
             kept.append(event)
-        if event.get("resumed_step") is not None:
-            reached = min(reached, event["resumed_step"])
+        reached = min(reached, back.get(id(event), math.inf))
     return kept[::-1]
+
+
+def _goings_back(events: list[Event]) -> list[tuple[Event, int]]:
+    """Events with which the run went back, oldest first, and to which step each.
+
+    Corruption that was found is one where the workers then formed a group again by
+    themselves; else the run ended, or it went back to a checkpoint, which says so.
+    """
+    back: list[tuple[Event, int]] = []
+    formed = False  # a group was, further down, before the run began anew
+    for event in reversed(events):
+        clean = event.get("clean_step")
+        if event.get("resumed_step") is not None:
+            back.append((event, event["resumed_step"]))
+            formed = False
+        elif event["event"] == "generation_started":
+            formed = True
+        elif event["event"] == "corruption_found" and formed and clean is not None and clean >= 0:
+            back.append((event, clean))
+    return back[::-1]
 
 
 def _existing(path: Path) -> Path:

@@ -240,6 +240,7 @@ def judge(
     formed = [float(e["time"]) for e in run.generations]
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
+    meant = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
     gone_back = {
         step for f in falls if f.after in back for step in range(f.after + 1, f.before + 1)
     }
@@ -269,7 +270,7 @@ def judge(
         wanted_samples=undisturbed.audit.sha256 if undisturbed else None,
         twice=tuple(sorted(lost | computed_twice(raw, formed))),
         gone_back=tuple(sorted(gone_back)),
-        deepest=max((f.before - f.after for f in falls if f.after not in back), default=0),
+        deepest=max((f.before - f.after for f in falls if f.after not in meant), default=0),
         left=tuple(left),
         stuck_s=stuck_s,
     )

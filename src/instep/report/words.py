@@ -58,9 +58,14 @@ def corruption_in_words(found: dict[str, Any]) -> str:
     who = named or " or ".join(f"worker {n}" for n in found["suspects"])
     return (
         f"{who} had a wrong {found['what']} at step {readable_count(found['step'])} "
-        f"({found['where']}): {found['how']}; went on from step "
-        f"{readable_count(max(0, found['clean_step']))}"
+        f"({found['where']}): {found['how']}; {_where_to(found['clean_step'])}"
     )
+
+
+def _where_to(clean_step: int) -> str:
+    if clean_step < 0:
+        return "no worker had a copy to go back to"
+    return f"went on from step {readable_count(clean_step)}"
 
 
 def printable(text: str) -> str:

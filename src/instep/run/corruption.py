@@ -8,8 +8,10 @@ travel in the notes of the step; who is wrong is decided in `repeats.py`.
 
 Whoever is found to be wrong ends itself, and is replaced as a lost worker is.
 Where wrong gradients may have been committed meanwhile, the others go back to
-a copy from before. The moments, in the order of a step: `begin`, `hear` for
-each pass, `check_memory`, `notes`, `judge`, `committed`.
+a copy from before, and checkpoints that were saved since are set aside before
+anybody ends itself. Where nobody has a copy, the run begins again from the
+newest checkpoint that is left. The moments, in the order of a step: `begin`,
+`hear` for each pass, `check_memory`, `notes`, `judge`, `committed`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -53,7 +56,10 @@ MOST_IN_DOUBT = 3
 """So often a run goes back because of the same doubt; then it ends."""
 
 COPY_EVERY = 4
-"""Of the steps in which all was compared and found right, every so many is kept to go back to."""
+"""Of the steps in which all was compared and found right, every so many is kept to go back to.
+
+The first of a generation is kept as well: who came later has no copy until then.
+"""
 
 _NUMBERS = 6
 """For each rank: state, gradient of its own, gradient of another; two numbers each."""
@@ -124,6 +130,8 @@ class Guard:
         update: moves it; has the optimizer.
         copy: to go back to.
         run_pass: runs a micro-batch once more, its loss times a factor, and leaves no trace.
+        set_aside: sees to it that no checkpoint of a later step than this is taken up; what
+            this worker is saving is over when it returns.
     """
 
     def __init__(
@@ -133,12 +141,15 @@ class Guard:
         update: Update,
         copy: CleanCopy,
         run_pass: Callable[[Pass, float], None],
+        set_aside: Callable[[int], None],
     ) -> None:
         self._member, self._model, self._optimizer = member, model, update.optimizer
-        self._copy, self._run_pass = copy, run_pass
+        self._copy, self._run_pass, self._set_aside = copy, run_pass, set_aside
+        self._right = -1  # the last step whose state is known to be right; -1 if none is
         self._watch = Watch(model.named_parameters(), WATCH_SHARE)
         self._doubts = 0
         self._hearing: Hearing | None = None
+        self._nobody_has_a_copy = False
         self.going_back = False
         """Whether this worker has to go back before it joins the next group."""
 
@@ -151,6 +162,7 @@ class Guard:
         self._every = repeats_every(self._member.job.train.micro_batches, comm.size)
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
+        self._kept = False  # whether a copy was made in this generation
         self._watch.take()
 
     def detach(self) -> None:
@@ -162,6 +174,16 @@ class Guard:
     def begin_anew(self, strategy: dict[str, Tensor]) -> None:
         """All hold the state of a beginning, or of a checkpoint: it is the first to go back to."""
         self._copy.keep(strategy)
+        self._right, self._kept = self._copy.step, True
+
+    def agree(self) -> None:
+        """Learn from the others up to which step all is known to be right; all call it.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        if self._comm.size > 1:
+            self._right = max(known for (known,) in self._shared([self._right + 1])) - 1
 
     def go_back(self) -> None:
         """Take up the copy; who has none leaves its place to a process that takes a peer's state.
@@ -172,10 +194,13 @@ class Guard:
             return
         self.going_back = False
         if self._copy.step < 0:
+            if self._nobody_has_a_copy:  # once more: rank 0 may have been lost before it did
+                self._set_aside(max(0, self._right))
             text = f"worker {self._member.number} has nothing to go back to, and is replaced."
             self._member.emit("warning", text=text)
             self._end_myself()
         self._copy.give_back()
+        self._right = min(self._right, self._copy.step)
 
     # ---- a step
 
@@ -281,8 +306,12 @@ class Guard:
         if found := self._compare_states(states) or self._compare_gradients(own, other):
             self._answer(found)
         self._doubts = 0
-        if self._repeats and self._step // self._every % COPY_EVERY == 0:
+        if not self._repeats:
+            return
+        self._right = self._step - 1
+        if not self._kept or self._step // self._every % COPY_EVERY == 0:
             self._copy.keep(strategy())
+            self._kept = True
 
     def unrepeatable(self, error: Unrepeatable) -> None:
         """All ran their passes again, and not all came to the same; every worker calls it.
@@ -369,10 +398,22 @@ class Guard:
         if self._doubts >= MOST_IN_DOUBT:
             words = _in_words(found, self._numbers(verdict), self._step)
             raise WorkerError(f"{words} It was so {self._doubts} times. {_UNLIKE}")
+        self._nobody_has_a_copy = clean_step < 0
+        self._let_no_wrong_checkpoint_be_taken_up(clean_step)
         if rank in verdict.named:
             self._end_myself()
         self.going_back = True
         raise PeerError("corruption was found in the state or the gradient of a worker.")
+
+    def _let_no_wrong_checkpoint_be_taken_up(self, clean_step: int) -> None:
+        """All may be gone soon, and then the run begins again from the newest checkpoint.
+
+        Rank 0 does it, which saves; nobody goes on before it has.
+        """
+        if self._comm.rank == 0:
+            self._set_aside(clean_step if clean_step >= 0 else max(0, self._right))
+        with suppress(PeerError):  # who is lost ends nothing by it
+            self._shared([0])
 
     def _clean_step(self, others: list[int]) -> int:
         """The step that those who stay go back to; -1 where none of them has a copy.

@@ -25,7 +25,7 @@ from instep.run.update import Update
 from instep.spec_file import dump
 from instep.state.best import Best, facts_of
 from instep.state.load import load
-from instep.state.manifest import reason
+from instep.state.manifest import published, reason
 from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import (
@@ -250,7 +250,12 @@ class Saver:
         """
         self._writer.finish()
         self._tell()
-        set_aside_after(self._member.run / "checkpoints", step)
+        folder = self._member.run / "checkpoints"
+        set_aside_after(folder, step)
+        self._writer.forget_after(step)
+        if self._newest > step:
+            self._newest = max((left for left, _ in published(folder)), default=0)
+        self._last = 0 if self._last > step else self._last
 
     def finish(self, step: int) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.

@@ -39,6 +39,7 @@ from instep.run.update import Update
 from instep.run.watch import WAITING
 from instep.spec import JobSpec
 from instep.state.best import best_of
+from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
 
 
@@ -107,7 +108,9 @@ class Training:
         self._guard: Guard | None = None
         if self.job.check.corruption:
             copy = CleanCopy(built.model, self._update, self._standing)
-            self._guard = Guard(member, built.model, self._update, copy, self._repeat)
+            self._guard = Guard(
+                member, built.model, self._update, copy, self._repeat, self._set_aside
+            )
 
     def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
         recipe = self.recipe
@@ -225,8 +228,16 @@ class Training:
         form = self.member.form
         if form is not None and form.checkpoint is not None:
             guard.begin_anew(self.replica.strategy.state())
+        guard.agree()
         if self._saver is not None:
             self._saver.drop_after(self.step)  # what was saved since a clean copy may be wrong
+
+    def _set_aside(self, step: int) -> None:
+        """No checkpoint of a later step is taken up."""
+        if self._saver is not None:
+            self._saver.drop_after(step)
+        else:
+            set_aside_after(self.member.run / "checkpoints", step)
 
     @property
     def _validation_samples(self) -> int:

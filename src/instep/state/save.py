@@ -120,6 +120,13 @@ class CheckpointWriter:
         before = {known: each for known, each in self._values.copy().items() if known < step}
         return step in self._best.choose(before | {step: value})
 
+    def forget_after(self, step: int) -> None:
+        """Checkpoints of later steps have been set aside: none of them is the best any more.
+
+        To be called after `finish`.
+        """
+        self._values = {known: value for known, value in self._values.items() if known <= step}
+
     def save(self, snapshot: Snapshot, *, since: float | None = None) -> float:
         """Copy the state now, write it later; waits first for the save before.
 

@@ -100,6 +100,8 @@ def _set_aside(checkpoint: Path) -> None:
             shutil.rmtree(doomed)
         checkpoint.rename(doomed)
     except OSError as error:
+        if not checkpoint.exists():
+            return  # another process did it meanwhile
         raise CheckpointError(
             f"{checkpoint} is not to be used and cannot be renamed: {reason(error)}."
         ) from error

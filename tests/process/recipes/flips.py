@@ -1,9 +1,11 @@
 """As tiny.py, on a machine with a fault: one process of the run flips bits.
 
-Which one is the first to make a file, so that whoever takes its place is sound.
+Which one is the first to make a file, so that whoever takes its place is sound. Some
+steps before, another may be lost in the same way.
 """
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ BIT = 1 << 20
 """In the middle of a float32's fraction: nothing overflows, and no loss looks odd."""
 
 
-def recipe(fault: str, file: str, steps: int) -> instep.Recipe:
+def recipe(fault: str, file: str, steps: int, lost: int = 0) -> instep.Recipe:
     made = tiny.recipe()
-    model = Faulty(made.model, fault, Path(file), steps)
+    model = Faulty(made.model, fault, Path(file), steps, lost)
     return instep.Recipe(
         model=model,
         loss=made.loss,
@@ -42,10 +44,10 @@ class Faulty(nn.Module):
     optimizer meets it, `stuck` has a bit of a gradient always set, `inverted` always flipped.
     """
 
-    def __init__(self, inner: nn.Module, fault: str, file: Path, steps: int) -> None:
+    def __init__(self, inner: nn.Module, fault: str, file: Path, steps: int, lost: int) -> None:
         super().__init__()
         self.inner = inner
-        self.fault, self.file, self.steps = fault, file, steps
+        self.fault, self.file, self.steps, self.lost = fault, file, steps, lost
         self.begun = self.done = False
         self.weights = [next(inner.parameters())]  # in a list, so that it has no second name
         self.weights[0].register_hook(self.spoil)
@@ -59,6 +61,8 @@ class Faulty(nn.Module):
         if self.fault == "agreed":
             self.flip_once(self.weights[0].grad)
         self.steps -= 1
+        if self.lost and self.steps == self.lost and made_by_us(self.file.with_suffix(".lost")):
+            os.kill(os.getpid(), signal.SIGKILL)
         if not self.steps:
             self.begun = made_by_us(self.file)
 

@@ -3,7 +3,7 @@ import pytest
 from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events
 
 from instep.errors import RunError
-from instep.events import LEDGER, read_events
+from instep.events import LEDGER, STEPS, read_events
 from instep.report.run_folder import RunFolder, Traffic
 
 
@@ -136,6 +136,50 @@ def test_what_was_taken_back_is_told_by_the_order_of_the_log_whatever_the_clocks
     write_events(path, [*events, *saved, again, *later])
     kept = [e["path"] for e in RunFolder(path).checkpoints if "path" in e and e["step"] >= 18]
     assert kept == ["first 18", "second"]
+
+
+def corrupted(path, *after):
+    """A run of 20 steps, saved at 9 and 18; in the middle, corruption was found in step 20."""
+    path = make_run(path, steps=20, outcome=None)
+    events = [e for e in read_events(path / "events.jsonl") if e["event"] != "checkpoint_saved"]
+    at = max(RunFolder(path).steps["begin"]) + 1.0
+    saved = [{"time": at, "event": "checkpoint_saved", "step": n, "path": f"{n}"} for n in (9, 18)]
+    found = {"time": at, "event": "corruption_found", "step": 20, "clean_step": 9}
+    again = np.fromfile(path / "steps.bin", STEPS)
+    again = again[(again["step"] > 9) & (again["step"] <= 12)]
+    again["begin"] += at
+    with (path / "steps.bin").open("ab") as file:
+        again.tofile(file)
+    write_events(path, [*events, *saved, found, *({"time": at, **event} for event in after)])
+    return RunFolder(path)
+
+
+FORMED = {"event": "generation_started", "generation": 2, "workers": [0, 1]}
+
+
+def test_what_was_taken_back_because_of_corruption_is_left_out(tmp_path):
+    folder = corrupted(tmp_path / "digits", FORMED)
+    assert [event["step"] for event in folder.checkpoints] == [9]
+    for worker in (0, 1):
+        steps = folder.steps_of(worker)
+        assert steps["step"].tolist() == list(range(1, 13))
+        assert (np.diff(steps["begin"]) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("after", "last"),
+    [
+        ([], 20),  # the run ended with it
+        ([{"event": "run_started", "resumed_step": 18}, FORMED], 18),
+        ([{"event": "went_back", "resumed_step": 18}, FORMED], 18),
+    ],
+)
+def test_where_the_workers_did_not_go_back_by_themselves_corruption_takes_nothing_back(
+    tmp_path, after, last
+):
+    folder = corrupted(tmp_path / "digits", *after)
+    assert [event["step"] for event in folder.checkpoints] == [9, 18]
+    assert folder.steps["step"].max() == last
 
 
 @pytest.mark.parametrize(

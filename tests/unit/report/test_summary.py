@@ -181,6 +181,11 @@ def test_corruption_that_was_found_is_counted_and_shown_everywhere(tmp_path, who
         assert "went on from step 9" in shown
 
 
+def test_where_nobody_had_a_copy_no_step_is_named_to_go_on_from():
+    event = {"event": "corruption_found", **FOUND, "workers": [1], "suspects": [], "clean_step": -1}
+    assert notice(event).endswith("no worker had a copy to go back to")
+
+
 def test_where_nothing_was_found_it_says_so_in_the_summary_alone(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     summary = summarise(folder)

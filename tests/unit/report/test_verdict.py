@@ -121,6 +121,15 @@ def test_steps_taken_back_to_a_checkpoint_are_counted_apart(folders):
     assert any("5 of them after going back to a checkpoint" in line for line in lines(found))
 
 
+def test_steps_taken_back_because_of_corruption_are_no_loss(folders):
+    event = {"time": BEGIN_S, "event": "corruption_found", "step": 10, "clean_step": 4}
+    with (folders[0] / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    found = judged(folders, falls=[Fall(0.0, 9, 4)])
+    assert found.deepest == 0
+    assert found.holds
+
+
 def test_a_run_that_goes_on_is_judged_without_another(folders):
     run = RunFolder(folders[0])
     found = judge(run, None, [killed()], going_on=True)

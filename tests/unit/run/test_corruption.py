@@ -78,10 +78,16 @@ class Rank:
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
         self.member, self.copy = Tie(comm.size, told, recovers), Copy()
-        self.guard = Guard(self.member, self.model, self.update, self.copy, self.run_pass)
+        self.dropped = []
+        self.guard = self.new_guard()
         self.strategy = AllReduce()
         self.parameters[0].register_hook(lambda g: fault(self, "gradient", g))
         self.enter()
+
+    def new_guard(self):
+        return Guard(
+            self.member, self.model, self.update, self.copy, self.run_pass, self.dropped.append
+        )
 
     def enter(self):
         self.guard.attach(self.parameters, self.comm)
@@ -211,7 +217,7 @@ def train(comm, fault, told, steps=40):
 def test_where_nothing_is_wrong_nothing_is_found(size):
     told = []
     done = run_ranks(size, train, sound, told, 80)
-    copies = {1: 0, 2: 2, 3: 2, 5: 1}[size]  # one of every four steps with repetitions
+    copies = {1: 0, 2: 3, 3: 3, 5: 2}[size]  # the first, and one of every four with repetitions
     assert done == [(80, copies)] * size
     assert told == []
 
@@ -303,3 +309,36 @@ def test_a_model_that_does_not_give_the_same_again_is_no_worker_s_fault():
     done = run_ranks(3, train, drifts, told)
     assert told == []
     assert all("--check-determinism" in text for text, _ in done)
+
+
+def lose_the_state(comm, fault, told, copied):
+    """All but the last rank are new after step 12, and nobody has a copy unless `copied`."""
+    rank = Rank(comm, fault, told, recovers=True)
+    rank.copy.step = 0 if copied else -1
+    rank.train(12)
+    rank.guard.detach()
+    rank.strategy.stop()
+    if comm.rank < comm.size - 1:
+        rank.guard = rank.new_guard()
+    rank.enter()
+    rank.guard.agree()
+    with pytest.raises(PeerError):
+        rank.train(40)
+    at_once = list(rank.dropped)
+    rank.member.recovers = False  # else it ends itself
+    if copied:
+        rank.guard.go_back()
+    else:
+        with pytest.raises(WorkerError):
+            rank.guard.go_back()
+    return at_once, rank.dropped
+
+
+@pytest.mark.parametrize(("copied", "right"), [(False, 9), (True, 0)])
+def test_checkpoints_since_all_was_right_are_set_aside_before_anybody_ends_itself(copied, right):
+    told = []
+    done = run_ranks(2, lose_the_state, gradient_lacks_a_bit, told, copied)
+    found = [fields for name, fields in told if name == "corruption_found"]
+    assert [fields["clean_step"] for fields in found] == [0 if copied else -1]
+    again = [] if copied else [right]  # each once more before it ends: rank 0 may be lost
+    assert done == [([right], [right, *again]), ([], again)]

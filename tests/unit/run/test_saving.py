@@ -17,6 +17,7 @@ from instep.run.folder import make_run_folder, run_id
 from instep.run.replica import Clock
 from instep.run.saving import Saver
 from instep.run.update import Update
+from instep.state.best import Best
 from instep.state.manifest import published, read_manifest
 
 WHERE = Position(0, 0, 64)
@@ -48,8 +49,9 @@ def make_saver():
     return make
 
 
-def make(runs):
-    table = {"name": "net", "recipe": "/digits.py:recipe", "checkpoint": {"every_steps": 1}}
+def make(runs, best=None, every_steps=1):
+    kept = {"every_steps": every_steps}
+    table = {"name": "net", "recipe": "/digits.py:recipe", "checkpoint": kept}
     job = spec_file.build(table, source="test")
     model = nn.Linear(2, 1)
     update = Update(
@@ -62,17 +64,38 @@ def make(runs):
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
     tie = Tie(make_run_folder(runs, job, named=True), job)
-    return Saver(tie, model, update), tie
+    return Saver(tie, model, update, best), tie
 
 
-def after(saver, step, last=False):
+def after(saver, step, last=False, metrics=None):
     replica = SimpleNamespace(
         strategy=SimpleNamespace(state=dict),
         clock=Clock(),
         ledger_bytes=step * LEDGER.itemsize,
         buffers=SimpleNamespace(moved=set()),
     )
-    saver.after_step(step, WHERE, replica, last=last)
+    saver.after_step(step, WHERE, replica, last=last, metrics=metrics)
+
+
+def test_what_was_set_aside_is_no_longer_the_best(make_saver, tmp_path):
+    saver, tie = make_saver(tmp_path, Best(count=1), every_steps=100)
+    for step, loss in {1: 0.5, 2: 0.3, 3: 0.1}.items():
+        after(saver, step, metrics={"loss": loss})
+    saver.drop_after(2)
+    after(saver, 4, metrics={"loss": 0.2})  # the third is not validated the second time
+    saver.hand_over()
+    assert 4 in [step for step, _ in published(tie.run / "checkpoints")]
+
+
+def test_what_was_set_aside_is_not_told_as_the_newest(saver):
+    saver, tie = saver
+    for step in (1, 2, 3):
+        after(saver, step)
+    saver.drop_after(2)
+    (tie.run / "checkpoints" / ".saving-step-00000003").write_text("in the way of the folder")
+    after(saver, 3, last=True)
+    with pytest.raises(RunError, match=r"The newest checkpoint is that of step 2\."):
+        saver.finish(3)
 
 
 def test_what_was_recorded_leaves_before_the_checkpoint_is_made(saver):
