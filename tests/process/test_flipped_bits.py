@@ -82,7 +82,8 @@ def test_where_nobody_has_a_copy_the_run_begins_again_before_the_fault(
     (found,) = program.events("corruption_found")
     assert (found["step"], found["clean_step"]) == (20, -1)
     (back,) = program.events("went_back")
-    assert back["resumed_step"] == 9  # what was saved at 12, 15 and 18 is of no known worth
+    # what was saved at 12, 15 and 18 is of no known worth; who was lost may have been writing 9
+    assert back["resumed_step"] in (6, 9)
     summary = program.summary
     assert summary["repeated_samples"] == summary["missing_samples"] == 0
     assert summary["parameters_sha256"] == undisturbed
