@@ -88,6 +88,7 @@ def test_a_run_that_is_going_on_is_broken_and_goes_on(
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_signal_ends_it_with_the_run_that_it_was_breaking(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -63,9 +63,10 @@ def check_no_process_is_left(program: Started) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "away",
-    [["h3"], pytest.param(["h1", "h2"], marks=pytest.mark.slow)],
+    [["h3"], ["h1", "h2"]],
     ids=["one of five", "four of five"],
 )
+@pytest.mark.slow
 def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path, away: list[str]
 ) -> None:

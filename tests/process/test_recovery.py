@@ -93,7 +93,7 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     )
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
