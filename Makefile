@@ -3,10 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-<<<<<<< HEAD
 .PHONY: help setup demo test test-slow simulate check format bench chaos clean
-=======
->>>>>>> simulate
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
