@@ -115,3 +115,10 @@ def test_no_file_speaks_of_one_machine():
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         speaking += [f"{name}: {path}" for path in private if path in text]
     assert not speaking, "\n".join(speaking)
+
+
+def test_whoever_waits_for_others_does_not_import_torch():
+    """Client and master: it would take both cores of a small machine while the workers start."""
+    modules = "instep.run.guard, instep.run.client, instep.run.master_process, instep.run.chaos"
+    program = f"import {modules}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == 0

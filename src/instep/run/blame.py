@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.comm.messages import Failed
+from instep.comm.messages import Failed, Refused
 from instep.errors import InstepError, WorkerError, own_line
 
 
@@ -22,6 +22,14 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
         phase=phase,
         exit_code=error.exit_code if isinstance(error, InstepError) else WorkerError.exit_code,
     )
+
+
+def as_error(refused: Refused) -> InstepError:
+    """The error that another process ended with, to be raised here."""
+    kinds = {kind.__name__: kind for kind in InstepError.__subclasses__()}
+    error = kinds.get(refused.kind, WorkerError)(refused.text)
+    error.exit_code = refused.exit_code
+    return error
 
 
 def sentence(error: BaseException) -> str:

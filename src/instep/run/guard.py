@@ -22,8 +22,8 @@ from typing import Any
 from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
 from instep.comm.tie import Tie
 from instep.errors import RunError
+from instep.run.blame import as_error
 from instep.run.launch.base import Launcher, Switchboard, host_log
-from instep.run.member import as_error
 from instep.run.processes import on_signals
 
 LOOK_S = 0.05

@@ -42,8 +42,9 @@ from instep.comm.messages import (
 )
 from instep.comm.metered import tcp_traffic
 from instep.comm.tie import Tie
-from instep.errors import InstepError, PeerError, WorkerError
+from instep.errors import PeerError
 from instep.events import STEPS
+from instep.run import blame
 from instep.run.launch.base import Seat
 from instep.run.processes import machine
 
@@ -87,7 +88,7 @@ class Member:
         welcome = self._tie.welcome()
         if isinstance(welcome, Refused):
             self._tie.close()
-            raise as_error(welcome)
+            raise blame.as_error(welcome)
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
         self.started = welcome.started
@@ -312,11 +313,3 @@ class Member:
     def close(self) -> None:
         """Hang up."""
         self._tie.close()
-
-
-def as_error(refused: Refused) -> InstepError:
-    """The error that another process ended with."""
-    kinds = {kind.__name__: kind for kind in InstepError.__subclasses__()}
-    error = kinds.get(refused.kind, WorkerError)(refused.text)
-    error.exit_code = refused.exit_code
-    return error
