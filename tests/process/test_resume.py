@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from started import RECIPES, Start, distance
+from started import RECIPES, SOON_S, Start, distance
 
 import instep
 from instep.cli import main
@@ -120,7 +120,8 @@ def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
     program.until(lambda: program.is_training() and program.ledger["step"].max() >= 18, "far")
     for process in program.processes():
         process.send_signal(signal.SIGKILL)
-    program.check_no_process_is_left()
+    # a worker may have been replaced before its fork server was killed: it finds nobody to call
+    program.check_no_process_is_left(soon_s=SOON_S)
     assert RunFolder(program.run).outcome == "unfinished"
     before = RunFolder(program.run).ledger["step"].max()
     again = start("-m", "instep", "resume", program.run, "--workers", "3", "--json")
