@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -208,7 +206,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.errors import RunError
     from instep.report.run_folder import RunFolder
     from instep.state.best import Best
-    from instep.state.export import choose, copy_model
+    from instep.state.export import choose, copy_file, copy_model
 
     target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
@@ -227,9 +225,7 @@ def export(args: argparse.Namespace) -> int:
         if kept is not None:
             copy_model(kept, target)
         else:
-            beside = target.with_name(target.name + f".{os.getpid()}.part")
-            shutil.copyfile(model, beside)
-            beside.replace(target)
+            copy_file(model, target)
     except OSError as error:
         raise RunError(
             f"{target} cannot be written: {error.strerror}. Choose another --to."

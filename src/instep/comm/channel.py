@@ -28,7 +28,6 @@ LARGEST_OF_A_STRANGER = 4096
 """The same, from a peer that has not shown the run's token yet."""
 
 Wanted = TypeVar("Wanted", bound=AnyMessage)
-Other = TypeVar("Other", bound=AnyMessage)
 
 _LENGTH = struct.Struct("!I")
 
@@ -169,20 +168,6 @@ class Channel:
                 self._inbox.extendleft(reversed(passed))
                 return message
             passed.append(message)
-
-    def wait_for_either(self, one: type[Wanted], other: type[Other]) -> Wanted | Other:
-        """As `wait_for`, of two classes."""
-        passed: list[AnyMessage] = []
-        while True:
-            message = self.receive()
-            if isinstance(message, (one, other)):
-                self._inbox.extendleft(reversed(passed))
-                return message
-            passed.append(message)
-
-    def put_back(self, message: AnyMessage) -> None:
-        """Have a message arrive once more, before all others."""
-        self._inbox.appendleft(message)
 
     def _read(self) -> None:
         try:

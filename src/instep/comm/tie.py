@@ -60,8 +60,6 @@ class Tie:
         """Said again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether a lost master is waited for."""
-        self.heard_at = time.monotonic()
-        """When the master was heard last, on the monotonic clock."""
         self._unheard: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -145,20 +143,25 @@ class Tie:
             if channel is not None and self._closed:
                 channel.close()
             elif channel is not None:
-                self._take_over(channel)
+                self._severed = not self._introduce(channel)
             self._arrived.notify_all()
 
-    def _take_over(self, channel: Channel) -> None:
-        """Introduce this process on another connection, and say what may not have been heard."""
+    def _introduce(self, channel: Channel) -> bool:
+        """Say on another connection who this is, and what may not have been heard.
+
+        Returns:
+            False where that connection is lost as well.
+        """
         again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
-        self._channel, self._dropped, self._severed = channel, 0, False
+        self._channel, self._dropped = channel, 0
         self._sent_at.clear()
         try:
             for message in (again, *self._unheard):
                 channel.send(message)
         except PeerError:
             channel.close()
-            self._severed = True
+            return False
+        return True
 
     # ---- what is sent
 
@@ -310,7 +313,6 @@ class Tie:
         if not messages:
             return []
         with self._arrived:
-            self.heard_at = time.monotonic()
             found = [message for message in messages if not self._is_own(message)]
             self._inbox.extend(found)
             self._arrived.notify_all()
@@ -350,15 +352,8 @@ class Tie:
             except PeerError as refused:  # whoever brings masters up is gone as well
                 error = refused
                 break
-            again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
-            try:
-                for message in (again, *self._unheard):
-                    channel.send(message)
-            except PeerError:
-                channel.close()
-                continue
-            self._channel, self._dropped = channel, 0
-            return
+            if self._introduce(channel):
+                return
         self._gone = error
 
     def close(self) -> None:

@@ -245,11 +245,11 @@ def judge(
         step for f in falls if f.after in back for step in range(f.after + 1, f.before + 1)
     }
     lost = {step for f in falls for step in range(f.after + 1, f.before + 1)}
-    full = [_members_at(run, moment) for moment in moments]
-    stood = [
-        float(recoveries(raw, formed, [moment], workers)[0])
-        for moment, workers in zip(moments, full, strict=True)
-    ]
+    full = np.array([_members_at(run, moment) for moment in moments])
+    stood = np.full(len(moments), np.nan)
+    for workers in np.unique(full):
+        then = np.flatnonzero(full == workers)
+        stood[then] = recoveries(raw, formed, [moments[n] for n in then], int(workers))
     count, other = _losses(run, undisturbed, bits=bits) if undisturbed else (0, None)
     return Verdict(
         run=run.path,
@@ -261,7 +261,7 @@ def judge(
         undisturbed=undisturbed.path if undisturbed else None,
         going_on=going_on,
         injected=tuple(injected),
-        recovery_s=tuple(stood),
+        recovery_s=tuple(stood.tolist()),
         parameters_sha256=_sha256(run),
         wanted_sha256=_sha256(undisturbed) if undisturbed else None,
         losses=count,

@@ -26,7 +26,7 @@ from instep.report.run_folder import RunFolder
 from instep.report.verdict import Verdict, judge
 from instep.run.breaker import Breaker, Plan, Say
 from instep.run.client import check_job, run_job
-from instep.run.folder import ID, lock, unlock
+from instep.run.folder import ID, lock, numbered, unlock
 from instep.run.injections import Injection, check_long_enough, draw
 from instep.run.processes import on_signals
 from instep.run.replay import changes_since, stretches
@@ -239,7 +239,7 @@ def _outlived(breaker: Breaker) -> list[int]:
 @contextmanager
 def _running(job: JobSpec, runs: Path) -> Iterator[_Program]:
     """`instep run` as a program of its own; ended with the context, however that ends."""
-    name = _free_run(runs, job.name)
+    name = next(name for name in numbered(job.name) if not (runs / name).exists())
     with folder_for_runs("instep-chaos-") as place:
         file, said = place / "job.toml", place / "said"
         file.write_text(spec_file.dump(job), encoding="utf-8")
@@ -257,14 +257,6 @@ def _running(job: JobSpec, runs: Path) -> Iterator[_Program]:
         finally:
             with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes
                 _stop(process)
-
-
-def _free_run(runs: Path, name: str) -> str:
-    number, free = 1, name
-    while (runs / free).exists():
-        number += 1
-        free = f"{name}-{number}"
-    return free
 
 
 class _Program:

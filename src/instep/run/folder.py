@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,16 +105,24 @@ def unlock(file: IO[Any]) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def numbered(name: str) -> Iterator[str]:
+    """Names for a run, until one is free: `net`, `net-2`, `net-3`, ..."""
+    yield name
+    for number in count(2):
+        yield f"{name}-{number}"
+
+
 def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
     """A new folder for a run, with the job as run and an id of its own in it.
 
     Raises:
         RunError: it cannot be made, or the name that was asked for is taken.
     """
-    folder, number = runs / job.name, 1
+    folder = runs / job.name
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        while True:
+        for name in numbered(job.name):
+            folder = runs / name
             try:
                 folder.mkdir()
                 break
@@ -122,8 +131,6 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
                     raise RunError(
                         f"there is already a run at {folder}. Choose another --name, or remove it."
                     ) from None
-                number += 1
-                folder = runs / f"{job.name}-{number}"
         (folder / "logs").mkdir()
         (folder / ID).write_text(f"{secrets.token_hex(16)}\n", encoding="utf-8")
         (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")

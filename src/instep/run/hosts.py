@@ -17,7 +17,7 @@ from typing import Protocol
 
 from instep.comm import messages as m
 from instep.comm.channel import Peer
-from instep.run.watch import FLOOR_S
+from instep.run.watch import FLOOR_S, away_s
 
 GATHER_S = 10.0
 """How long the first workers wait for hosts that have not come."""
@@ -110,10 +110,9 @@ class Hosts:
 
     def turn(self, now: float) -> list[Peer]:
         """The time; who has been silent for too long."""
-        away, self._now = now - self._now if self._now else 0.0, now
-        if away > FLOOR_S / 4:  # the master itself was held up
-            for host in self._there.values():
-                host.heard += away
+        away, self._now = away_s(self._now or None, now), now
+        for host in self._there.values():
+            host.heard += away
         if not self.several:
             return []
         return [

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,7 @@ class Master:
         self._started, self._origin, self._journal = started, origin, journal
         self._hub, self._token = switchboard.hub, switchboard.seat.token
         self._machine = machine()
-        self._rules = Rules(job.stop)
-        self._rules.replay(origin.heard)
-        self._judged: dict[tuple[int, bool], str] = {}
+        self._replay(origin.heard)
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._processes: dict[int, Process] = {}
@@ -183,11 +181,10 @@ class Master:
         again = known.generation > self._origin.generations + 1
         self._began = again or (known.formed and self._ready >= set(known.members))
         for event in folder.events[-_REMEMBERED:]:
-            self._remember(event)
+            self._written.append(_as_told(event))
         if self._job.stop.by_step or self._job.stop.by_metric:
             heard = recorded(folder.steps, folder.validations, self._committed)
-            self._rules = Rules(self._job.stop)
-            self._rules.replay(heard)
+            self._replay(heard)
             self._judged = {(f.step, f.loss is None): "" for f in heard[-2:]}
         self._emit("master_started", {"pid": os.getpid(), "again": True})
         self._absent = dict.fromkeys(known.joined, time.monotonic())
@@ -209,7 +206,7 @@ class Master:
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._emit("run_finished", {**fields, "seconds": time.time() - self._started})
             patience = time.monotonic() + endings.FAREWELL_S
-            while self._hosted and not self._has_client and time.monotonic() < patience:
+            while self._hosted and self._client is None and time.monotonic() < patience:
                 self._turn()  # it may be about to call again
             self._tell_clients(outcome)
             return outcome
@@ -217,8 +214,10 @@ class Master:
             self._close()
 
     @property
-    def _has_client(self) -> bool:
-        return ("client", 0) in self._names.values()
+    def _client(self) -> Peer | None:
+        """Whoever submitted the job, where it is connected."""
+        found = (peer for peer, name in self._names.items() if name == ("client", 0))
+        return next(found, None)
 
     def _turn(self) -> None:
         for peer, message in self._hub.receive(TICK_S):
@@ -483,21 +482,20 @@ class Master:
     def _emit_of(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
         """An event that a worker tells of."""
         _, number = self._names[peer]
-        if self._resends[peer] and self._was_written(name, fields):
-            return
+        told = _as_told({"event": name, **fields})
+        if self._resends[peer] and told in self._written:
+            return  # it cannot know that a master now lost has heard it
+        self._written.append(told)
         if name == "worker_ready":
             self._ready.add(number)
             self._began = self._began or self._ready >= set(self._state.members)
         self._emit(name, fields)
 
-    def _remember(self, event: Mapping[str, Any]) -> None:
-        """Should a worker tell of it again, as it cannot know that it was heard."""
-        plain = {key: value for key, value in event.items() if key != "time"}
-        self._written.append(json.dumps(plain, default=str, sort_keys=True))
-
-    def _was_written(self, name: str, fields: Mapping[str, Any]) -> bool:
-        event = {"event": name, **fields}
-        return json.dumps(event, default=str, sort_keys=True) in self._written
+    def _replay(self, heard: Sequence[m.Figures]) -> None:
+        """Have the rules know what was heard before, and nothing else."""
+        self._rules = Rules(self._job.stop)
+        self._rules.replay(heard)
+        self._judged = dict[tuple[int, bool], str]()
 
     def _judge(self, peer: Peer, figures: m.Figures) -> None:
         """Let the rules decide on committed figures, and tell whoever sent them."""
@@ -594,9 +592,8 @@ class Master:
             return
         again = now + (RETRY_S if self._hosts.several else 0.0)
         self._no_host |= dict.fromkeys(wanted, again)
-        for peer, (role, number) in list(self._names.items()):
-            if (role, number) == ("client", 0):
-                self._hub.send(peer, m.HostWanted(numbers=wanted))
+        if self._client is not None:
+            self._hub.send(self._client, m.HostWanted(numbers=wanted))
 
     def _watch_hosts(self) -> None:
         """Who of several hosts is silent, and who was lost with one."""
@@ -740,9 +737,7 @@ class Master:
     def _go_back(self) -> None:
         """Begin again from the newest checkpoint: nobody is left who has more."""
         self._origin = go_back(self._run, self._job)
-        self._rules = Rules(self._job.stop)
-        self._rules.replay(self._origin.heard)
-        self._judged.clear()
+        self._replay(self._origin.heard)
         self._last_step = dict.fromkeys(self._last_step, self._origin.step)
         path = str(self._origin.checkpoint or "")
         self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
@@ -766,7 +761,6 @@ class Master:
 
     def _emit(self, name: str, fields: Mapping[str, Any]) -> None:
         event = self._log.emit(name, **fields)
-        self._remember(event)
         self._show(lambda view: view.event(event))
 
     def _show(self, what: Callable[[View], None]) -> None:
@@ -778,6 +772,12 @@ class Master:
                 self._views.remove(view)
                 text = f"a view of the run failed and was closed: {error!r}."
                 self._emit("warning", {"text": text})
+
+
+def _as_told(event: Mapping[str, Any]) -> str:
+    """An event as a worker tells of it: whenever it was written, in one form."""
+    plain = {key: value for key, value in event.items() if key != "time"}
+    return json.dumps(plain, default=str, sort_keys=True)
 
 
 _REMEMBERED = 500

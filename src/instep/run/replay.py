@@ -8,7 +8,6 @@ is judged by `report/replayed.py`. Nothing here imports torch. Way in: `replay`.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +27,7 @@ from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
+from instep.state.export import copy_file
 from instep.state.manifest import published
 from instep.state.sound import check
 
@@ -225,12 +225,8 @@ def _other_start(run: RunFolder, computed: RunFolder) -> list[str]:
 
 
 def _copy(model: Path, to: Path) -> None:
-    beside = to.with_name(f"{to.name}.{os.getpid()}.part")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model, beside)
-        beside.replace(to)
+        copy_file(model, to)
     except OSError as error:
         raise RunError(f"{to} cannot be written: {error.strerror}. Choose another --to.") from None
-    finally:
-        beside.unlink(missing_ok=True)

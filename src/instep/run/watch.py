@@ -34,10 +34,14 @@ OF_A_STEP = frozenset(["forward", "backward", "update"])
 _UNHEARD = Pulse(step=0, phase="joining", progress=0)
 """Who was told to form a group, and has not been heard since."""
 
-_SILENT = "gave no sign of life"
-
 FORGET = 0.98
 """How the longest stretch that was seen fades with each step that is committed."""
+
+
+def away_s(before: float | None, now: float) -> float:
+    """How long whoever looks on was away itself since it looked last; 0.0 for a moment."""
+    gap_s = now - before if before is not None else 0.0
+    return gap_s if gap_s > FLOOR_S / 4 else 0.0
 
 
 class Hang(NamedTuple):
@@ -74,12 +78,11 @@ class Watch:
 
     def turn(self, now: float) -> None:
         """The time; where the watcher itself was away for long, nobody is blamed for it."""
-        away = now - self._now if self._now is not None else 0.0
+        away = away_s(self._now, now)
         self._now = now
-        if away > FLOOR_S / 4:
-            for seen in self._seen.values():
-                seen.heard += away
-                seen.since += away
+        for seen in self._seen.values():
+            seen.heard += away
+            seen.since += away
 
     def begins(self, worker: int, now: float) -> None:
         """A worker shows itself from now on."""
@@ -129,24 +132,22 @@ class Watch:
             now: seconds, on the clock of the rest.
             times: how often each worker was lost at this very place.
         """
-        found = []
+        found: list[Hang] = []
+        excused: list[Hang] = []  # where all stand still at once, as a rule it is none of them
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
             silent, idle = now - seen.heard, now - seen.since
             at = seen.pulse or _UNHEARD
             if silent > self._silence_s(often):
-                how = f"{_SILENT} for {silent:.1f} s"
+                how, among = f"gave no sign of life for {silent:.1f} s", found
             elif at.phase not in WAITING and idle > self.limit_s(worker, often):
                 how = f"got nothing done for {idle:.1f} s"
+                among = found if idle > UNKNOWN_S else excused
             else:
                 continue
-            found.append((silent, idle, Hang(worker, at.step, at.phase, how)))
-        if len(found) == len(self._seen):  # all at once: as a rule it is none of them
-            found = [each for each in found if max(each[:2]) > UNKNOWN_S or self._is_silent(each)]
-        return [hang for _, _, hang in found]
-
-    def _is_silent(self, found: tuple[float, float, Hang]) -> bool:
-        return found[2].how.startswith(_SILENT)
+            among.append(Hang(worker, at.step, at.phase, how))
+        everybody = len(found) + len(excused) == len(self._seen)
+        return found if everybody else sorted([*found, *excused])
 
     def _silence_s(self, times: int) -> float:
         usual = UNKNOWN_S / 3 if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)

@@ -1,13 +1,16 @@
 """Take the model out of a checkpoint that was kept, every byte of it checked.
 
 It imports no torch: a file is copied, and hashed on the way. Way in: `choose`,
-then `copy_model`.
+then `copy_model`; `copy_file` where there is no manifest to check against.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -66,8 +69,7 @@ def copy_model(checkpoint: Path, target: Path) -> int:
     entry = read_manifest(checkpoint).files.get(name)
     if entry is None:
         raise CheckpointError(f"{checkpoint} has no {name}: it is the checkpoint of no model.")
-    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
+    with _whole(target) as beside:
         with open_regular(checkpoint / name) as source, beside.open("wb") as copy:
             size, found = _copy(source, copy, checkpoint / name)
         if (size, found) != (entry.size_bytes, entry.sha256):
@@ -75,10 +77,28 @@ def copy_model(checkpoint: Path, target: Path) -> int:
                 f"{checkpoint / name} is damaged: it has {size} bytes with SHA-256 "
                 f"{found[:12]}... and should have {entry.size_bytes} with {entry.sha256[:12]}..."
             )
+    return size
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file that nothing is known of beforehand, whole or not at all.
+
+    Raises:
+        OSError: it cannot be read, or `target` not written.
+    """
+    with _whole(target) as beside:
+        shutil.copyfile(source, beside)
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A file to write, which takes the target's place if the context ends well."""
+    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        yield beside
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
-    return size
 
 
 def _copy(source: IO[bytes], copy: IO[bytes], name: Path) -> tuple[int, str]:

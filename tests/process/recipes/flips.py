@@ -11,6 +11,7 @@ from typing import Any
 
 import tiny
 import torch
+from first_come import first
 from torch import Tensor, nn
 
 import instep
@@ -61,10 +62,10 @@ class Faulty(nn.Module):
         if self.fault == "agreed":
             self.flip_once(self.weights[0].grad)
         self.steps -= 1
-        if self.lost and self.steps == self.lost and made_by_us(self.file.with_suffix(".lost")):
+        if self.lost and self.steps == self.lost and first(self.file.with_suffix(".lost")):
             os.kill(os.getpid(), signal.SIGKILL)
         if not self.steps:
-            self.begun = made_by_us(self.file)
+            self.begun = first(self.file)
 
     def flip_once(self, tensor: Any) -> None:
         if self.begun and not self.done:
@@ -78,12 +79,3 @@ class Faulty(nn.Module):
         bits = spoilt.view(torch.int32)
         bits[0, 0] = bits[0, 0] | BIT if self.fault == "stuck" else bits[0, 0] ^ BIT
         return spoilt
-
-
-def made_by_us(file: Path) -> bool:
-    try:
-        with file.open("x") as made:
-            made.write(str(os.getpid()))
-    except FileExistsError:
-        return False
-    return True

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import tiny
+from first_come import first
 from torch import Tensor, nn
 
 import instep
@@ -35,15 +36,6 @@ class Model(nn.Module):
             {"loops": loops, "holds": holds}[self.how]()
         outputs: Tensor = self.inner(inputs)
         return outputs
-
-
-def first(file: Path) -> bool:
-    """Whether this process is the first to ask."""
-    try:
-        file.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def loops() -> None:

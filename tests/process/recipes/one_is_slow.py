@@ -1,11 +1,11 @@
 """As tiny.py, but a sample takes time, and several times as long on the worker that comes first."""
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import tiny
+from first_come import first
 from torch import Tensor, nn
 
 import instep
@@ -28,19 +28,10 @@ def recipe(mark: str, sample_s: float = 0.001, times: float = 6.0) -> instep.Rec
     """`mark` is a file: who makes it is the slow one, and leaves its process number in it."""
     made = tiny.recipe()
     return instep.Recipe(
-        model=Slow(made.model, sample_s * (times if _first(Path(mark)) else 1.0)),
+        model=Slow(made.model, sample_s * (times if first(Path(mark)) else 1.0)),
         loss=made.loss,
         optimizer=made.optimizer,
         train=made.train,
         validate=made.validate,
         metrics=made.metrics,
     )
-
-
-def _first(mark: Path) -> bool:
-    try:
-        with mark.open("x") as file:
-            file.write(str(os.getpid()))
-    except FileExistsError:
-        return False
-    return True

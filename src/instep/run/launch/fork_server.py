@@ -66,11 +66,12 @@ def main() -> None:
     _import_torch()
     phases["import torch"] = time.time() - began
     preloading = time.time()
-    recipe = Path(tomllib.loads(welcome.job)["recipe"].rpartition(":")[0])
+    job = tomllib.loads(welcome.job)
+    recipe = Path(job["recipe"].rpartition(":")[0])
     if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
-    several = bool(tomllib.loads(welcome.job).get("launch", {}).get("hosts"))
+    several = bool(job.get("launch", {}).get("hosts"))
     Server(tie, seat, phases, several=several).serve()
 
 
