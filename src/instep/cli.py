@@ -184,7 +184,14 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
     check_numbers(args.kills, args.hangs, args.partitions, args.over)
     roles = tuple(args.roles.split(",")) if args.roles else ()
     check_roles(roles)
-    plan = Plan(kills=args.kills, hangs=args.hangs, seed=args.seed, roles=roles, over_s=args.over)
+    plan = Plan(
+        kills=args.kills,
+        hangs=args.hangs,
+        partitions=args.partitions,
+        seed=args.seed,
+        roles=roles,
+        over_s=args.over,
+    )
     target, runs = Path(args.target), Path(args.runs) if args.runs else None
     overrides = list(args.set)
     if args.workers is not None:
@@ -335,7 +342,9 @@ def _parser() -> argparse.ArgumentParser:
         "--kills", type=int, default=10, help="processes to kill (default: %(default)s)"
     )
     one.add_argument("--hangs", type=int, default=0, help="workers to stop without a word")
-    one.add_argument("--partitions", type=int, default=0, help="times to part the network")
+    one.add_argument(
+        "--partitions", type=int, default=0, help="cut hosts off: workers are on emulated ones then"
+    )
     one.add_argument("--roles", help="whose processes are killed, such as worker,loader")
     one.add_argument("--seed", type=int, default=0, help="what is broken when follows from it")
     one.add_argument(

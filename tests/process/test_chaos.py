@@ -11,7 +11,9 @@ from started import RECIPES, Start
 
 from instep.cli import main
 from instep.report.run_folder import RunFolder
+from instep.run import netlab
 
+NO = netlab.why_not()
 pytestmark = pytest.mark.process
 
 Out = pytest.CaptureFixture[str]
@@ -68,12 +70,31 @@ def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, caps
     assert (runs / "net-disturbed" / "chaos.json").is_file()
 
 
+@pytest.mark.skipif(NO is not None, reason=str(NO))
+@pytest.mark.slow
+def test_a_run_whose_hosts_are_cut_off_and_killed_holds(tmp_path: Path, capsys: Out) -> None:
+    job = job_file(tmp_path, 90)
+    asked = ("--kills", "3", "--hangs", "1", "--partitions", "3", "--seed", "7", "--json")
+    before = netlab.networks()
+    assert main(["chaos", str(job), *asked, "--runs", str(tmp_path / "runs")]) == 0
+    assert netlab.networks() == before
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters_sha256"] == answer["undisturbed_parameters_sha256"]
+    assert answer["repeated_samples"] == answer["missing_samples"] == 0
+    cut = [set(each["hosts"]) for each in answer["each"] if each["kind"] == "partition"]
+    assert len(cut) == 3
+    lost = RunFolder(tmp_path / "runs" / "net-disturbed").named("host_lost")
+    assert {e["host"] for e in lost} & set().union(*cut)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_going_on_is_broken_and_goes_on(
     start: Start, tmp_path: Path, capsys: Out
 ) -> None:
     going = start("-m", "instep", "run", job_file(tmp_path, 5000))
     going.until(going.is_training, "training")
+    assert main(["chaos", str(going.run), "--partitions", "1"]) == 2
+    assert "is going on, and a run moves to a network" in capsys.readouterr().err
     assert main(["chaos", str(going.run), "--kills", "2", "--over", "1", "--seed", "3"]) == 0
     said = capsys.readouterr().out
     assert "broken  2 of 2 times: kill worker 2" in said

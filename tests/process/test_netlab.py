@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import select
 import signal
 import socket
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from instep.run import netlab
+from instep.run.netlab import Network, NetworkError
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import netlab  # noqa: E402
-from netlab import Network, NetworkError  # noqa: E402
-
+TOOL = BENCHMARKS / "netlab.py"
 PATIENCE_S = 30.0
 NO = netlab.why_not()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NO is not None, reason=str(NO))]
@@ -221,7 +219,7 @@ def test_nothing_is_left_when_building_fails(monkeypatch):
 
 
 def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was_killed():
-    tool = [sys.executable, str(BENCHMARKS / "netlab.py")]
+    tool = [sys.executable, str(TOOL)]
     creator = subprocess.Popen([*tool, "up", "--hosts", "2"], stdout=subprocess.PIPE, text=True)
     try:
         assert creator.stdout is not None
@@ -232,10 +230,10 @@ def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was
         found, traces = Network.find(int(here[1])), Traces(name)
         assert found.hosts == ["h1", "h2"]
         with connection(found, "h1", "h2") as (one, two):
-            assert netlab.main([*here, "cut", "h1"]) == 0
+            subprocess.run([*tool, *here, "cut", "h1"], check=True)
             one.sendall(b"later")
             assert not hears(two, 0.3)
-            assert netlab.main([*here, "heal"]) == 0
+            subprocess.run([*tool, *here, "heal"], check=True)
             assert two.recv(9) == b"later"
         inside = found.run("h2", ["sleep", "1000"])
         assert name not in netlab.clean()
@@ -254,7 +252,7 @@ def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_up_and_takes_the_network_away(number):
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, str(BENCHMARKS / "netlab.py"), "up", "--hosts", "1"]
+    command = [sys.executable, str(TOOL), "up", "--hosts", "1"]
     creator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, ours)
     try:
@@ -270,10 +268,9 @@ def test_a_signal_ends_up_and_takes_the_network_away(number):
 
 
 def test_who_may_not_is_told_in_one_sentence():
-    ask = "import os, netlab; os.setuid(65534); print(netlab.why_not())"
+    ask = "import os; from instep.run import netlab; os.setuid(65534); print(netlab.why_not())"
     done = subprocess.run(
         [sys.executable, "-c", ask],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
         capture_output=True,
         text=True,
         check=True,

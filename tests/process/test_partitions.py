@@ -1,7 +1,6 @@
 """A run on emulated hosts: whoever is cut off writes nothing more, and the result does not show."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,9 @@ from started import RECIPES, SOON_S, Start, Started
 from test_recovery import check_same_result, kill, newest_pids, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
+from instep.run import netlab
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import netlab  # noqa: E402
-
 NO = netlab.why_not()
 needs_hosts = pytest.mark.skipif(NO is not None, reason=str(NO))
 pytestmark = pytest.mark.process

@@ -31,9 +31,9 @@ class Injected:
     """One thing that was broken, or was to be."""
 
     kind: str
-    """`kill`, or `hang`."""
+    """`kill`, `hang`, or `partition`."""
     role: str
-    """Of the process."""
+    """Of the process; `network` for a partition."""
     number: int = -1
     """Of the worker, the host, or the worker whose loader process it was."""
     pid: int = 0
@@ -43,6 +43,8 @@ class Injected:
     """Unix seconds; NaN where it was not done."""
     released: bool = False
     """Of a hang: nobody noticed it, so it was ended by whoever began it."""
+    hosts: tuple[int, ...] = ()
+    """Of a partition: those cut off from the others and from the master."""
     missed: str = ""
     """Why it could not be done; empty if it was."""
 

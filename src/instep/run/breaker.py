@@ -1,9 +1,10 @@
 """Does to a run what was drawn, each thing when it is due.
 
 A `Breaker` looks at a run's files every few milliseconds, as anybody could. It
-knows nothing of the roles' insides: it reads the log and the ledger, and sends
-signals (`roster.py`). What is drawn is `injections.py`'s. To add a kind of
-injection, say in `Breaker._strike` how it is done. Way in: `Breaker`.
+knows nothing of the roles' insides: it reads the log and the ledger, sends
+signals (`roster.py`), and parts a network (`parting.py`). What is drawn is
+`injections.py`'s. To add a kind of injection, say in `Breaker._turn` how it is
+done. Way in: `Breaker`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from instep.report.run_folder import RunFolder
 from instep.report.summary import finite
 from instep.report.verdict import Fall, Injected, judge
 from instep.run.injections import Injection
+from instep.run.parting import Parting
 from instep.run.roster import Known, Roster, send
 
 LOOK_S = 0.005
@@ -48,6 +50,7 @@ class Plan:
     kills: int
     hangs: int
     seed: int
+    partitions: int = 0
     roles: tuple[str, ...] = ()
     """Whose processes are killed; all that the run has, if none are given."""
 
@@ -57,7 +60,7 @@ class Plan:
     @property
     def injections(self) -> int:
         """How many things there are to break."""
-        return self.kills + self.hangs
+        return self.kills + self.hangs + self.partitions
 
 
 Say = Callable[[str], None]
@@ -74,6 +77,7 @@ class Breaker:
         begin: the step from which on they are spread.
         steps: of the whole run.
         patience_s: how long a process of a role may be awaited, and a hang go unnoticed.
+        parting: of its network, where partitions are drawn.
     """
 
     def __init__(
@@ -86,13 +90,14 @@ class Breaker:
         begin: int = 0,
         steps: int = 0,
         patience_s: float = PATIENCE_S,
+        parting: Parting | None = None,
     ) -> None:
         self.roster, self.falls = Roster(run), list[Fall]()
         self.injected: list[Injected] = []
         self._run, self._plan, self._say = run, plan, say
         self._begin, self._steps = begin, steps
         self._patience_s, self._left = patience_s, deque(injections)
-        self._total = len(injections)
+        self._total, self._parting = len(injections), parting
         self._since = 0.0  # when the first step was seen
         self._due_at: float | None = None
         self._step, self._moved = 0, time.monotonic()
@@ -133,7 +138,12 @@ class Breaker:
         if self._step and not self._since:
             self._since = time.time()
         self._release()
+        if self._parting is not None:
+            self._parting.serve()
         if not self._left or not self._is_due(self._left[0]) or time.time() < self._try_at:
+            return
+        if self._left[0].kind == "partition":
+            self._part(self._left[0])
             return
         self.roster.listen()
         hanging = {each.pid for each in self._hanging.values()}
@@ -183,6 +193,21 @@ class Breaker:
             self._hanging[len(self.injected)] = target
         self._take(done)
 
+    def _part(self, injection: Injection) -> None:
+        assert self._parting is not None
+        self._look()
+        moment = time.time()  # whatever ends later may already be without the hosts
+        away = self._parting.part(injection.pick, injection.hold_s)
+        self._take(
+            Injected(
+                kind=injection.kind,
+                role=injection.role,
+                step=self._step,
+                time=moment,
+                hosts=tuple(away),
+            )
+        )
+
     def _wait_for_one(self) -> None:
         """Nobody of that role is there: it is being replaced, or there is none."""
         injection = self._left[0]
@@ -196,10 +221,7 @@ class Breaker:
         self._left.popleft()
         self._due_at = None
         self.injected.append(done)
-        what = "stopped" if done.kind == "hang" else "killed"
-        whose = "of worker " if done.role == "loader" else ""
-        who = f"{done.role} {whose}{done.number} (pid {done.pid}) at step {done.step}"
-        text = done.missed or f"{what} {who}"
+        text = done.missed or f"{_told(done)} at step {done.step}"
         self._say(f"{len(self.injected)} of {self._total}: {text}")
         self.write({})
 
@@ -214,8 +236,10 @@ class Breaker:
                 del self._hanging[place]
 
     def _end(self) -> None:
-        """Wake all that still hang; what has not been done could not be."""
+        """Wake all that still hang, heal the network; what has not been done could not be."""
         self._look()
+        if self._parting is not None:
+            self._parting.heal()
         for known in self._hanging.values():
             send(known, signal.SIGCONT)
         self._hanging.clear()
@@ -240,6 +264,17 @@ class Breaker:
         except OSError as error:
             beside.unlink(missing_ok=True)
             raise RunError(f"{self._file} cannot be written: {error.strerror}.") from None
+
+
+def _told(done: Injected) -> str:
+    """What was done to whom."""
+    if done.kind == "partition":
+        one = len(done.hosts) == 1
+        numbers = ", ".join(map(str, done.hosts))
+        return f"cut off host{'' if one else 's'} {numbers}"
+    whose = "of worker " if done.role == "loader" else ""
+    what = "stopped" if done.kind == "hang" else "killed"
+    return f"{what} {done.role} {whose}{done.number} (pid {done.pid})"
 
 
 def _lives(pid: int) -> bool:

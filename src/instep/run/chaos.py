@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from instep.run.breaker import Breaker, Plan, Say
 from instep.run.client import check_job, run_job
 from instep.run.folder import ID, lock, numbered, unlock
 from instep.run.injections import Injection, check_long_enough, draw
+from instep.run.parting import Parting, check_can_part, on_emulated_hosts
 from instep.run.processes import on_signals
 from instep.run.replay import changes_since, stretches
 from instep.run.roster import roles_of
@@ -59,6 +60,8 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; no process is left.
     """
     check_job(job)
+    if plan.partitions:
+        check_can_part(job)
     if job.train.steps and not plan.over_s:
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
     say("running it undisturbed")
@@ -84,20 +87,27 @@ def break_again(
     """
     check_can_be_repeated(undisturbed)
     job = _repeated(undisturbed)
+    if plan.partitions:
+        check_can_part(job)
     if not plan.over_s:
         check_long_enough(undisturbed.last_step, plan.injections, _longer(job, plan))
     for text in changes_since(undisturbed, undisturbed.last_step):
         say(f"mind: {text}")
     injections = _drawn(plan, undisturbed)
     say(f"running it again, to break it {plan.injections} times")
-    check_job(job)
-    with _running(_named(job, SUFFIXES[1], name), runs) as program:
-        breaker = Breaker(program.folder, injections, plan, say, steps=undisturbed.last_step)
-        limit_s = max(STUCK_S, undisturbed.seconds)
+    with ExitStack() as stack:
+        parting: Parting | None = None
+        if plan.partitions:
+            job, parting = stack.enter_context(on_emulated_hosts(job))
+        check_job(job)
+        program = stack.enter_context(_running(_named(job, SUFFIXES[1], name), runs))
+        steps, limit_s = undisturbed.last_step, max(STUCK_S, undisturbed.seconds)
+        breaker = Breaker(program.folder, injections, plan, say, steps=steps, parting=parting)
         breaker.serve(lambda: program.goes_on and breaker.still_s < limit_s)
         program.check_began()
         stuck_s = breaker.still_s if program.goes_on else 0.0
-    left = _outlived(breaker)
+        program.stop()
+        left = _outlived(breaker)
     return _judged(program.folder, undisturbed, breaker, left=left, stuck_s=stuck_s)
 
 
@@ -109,10 +119,16 @@ def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
         plan, say: as for `break_job`.
 
     Raises:
-        SpecError: too few of its steps are left, or others started its processes.
+        SpecError: too few of its steps are left, others started its processes, or its network is
+            to be parted.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; the run goes on.
     """
     check_own(run)
+    if plan.partitions:
+        raise SpecError(
+            f"--partitions {plan.partitions}: {run.path} is going on, and a run moves to a network "
+            "that can be parted only from its beginning. Give the job file, or leave it out."
+        )
     ready = run.last("worker_ready")
     last = int(ready.get("last_step") or 0)
     if not last and not plan.over_s:
@@ -198,7 +214,7 @@ def _drawn(plan: Plan, run: RunFolder) -> list[Injection]:
             f"--roles {','.join(plan.roles)}: {run.path} tells of no {absent[0]} process that "
             f"could be killed. It has: {', '.join(there)}."
         )
-    return draw(plan.kills, plan.hangs, plan.roles or there, plan.seed)
+    return draw(plan.kills, plan.hangs, plan.roles or there, plan.seed, plan.partitions)
 
 
 def _repeated(run: RunFolder) -> JobSpec:
@@ -252,11 +268,11 @@ def _running(job: JobSpec, runs: Path) -> Iterator[_Program]:
                 stderr=out,
                 start_new_session=True,  # Ctrl-C is ours; it is told below
             )
+        program = _Program(process, (runs / name).resolve(), said)
         try:
-            yield _Program(process, (runs / name).resolve(), said)
+            yield program
         finally:
-            with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes
-                _stop(process)
+            program.stop()
 
 
 class _Program:
@@ -275,12 +291,12 @@ class _Program:
             words = self._said.read_text(errors="replace").strip().rpartition("instep: ")[2]
             raise WorkerError(f"the disturbed run did not begin: {words}")
 
-
-def _stop(program: subprocess.Popen[bytes]) -> None:
-    """End a run that is still going on: asked first, then told, then killed."""
-    for ask in (program.terminate, program.terminate, program.kill):
-        if program.poll() is not None:
-            return
-        ask()
-        with suppress(subprocess.TimeoutExpired):
-            program.wait(GRACE_S)
+    def stop(self) -> None:
+        """End the run, if it still goes on: asked first, then told, then killed."""
+        with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes
+            for ask in (self._process.terminate, self._process.terminate, self._process.kill):
+                if not self.goes_on:
+                    return
+                ask()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(GRACE_S)

@@ -62,7 +62,6 @@ class _Host:
     pid: int
     since: float
     heard: float
-    spoke: bool = False
 
 
 class Hosts:
@@ -84,6 +83,7 @@ class Hosts:
         self.count, self._send, self._gather_s = count, send, gather_s
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was told to start it
+        self._spoke: set[tuple[int, int]] = set()  # host and pid: those that say they live
         self._given_up: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
         self._failed: set[int] = set()  # who has ended by itself, and not come since
@@ -117,8 +117,8 @@ class Hosts:
             return []
         return [
             host.peer
-            for host in self._there.values()
-            if now - host.heard > (FLOOR_S if host.spoke else FIRST_PULSE_S)
+            for number, host in self._there.items()
+            if now - host.heard > (FLOOR_S if self._speaks(number) else FIRST_PULSE_S)
         ]
 
     def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
@@ -132,6 +132,7 @@ class Hosts:
         self._left.pop(number, None)
         before = self._there.get(number)
         self._there[number] = _Host(peer, pid, now, now)
+        self._forget_starts(number)  # told on a connection that is lost, it may never have heard
         for host, given_up in self._given_up:
             if host == number:
                 self._send(peer, m.Signal(pid=given_up, signals=[signal.SIGKILL]))
@@ -146,7 +147,8 @@ class Hosts:
         """A host lives."""
         host = self._there.get(number)
         if host is not None and host.peer is peer:
-            host.heard, host.spoke = now, True
+            host.heard = now
+            self._spoke.add((number, host.pid))
 
     def goes(self, number: int, peer: Peer) -> bool:
         """A host's connection is lost; whether there is none by its number now."""
@@ -155,8 +157,15 @@ class Hosts:
             return False
         del self._there[number]
         self._left[number] = self._now
-        self._underway = {w: h for w, h in self._underway.items() if h != number}
+        self._forget_starts(number)
         return True
+
+    def _forget_starts(self, number: int) -> None:
+        self._underway = {w: h for w, h in self._underway.items() if h != number}
+
+    def _speaks(self, number: int) -> bool:
+        """Whether a host's process has shown before that it lives, on any connection."""
+        return (number, self._there[number].pid) in self._spoke
 
     # ---- where workers are
 
@@ -217,7 +226,7 @@ class Hosts:
     def is_quiet(self, number: int) -> bool:
         """Whether a host is not there, or has just not been heard from."""
         host = self._there.get(number)
-        return host is None or (host.spoke and self._now - host.heard > QUIET_S)
+        return host is None or (self._speaks(number) and self._now - host.heard > QUIET_S)
 
     def is_gone(self, number: int) -> bool:
         """Whether a host has not been there for so long that it will hardly be in a moment."""

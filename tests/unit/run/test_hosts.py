@@ -101,6 +101,21 @@ def test_what_a_lost_host_was_to_start_another_starts(three):
     assert three.hosts.started(2, 0)
 
 
+def test_what_a_host_was_to_start_is_said_again_when_it_calls_on_another_connection(three):
+    three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
+    assert three.starts() == dict.fromkeys([0, 1, 2], 0)
+    assert three.hosts.comes("peer 0 again", 0, 1000, three.now) == peer(0)
+    three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
+    assert three.starts() == dict.fromkeys([0, 1, 2], 0)
+
+
+def test_a_host_that_has_spoken_is_not_given_time_to_import_on_its_next_connection(three):
+    three.wait(FLOOR_S + 0.3, 1, 2)
+    assert three.hosts.missing == [0]
+    three.come(0)
+    assert three.wait(FLOOR_S + 0.3, 1, 2) == {peer(0)}
+
+
 def test_a_host_that_imports_what_workers_need_may_be_silent_for_long():
     table = Table(2)
     table.come(0, 1)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from instep.errors import SpecError
 from instep.run.injections import (
+    HOLD_S,
     LAST,
+    NETWORK,
     WEIGHTS,
     check_long_enough,
     check_numbers,
@@ -20,15 +22,22 @@ from instep.run.injections import (
 ROLES = st.lists(st.sampled_from(sorted(WEIGHTS)), min_size=1, unique=True)
 
 
-@given(st.integers(0, 60), st.integers(0, 20), ROLES, st.integers(0, 2**40))
-def test_the_draw_is_what_was_asked_for_in_the_order_in_which_it_is_due(kills, hangs, roles, seed):
-    drawn = draw(kills, hangs, roles, seed)
-    assert Counter(each.kind for each in drawn) == +Counter(kill=kills, hang=hangs)
+@given(st.integers(0, 60), st.integers(0, 20), st.integers(0, 9), ROLES, st.integers(0, 2**40))
+def test_the_draw_is_what_was_asked_for_in_the_order_in_which_it_is_due(
+    kills, hangs, partitions, roles, seed
+):
+    drawn = draw(kills, hangs, roles, seed, partitions)
+    wanted = Counter(kill=kills, hang=hangs, partition=partitions)
+    assert Counter(each.kind for each in drawn) == +wanted
     assert [each.at for each in drawn] == sorted(each.at for each in drawn)
     assert all(0 <= each.at <= LAST and 0 <= each.pick <= 1 for each in drawn)
     assert {each.role for each in drawn if each.kind == "kill"} <= set(roles)
     assert {each.role for each in drawn if each.kind == "hang"} <= {"worker"}
-    assert drawn == draw(kills, hangs, roles[::-1], seed)
+    assert {each.role for each in drawn if each.kind == "partition"} <= {NETWORK}
+    shortest, longest = HOLD_S
+    held = [each.hold_s for each in drawn if each.kind == "partition"]
+    assert all(shortest <= each <= longest for each in held)
+    assert drawn == draw(kills, hangs, roles[::-1], seed, partitions)
 
 
 def test_every_role_is_met_and_some_blows_fall_into_a_recovery():
@@ -45,7 +54,7 @@ def test_every_role_is_met_and_some_blows_fall_into_a_recovery():
     [
         ((-1, 0, 0, 0.0), "--kills -1: needs to be at least 0, and at most 100000."),
         ((1, -2, 0, 0.0), "--hangs -2: needs to be at least 0, and at most 100000."),
-        ((1, 0, 3, 0.0), "--partitions 3: this command does not part networks yet"),
+        ((1, 0, -3, 0.0), "--partitions -3: needs to be at least 0, and at most 100000."),
         ((0, 0, 0, 0.0), "there is nothing to break"),
         ((1, 0, 0, -1.0), "--over -1: needs to be a number of seconds"),
         ((1, 0, 0, float("inf")), "--over inf: needs to be a number of seconds"),

@@ -1,0 +1,421 @@
+"""Emulated hosts on one Linux machine: network namespaces on a switch that can be broken.
+
+    with Network(3, rate="100mbit") as network:
+        server = network.run("h1", [sys.executable, "server.py", network.address("h1")])
+        network.partition(["h1"], ["h2", "h3"])
+
+Each host is a namespace with one interface, `eth0`; this machine itself is the
+host `outside`. All are joined by a bridge in a namespace of its own, so that no
+firewall of this machine looks at them. A partition moves ports to other
+bridges: links stay up, neighbours stay known, packets go nowhere and nobody is
+told. Everything about a network is in the kernel, so another process can find
+it and change it. File system, clock, CPU and process numbers are shared: this
+emulates a network, not machines. It knows nothing of runs. From the shell it is
+`benchmarks/netlab.py`. Way in: `Network`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from instep.errors import SpecError
+
+OUTSIDE = "outside"
+"""This machine, as a host of the network."""
+
+MOST_HOSTS = 200
+_NAMESPACES = Path("/run/netns")
+_NAME = re.compile(r"(netlab-(\d+)-(\d+)-(\d+))-(switch|h\d+)")
+_UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_OFFLOADS = {"TSO": 0x1F, "GSO": 0x24, "GRO": 0x2C}  # linux/ethtool.h, ETHTOOL_STSO and so on
+_SIOCETHTOOL, _CLONE_NEWNET = 0x8946, 0x40000000
+_NO_IPV6 = "addrgenmode none" if Path("/proc/sys/net/ipv6").exists() else ""
+_NEEDS = "Linux with the programs ip and tc, and root (CAP_NET_ADMIN and CAP_SYS_ADMIN)"
+_Result = TypeVar("_Result")
+
+
+class NetworkError(SpecError):
+    """The machine does not do what a network needs, or there is no such host."""
+
+
+class Traffic(NamedTuple):
+    """What one host's interface has counted since it was made, Ethernet headers included."""
+
+    sent_bytes: int
+    received_bytes: int
+    sent_packets: int
+    received_packets: int
+
+
+def bits_per_s(rate: str | float) -> float:
+    """A rate as tc writes it ("100mbit", "2.5gbit"), or bits per second as a number."""
+    match = re.fullmatch(r"([\d.]+)([kmg]?bit)?", str(rate))
+    value = float(match[1]) * _UNITS[match[2] or "bit"] if match else 0.0
+    if value < 8000:
+        raise NetworkError(f"rate {rate!r}: a rate is at least 8kbit, such as 100mbit or 2.5gbit.")
+    return value
+
+
+class Network:
+    """Hosts h1, h2, ... with the addresses 10.77.K.1, 10.77.K.2, ...; `outside` is 10.77.K.254.
+
+    K is the first that no other network on this machine has.
+
+    Args:
+        hosts: how many, 1 to 200.
+        rate: of each host's link, each way: "100mbit", or bits per second; None for no limit.
+
+    Raises:
+        NetworkError: this user or this machine cannot have namespaces; nothing is left behind.
+    """
+
+    def __init__(self, hosts: int, *, rate: str | float | None = None) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise NetworkError(f"{hosts} hosts: a network has 1 to {MOST_HOSTS}.")
+        limit = None if rate is None else bits_per_s(rate)
+        self.hosts = [f"h{number}" for number in range(1, hosts + 1)]
+        self.not_set: list[str] = []
+        """Offloads that could not be switched off; with them the counters miss some headers."""
+        self._programs: list[subprocess.Popen[Any]] = []
+        self._number = _take_a_number()
+        pid = os.getpid()
+        self.name = f"netlab-{self._number}-{pid}-{_started(pid)}"
+        try:
+            self._build()
+            for host in self.hosts if limit else ():
+                self.slow(host, limit)
+        except NetworkError as error:
+            self.remove()
+            raise NetworkError(f"no emulated hosts here; they need {_NEEDS}: {error}") from error
+        except BaseException:
+            self.remove()
+            raise
+
+    @classmethod
+    def find(cls, number: int | None = None) -> Network:
+        """A network that another process has made; of several, `number` K says which."""
+        names = [n for n in networks() if number is None or n.split("-")[1] == str(number)]
+        if len(names) != 1:
+            known = ", ".join(networks()) or "none"
+            raise NetworkError(f"one network is wanted (--network K), but there is: {known}.")
+        found = cls.__new__(cls)
+        found.name, found._number = names[0], int(names[0].split("-")[1])
+        hosts = (m[5] for m in _namespaces() if m[1] == found.name and m[5] != "switch")
+        found.hosts = sorted(hosts, key=lambda host: int(host[1:]))
+        found.not_set, found._programs = [], []
+        return found
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    # ---- using it
+
+    def address(self, host: str) -> str:
+        """The IPv4 address of a host, or of `outside`."""
+        return f"10.77.{self._number}.{self._index(host)}"
+
+    def run(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command in a host; it is killed, at the latest, when the network is removed.
+
+        Args:
+            host: also `outside`: then the command is simply started.
+            command: the process returned is the command itself, not a shell around it.
+            options: of `subprocess.Popen`.
+        """
+        self._index(host)
+        enter = [] if host == OUTSIDE else ["ip", "netns", "exec", self._space(host)]
+        program = subprocess.Popen([*enter, *command], **options)
+        self._programs.append(program)
+        return program
+
+    def socket(self, host: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        """A new IPv4 socket of this process that lives in a host."""
+        self._index(host)
+        space = None if host == OUTSIDE else self._space(host)
+        return _inside(space, lambda: socket.socket(socket.AF_INET, kind))
+
+    def traffic(self, host: str) -> Traffic:
+        """What the kernel has counted at a host's interface; what a partition drops was sent."""
+        link = self._root_link if host == OUTSIDE else "eth0"
+        self._index(host)
+        shown = _call("ip", *self._at(host), "-j", "-s", "link", "show", link)
+        counted = json.loads(shown)[0]["stats64"]
+        sent, received = counted["tx"], counted["rx"]
+        return Traffic(sent["bytes"], received["bytes"], sent["packets"], received["packets"])
+
+    # ---- breaking it
+
+    def partition(self, *groups: Iterable[str]) -> None:
+        """From now on packets pass only inside a group; the others vanish, both ways, unanswered.
+
+        Args:
+            groups: hosts, `outside` among them; those not named are one more group. What a
+                former partition or cut did is undone. A packet that already waits in a slow
+                link's queue (up to 50 ms) still arrives.
+        """
+        given = [list(group) for group in groups]
+        named = [host for group in given for host in group]
+        for host in named:
+            self._index(host)
+        if len(set(named)) < len(named):
+            raise NetworkError(f"a host can be in one group only, but the groups are {given}.")
+        rest = [host for host in [*self.hosts, OUTSIDE] if host not in named]
+        self._plug([rest, *given])
+
+    def cut(self, *hosts: str) -> None:
+        """Each of these hosts hears nobody and is heard by nobody, until `heal`; others stay."""
+        for host in hosts:
+            self._index(host)
+        bridges = [f"alone-{host}" for host in hosts]
+        self._move(zip(hosts, bridges, strict=True))
+
+    def heal(self) -> None:
+        """Everybody reaches everybody. Rates stay."""
+        self._plug([[*self.hosts, OUTSIDE]])
+
+    def slow(self, host: str, rate: str | float | None) -> None:
+        """Set the rate of a host's link, each way; None takes the limit away."""
+        index, limit = self._index(host), None if rate is None else bits_per_s(rate)
+        own = self._root_link if host == OUTSIDE else "eth0"
+        for at, link in ((self._at(host), own), (self._at("switch"), f"port{index}")):
+            if limit is None:
+                _call("tc", *at, "qdisc", "del", "dev", link, "root", may_fail=True)
+                continue
+            burst = int(max(4 * 1514, limit / 8 * 0.002))  # 2 ms, and some whole packets
+            what = f"tbf rate {limit:.0f}bit burst {burst} latency 50ms"
+            _call("tc", *at, "qdisc", "replace", "dev", link, "root", *what.split())
+
+    # ---- its end
+
+    def remove(self) -> None:
+        """End every process in the hosts and take everything away; safe to call twice."""
+        remove(self.name)
+        for program in self._programs:
+            if program.poll() is None:
+                program.kill()
+            program.wait()
+        self._programs.clear()
+
+    # ---- how it is built
+
+    @property
+    def _root_link(self) -> str:
+        return f"netlab{self._number}"
+
+    def _index(self, host: str) -> int:
+        if host != OUTSIDE and host not in self.hosts:
+            known = ", ".join([*self.hosts, OUTSIDE])
+            raise NetworkError(f"no host is called {host!r}. Known: {known}.")
+        return 254 if host == OUTSIDE else int(host[1:])
+
+    def _space(self, host: str) -> str:
+        return f"{self.name}-{host}"
+
+    def _at(self, host: str) -> list[str]:
+        return [] if host == OUTSIDE else ["-n", self._space(host)]
+
+    def _build(self) -> None:
+        for host in ["switch", *self.hosts]:
+            _call("ip", "netns", "add", self._space(host))
+        switch = self._space("switch")
+        places = [OUTSIDE, *self.hosts]
+        lines = [f"link set {_loose_end(self._number)} netns {switch} name port254"]
+        for host in self.hosts:
+            port, own = f"port{self._index(host)}", self._space(host)
+            lines.append(f"link add {port} netns {switch} type veth peer name eth0 netns {own}")
+        _batch([], lines)
+        for host in places:
+            self._set_up(host)
+        ports = [f"port{self._index(host)}" for host in places]
+        _batch(self._at("switch"), [f"link set {p} {_NO_IPV6} up" for p in ports])
+        self.heal()
+
+    def _set_up(self, host: str) -> None:
+        """A fixed hardware address, known for ever to all: so that silence stays silence."""
+        link = self._root_link if host == OUTSIDE else "eth0"
+        others = [each for each in [*self.hosts, OUTSIDE] if each != host]
+        lines = [] if host == OUTSIDE else ["link set lo up"]
+        lines += [f"link set {link} address {self._hardware(host)} {_NO_IPV6} up"]
+        lines += [f"addr add {self.address(host)}/24 dev {link}"]
+        for other in others:
+            known = f"{self.address(other)} lladdr {self._hardware(other)}"
+            lines.append(f"neigh replace {known} nud permanent dev {link}")
+        _batch(self._at(host), lines)
+        for at, name in ((host, link), ("switch", f"port{self._index(host)}")):
+            space = None if at == OUTSIDE else self._space(at)
+            self.not_set += [f"{what} of {at}" for what in _switch_off_offloads(space, name)]
+
+    def _hardware(self, host: str) -> str:
+        return f"02:77:00:00:{self._number:02x}:{self._index(host):02x}"
+
+    def _plug(self, groups: Iterable[Iterable[str]]) -> None:
+        self._move((h, f"group{number}") for number, group in enumerate(groups) for h in group)
+
+    def _move(self, places: Iterable[tuple[str, str]]) -> None:
+        """Put the port of each host on the bridge of this name, made if it is not there."""
+        wanted = [(f"port{self._index(host)}", bridge) for host, bridge in places]
+        at = self._at("switch")
+        there = {link["ifname"]: link.get("master") for link in json.loads(
+            _call("ip", *at, "-j", "link")
+        )}  # fmt: skip
+        new = dict.fromkeys(bridge for _, bridge in wanted if bridge not in there)
+        lines = [f"link add {b} type bridge mcast_snooping 0" for b in new]
+        lines += [f"link set {bridge} {_NO_IPV6} up" for bridge in new]
+        lines += [f"link set {port} master {b}" for port, b in wanted if there[port] != b]
+        _batch(at, lines)
+
+
+def remove(name: str) -> None:
+    """End every process in a network's hosts, and take the network away, whoever made it."""
+    spaces = [match[0] for match in _namespaces() if match[1] == name]
+    deadline = time.monotonic() + 10
+    while pids := [pid for space in spaces for pid in _processes(space)]:
+        if time.monotonic() > deadline:
+            raise NetworkError(f"processes {pids} in {name} do not end, though killed.")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _call("ip", "link", "del", f"netlab{name.split('-')[1]}", may_fail=True)
+    for space in spaces:
+        _call("ip", "netns", "del", space, may_fail=True)
+
+
+def clean(*, living: bool = False) -> list[str]:
+    """Remove the networks whose creator has ended; with `living` all; the names of those."""
+    removed = [name for name in networks() if living or not creator_lives(name)]
+    for name in removed:
+        remove(name)
+    for link in json.loads(_call("ip", "-j", "link")):  # whoever made it died before the next line
+        loose = re.fullmatch(r"nl\d+-(\d+)", link["ifname"])
+        if loose and not Path(f"/proc/{loose[1]}").exists():
+            _call("ip", "link", "del", link["ifname"], may_fail=True)
+    return removed
+
+
+def why_not() -> str | None:
+    """A sentence that says why this process can have no network; None where it can."""
+    try:
+        Network(1, rate="1mbit").remove()
+    except NetworkError as error:
+        return str(error)
+    return None
+
+
+def _take_a_number() -> int:
+    """The first K that is free; its link in this machine's own namespace stands for it."""
+    for number in range(256):
+        link = f"netlab{number}"
+        try:
+            _call("ip", "link", "add", link, "type", "veth", "peer", "name", _loose_end(number))
+        except NetworkError as error:
+            if "exists" not in str(error):
+                raise NetworkError(
+                    f"no emulated hosts here; they need {_NEEDS}: {error}"
+                ) from error
+            continue
+        return number
+    raise NetworkError("256 networks are there already; `netlab.py clean` removes dead ones.")
+
+
+def _loose_end(number: int) -> str:
+    """The other end of that link, until it is plugged in: it tells whose it is."""
+    return f"nl{number}-{os.getpid()}"
+
+
+def _namespaces() -> Iterator[re.Match[str]]:
+    names = sorted(os.listdir(_NAMESPACES)) if _NAMESPACES.is_dir() else []
+    return (match for name in names if (match := _NAME.fullmatch(name)))
+
+
+def networks() -> list[str]:
+    """The names of the networks on this machine."""
+    return list(dict.fromkeys(match[1] for match in _namespaces()))
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks: so that a number used twice is told."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def creator_lives(name: str) -> bool:
+    """Whether the process that made a network has not ended."""
+    _, _, pid, started = name.split("-")
+    try:
+        return _started(int(pid)) == started
+    except OSError:
+        return False
+
+
+def _processes(space: str) -> list[int]:
+    return [int(pid) for pid in _call("ip", "netns", "pids", space, may_fail=True).split()]
+
+
+def _inside(space: str | None, call: Callable[[], _Result]) -> _Result:
+    """Call it in a thread that has entered the namespace; sockets it makes stay there."""
+    results: list[_Result] = []
+    failures: list[Exception] = []
+
+    def enter_and_call() -> None:
+        try:
+            if space is not None:
+                with (_NAMESPACES / space).open() as file:
+                    libc = ctypes.CDLL(None, use_errno=True)
+                    if libc.setns(file.fileno(), _CLONE_NEWNET):
+                        raise NetworkError(f"{space}: {os.strerror(ctypes.get_errno())}.")
+            results.append(call())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=enter_and_call)
+    thread.start()
+    thread.join()
+    for failure in failures:
+        raise failure
+    return results[0]
+
+
+def _switch_off_offloads(space: str | None, link: str) -> list[str]:
+    """What `ethtool -K LINK tso off gso off gro off` does; the names of those that stay on."""
+    stay = []
+    with _inside(space, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as ours:
+        for name, command in _OFFLOADS.items():
+            value = array.array("I", [command, 0])
+            request = struct.pack("16sP16x", link.encode(), value.buffer_info()[0])
+            try:
+                fcntl.ioctl(ours, _SIOCETHTOOL, request)
+            except OSError:
+                stay.append(name)
+    return stay
+
+
+def _batch(at: Sequence[str], lines: Sequence[str]) -> None:
+    _call("ip", *at, "-batch", "-", given="\n".join(lines) + "\n")
+
+
+def _call(program: str, *arguments: str, given: str | None = None, may_fail: bool = False) -> str:
+    command = [program, *arguments]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise NetworkError(f"the program {program} (of iproute2) is not installed.") from None
+    if done.returncode and not may_fail:
+        raise NetworkError(f"`{' '.join(command)}` says: {' '.join(done.stderr.split())}")
+    return done.stdout
