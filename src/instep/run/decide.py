@@ -333,7 +333,8 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     worker, code = news.worker, news.code
     if worker in state.done and state.phase == "training":
         return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
-    if worker not in state.joined and code == PeerError.exit_code:
+    replaced = worker not in state.joined or (state.recovers and worker not in state.spoke)
+    if code == PeerError.exit_code and replaced:
         news, code = replace(news, code=None), None  # its master was lost, or had no use for it
     unexplained = code is None or code < 0
     if state.phase in ("gathering", "training"):

@@ -3,6 +3,7 @@
 import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
+from instep.errors import PeerError
 from instep.run.decide import MOST_HANGS, decide
 from instep.run.news import (
     Attached,
@@ -220,6 +221,13 @@ def test_a_worker_that_hangs_is_killed_and_its_loss_says_how_and_where_it_hung()
     assert story.new(Start) == [Start(1)]
     (lost,) = story.logged("worker_lost")
     assert lost["cause"] == "it got nothing done for 2.0 s in forward at step 8 (a.py:3 in f)."
+
+
+def test_a_worker_that_is_woken_and_refused_before_it_is_killed_is_replaced_all_the_same():
+    story = Story(2)
+    story.hears(HANG, Ended(1, PeerError.exit_code, 8, 7))
+    assert story.new(Start) == [Start(1)]
+    assert story.logged("worker_lost")[0]["cause"].startswith("it got nothing done for 2.0 s")
 
 
 def test_a_hang_is_heard_once_for_one_process():
