@@ -14,6 +14,8 @@ import contextlib
 import os
 import socket
 import stat
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +28,12 @@ from instep.errors import PeerError
 
 PATIENCE = timedelta(days=1)
 """How long a collective may wait: a slow peer is no failure, a dead one breaks the socket."""
+
+LOOK = timedelta(seconds=0.1)
+"""How often whoever waits looks up, in case the group has been given up."""
+
+LAST_S = 0.3
+"""How long a group that is left may take to end."""
 
 
 class TorchComm:
@@ -65,6 +73,8 @@ class TorchComm:
         except RuntimeError as error:
             raise PeerError(f"the group of {size} workers did not form: {error}") from error
         self._group: Any = group
+        self._in_stream = cuda
+        self._given_up = False
         self._sockets = open_sockets() - before
 
     @property
@@ -82,7 +92,7 @@ class TorchComm:
         assert self._group is not None, "the group is closed"
         options = AllreduceOptions()  # a sum, unless told otherwise
         try:
-            return TorchWork(self._group.allreduce([tensor], options))
+            return self._work(self._group.allreduce([tensor], options))
         except RuntimeError as error:
             raise PeerError(_broken(error)) from error
 
@@ -92,17 +102,25 @@ class TorchComm:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         try:
-            TorchWork(self._group.broadcast([tensor], options)).wait()
+            self._work(self._group.broadcast([tensor], options)).wait()
         except RuntimeError as error:
             raise PeerError(_broken(error)) from error
+
+    def _work(self, work: Any) -> TorchWork:
+        return TorchWork(work, None if self._in_stream else self._is_given_up)
+
+    def _is_given_up(self) -> bool:
+        return self._given_up
 
     def interrupt(self) -> None:
         """Have whatever waits for another rank raise; for another thread, on the CPU.
 
         Gloo can neither be told to give up nor to hurry (torch 2.13: its `abort` does not
         wake who waits), but it notices a connection that ends. Where it listens is left
-        alone: it ends the process when that breaks.
+        alone: it ends the process when that breaks. Whoever waits for a message of which
+        a part has come is not woken by that either, and looks up by itself.
         """
+        self._given_up = True
         for number, inode in self._sockets & open_sockets():
             with contextlib.suppress(OSError):
                 end = socket.socket(fileno=os.dup(number))
@@ -112,22 +130,52 @@ class TorchComm:
                         end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Leave the group and free its sockets."""
-        self._group = None
+        """Leave the group and free its sockets.
+
+        One of gloo's own threads may wait for the rest of a message for ever (torch 2.13:
+        a connection that ends within a message wakes nobody): then it is left behind.
+        """
+        groups, self._group = [self._group], None
+        if self._in_stream:
+            groups.clear()
+            return
+        ends = threading.Thread(target=groups.clear, name="instep leaves a group", daemon=True)
+        ends.start()
+        ends.join(LAST_S)
 
 
 class TorchWork:
-    """A collective under way in gloo's or NCCL's own threads."""
+    """A collective under way in gloo's or NCCL's own threads.
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    Args:
+        work: torch's.
+        is_given_up: whether the group can do nothing more; None where `wait` does not wait.
+    """
+
+    def __init__(self, work: Any, is_given_up: Callable[[], bool] | None) -> None:
+        self._work, self._is_given_up = work, is_given_up
 
     def wait(self) -> None:
         """Return when the result is here (on CUDA: ordered before what this stream does next)."""
         try:
-            self._work.wait()
+            if self._is_given_up is None:
+                self._work.wait()
+                return
+            while not self._ends_soon():
+                if self._is_given_up():
+                    raise PeerError("the exchange was given up: the members change.")
         except RuntimeError as error:
             raise PeerError(_broken(error)) from error
+
+    def _ends_soon(self) -> bool:
+        """Whether it has ended before it is time to look up."""
+        try:
+            self._work.wait(LOOK)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # it has: well, or this raises why not
+        return True
 
 
 def open_sockets() -> set[tuple[int, int]]:

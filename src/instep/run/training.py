@@ -36,7 +36,6 @@ from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
 from instep.run.stopping import Stopping, check_rules
 from instep.run.update import Update
-from instep.run.watch import WAITING
 from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.state.sound import set_aside_after
@@ -165,7 +164,7 @@ class Training:
     def _interrupt(self) -> None:
         """The exchange under way will not end by itself; called by another thread."""
         replica = self._replica
-        if replica is not None and self.phase in WAITING:
+        if replica is not None:
             replica.comm.interrupt()
 
     def _hold(self) -> None:
