@@ -79,7 +79,8 @@ def replay(
         if to is not None:
             _copy(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
-        return replace(found, warnings=(*refused, *warnings), model=to)
+        said = (*refused, *warnings, *found.warnings)
+        return replace(found, warnings=said, model=to)
 
 
 def check_step(run: RunFolder, step: int) -> None:
@@ -128,7 +129,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
     """What one session trained, for one worker: the job of the run, with what may change."""
     table = started.get("job")
     told = table if isinstance(table, dict) else {}
-    parts = {key: told[key] for key in ("train", "stop") if key in told}
+    parts = {key: told[key] for key in ("train", "stop", "data") if key in told}
     session = spec_file.build({"recipe": run.spec.recipe, **parts}, source=str(run.path))
     given = session if parts else run.spec
     device = str(run.last("worker_ready").get("device") or given.train.device).partition(":")[0]
@@ -136,6 +137,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
         run.spec,
         workers=1,
         train=msgspec.structs.replace(given.train, device=device, stop_after_steps=0),
+        data=given.data,
         stop=StopSpec(non_finite=given.stop.non_finite, gradient_norm=given.stop.gradient_norm),
         checkpoint=CheckpointSpec(keep_last=1),
         report=ReportSpec(),
