@@ -27,7 +27,7 @@ from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import copy_file
+from instep.state.export import check_target, copy_file
 from instep.state.manifest import published
 from instep.state.sound import check
 
@@ -53,11 +53,14 @@ def replay(
         to: where to write the model after that step, as safetensors.
 
     Raises:
-        SpecError: the run has no such step, or was of processes that others started.
+        SpecError: the run has no such step, or was of processes that others started; or `to`
+            is a file that the run needs.
         RunError: the steps could not be computed to the last one, or `to` not be written.
         InstepError: the run of one worker failed; the text says why.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
     """
+    if to is not None:
+        check_target(to, run.path, run.spec.start.model)
     check_step(run, step)
     warnings = changes_since(run, step)
     with folder_for_runs("instep-replay-") as folder:

@@ -8,7 +8,7 @@ from instep import spec_file
 from instep.errors import RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.client import about
-from instep.run.replay import changes_since, check_step, stretches
+from instep.run.replay import changes_since, check_step, replay, stretches
 from instep.spec import as_table
 
 
@@ -85,3 +85,9 @@ def test_runs_of_scripts_and_steps_that_there_are_not_are_refused(tmp_path):
     joined = recorded(tmp_path / "joined", [(None, 9)], started_by="join")
     with pytest.raises(SpecError, match=r"processes that called instep\.join"):
         check_step(joined, 1)
+
+
+def test_a_model_is_not_written_into_the_run_folder(tmp_path):
+    run = recorded(tmp_path / "run", [(None, 9)])
+    with pytest.raises(SpecError, match=r"--to '.*' lies in the run folder"):
+        replay(run, 1, print, to=run.path / "model.safetensors")
