@@ -204,6 +204,7 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("replay old/taken --step 0", 2, ["--step 0: steps count from 1."]),
     ("replay old/taken --step 1", 6, ["old/taken has no committed step yet"]),
     ("replay old/takne --step 1", 6, ["there is no run at 'old/takne'", "mean 'taken'?"]),
+    ("export old/taken --to old/taken/m.safetensors", 2, ["lies in the run folder", "elsewhere"]),
     ("replay old/taken --step 1 --to m.pt", 2, ["--to 'm.pt'", "end in .safetensors"]),
     ("chaos", 2, ["the following arguments are required: target", "instep chaos --help"]),
     ("chaos jbo.toml", 2, ["there is no job file 'jbo.toml'", "Did you mean 'job.toml'?"]),

@@ -213,10 +213,11 @@ def export(args: argparse.Namespace) -> int:
     from instep.errors import RunError
     from instep.report.run_folder import RunFolder
     from instep.state.best import Best
-    from instep.state.export import choose, copy_file, copy_model
+    from instep.state.export import check_target, choose, copy_file, copy_model
 
     target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
+    check_target(target, folder.path, folder.spec.start.model)
     model = Path(args.run) / "model.safetensors"
     kept = None
     if args.best or args.step is not None:

@@ -96,7 +96,13 @@ def test_export_wants_a_safetensors_file_that_can_be_written(runs: Path, capsys:
     run = str(runs / "tested")
     assert main(["export", run, "--to", "model.pt"]) == 2
     assert "'model.pt': the file's name needs to end in .safetensors" in capsys.readouterr().err
-    below_a_file = runs / "tested" / "job.toml" / "model.safetensors"
+    own = runs / "tested" / "model.safetensors"
+    before = own.read_bytes()
+    assert main(["export", run, "--to", str(own)]) == 2
+    assert f"--to '{own}' lies in the run folder" in capsys.readouterr().err
+    assert own.read_bytes() == before
+    (runs / "a-file").touch()
+    below_a_file = runs / "a-file" / "model.safetensors"
     assert main(["export", run, "--to", str(below_a_file)]) == 6
     assert f"{below_a_file} cannot be written: " in capsys.readouterr().err
 

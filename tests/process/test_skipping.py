@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from started import RECIPES, Start
 
 import instep
+from instep.cli import main
 from instep.data.order import Order, position
 from instep.report.proof import prove
 from instep.report.run_folder import RunFolder
@@ -158,3 +159,31 @@ def test_what_ended_a_run_can_be_skipped_when_it_goes_on(run: Start, start: Star
     summary = json.loads(more.stdout.splitlines()[-1])
     assert summary["skipped_samples"] == 2 * len(BAD)
     assert summary["missing_samples"] == summary["repeated_samples"] == 0
+
+
+def test_a_replay_says_which_samples_can_be_read_by_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "bad.json"
+    table.write_text(json.dumps(BAD))
+    run = instep.train(
+        f"{RECIPES / 'unreadable.py'}:recipe_of_file",
+        name="mended",
+        runs=tmp_path,
+        workers=1,
+        seed=5,
+        quiet=True,
+        arguments={"bad": str(table)},
+        train={"steps": 7, "global_batch": 16, "determinism": "bits"},
+        data={"unreadable": "skip"},
+    ).path
+    left_out = sorted((e["step"], e["index"]) for e in RunFolder(run).skipped)
+    assert sorted(index for _, index in left_out) == BAD
+    last = left_out[-1][1]
+    table.write_text(json.dumps([last]))
+    assert main(["replay", str(run), "--step", "7"]) == 6
+    said = capsys.readouterr()
+    named = ", ".join(f"{index} (step {step})" for step, index in left_out if index != last)
+    sentence = f"training samples {named} could not be read then, and can be read now."
+    assert f"warning {sentence}" in said.out
+    assert f"Mind: {sentence}" in said.err

@@ -14,6 +14,7 @@ import pytest
 from started import RECIPES, SOON_S, Start, Started
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 
+from instep.data.choose import cores
 from instep.events import STEPS, read_records
 
 pytestmark = pytest.mark.process
@@ -164,6 +165,30 @@ def test_a_run_grows_and_shrinks_while_it_goes_on(
     assert program.events("worker_lost") == []
     assert (tmp_path / "work" / "runs" / "disturbed" / "seat.json").exists() is False
     check_as_if_nothing_had_been(program, undisturbed)
+
+
+def test_workers_share_the_cores_by_the_number_that_the_run_was_scaled_to(
+    start: Start, tmp_path: Path
+) -> None:
+    job, told = tmp_path / "job.toml", tmp_path / "told"
+    told.mkdir()
+    job.write_text(
+        f'name = "disturbed"\nrecipe = "{RECIPES / "tells_threads.py"}:recipe"\nworkers = 1\n'
+        "[train]\nsteps = 1000000\nglobal_batch = 16\n"
+        f'[arguments]\nfolder = "{told}"\n'
+    )
+    program = start("-m", "instep", "run", job)
+    program.until(lambda: any(told.iterdir()) and step_of(program) > 2, "training")
+    done = scale(program, 2)
+    assert done.returncode == 0, done.stderr
+    program.until(lambda: len(newest_pids(program)) == 2, "of two workers")
+    alone, newcomer = (told / str(pid) for _, pid in sorted(newest_pids(program).items()))
+    half = f"{max(1, cores() // 2)}\n"
+    program.until(lambda: newcomer.exists() and newcomer.read_text().endswith(half), "half each")
+    program.until(lambda: alone.read_text().endswith(half), "half each")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
+    assert alone.read_text().startswith(f"{cores()}\n")
 
 
 def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from instep.comm.tie import Tie
 from instep.run import decide as mind
 from instep.run.catch_up import Beginning
 from instep.run.news import GoBack, Kill, State
+from instep.run.stop_rules import Rules
 from instep.run.watch import Watch
 
 from . import workers
@@ -159,6 +160,11 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     "a new master waits for what is there already": (mind, "_restarted", _restarted_as_if_told),
     "a new master forgets who was to be ended": (mind, "_restarted", _without(Kill)),
+    "a new master takes what was recorded for judged": (
+        Rules,
+        "replay",
+        lambda real: lambda rules, figures: [None for _ in real(rules, figures)],
+    ),
     "a silent worker is waited for until it speaks": (
         Watch,
         "_silence_s",

@@ -7,6 +7,7 @@ same, as by the thread that listens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -371,15 +372,23 @@ class Worker(Process):
             self._truth.append(self._record)
         self._point("written")
         times = (0.0, self._world.plan.step_s, 0.0, 0.0, 0.0, 0.0, 0.0)
-        self._timed.append((self._step, self.number, 1, 1.0, TIME.time(), *times, np.nan))
+        norm = self._norm(self._step)
+        self._timed.append((self._step, self.number, 1, 1.0, TIME.time(), *times, norm))
         if TIME.now - self._flushed > FLUSH_S:
             self._flush()
+
+    def _norm(self, step: int) -> float:
+        """Of the gradient: the rule fires at one step, and by its figures alone."""
+        plan = self._world.plan
+        if not plan.figures:
+            return math.nan
+        return 0.0 if step == plan.fires_at else 1.0
 
     def _settle(self, done: Last) -> Wait:
         plan, end, rank = self._world.plan, self._end, self.form.rank if self.form else 0
         assert end is not None
         if plan.figures and rank == 0 and not done.ends:
-            norm = 0.0 if done.step == plan.fires_at else 1.0
+            norm = self._norm(done.step)
             self._asked += 1
             self._waiting_for += 1
             figures = m.Figures(step=done.step, loss=1.0, gradient_norm=norm, number=self._asked)

@@ -201,15 +201,19 @@ class World:
         plan = self.plan
         if finish.outcome == "completed" or finish.outcome == "stopped":
             self.truth.completed(finish.step)
-        stopped = plan.fires_at and finish.rule == "gradient"
-        if finish.outcome == "completed" and finish.step == plan.steps:
+        fires = 0 < plan.fires_at < plan.steps
+        at_its_end = finish.outcome == "completed" and finish.step == plan.steps
+        if at_its_end and (not fires or plan.fires_at == plan.steps - 1):
             return
-        if finish.outcome == "stopped" and plan.fires_at:
+        # a rule that has fired stands where the run goes back: then it stops before that step
+        there = finish.step == plan.fires_at + 1 or self.truth.went_back
+        if finish.outcome == "stopped" and fires and there:
             return
         if finish.outcome == "interrupted" and self.interrupts:
             return
         cause = outcome.blame.failed.cause if outcome.blame else ""
-        raise Violation(f"the run ended with {finish}: {cause} {stopped or ''}")
+        told = f" (a rule fires at step {plan.fires_at})" if fires else ""
+        raise Violation(f"the run ended with {finish}{told}: {cause}")
 
     def over(self, over: m.Over) -> None:
         """The client has heard of the end; whoever is left was told to end before."""

@@ -11,7 +11,7 @@ Way in: `judge`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +92,8 @@ class Replayed:
     """Where the model after the step was written."""
 
     warnings: tuple[str, ...] = ()
-    """What may have given other bits, and checkpoints that could not be believed."""
+    """What may have given other bits, as samples that can be read by now, and checkpoints that
+    could not be believed."""
 
     @property
     def faults(self) -> list[str]:
@@ -192,6 +193,7 @@ def judge(
         kept_tensors=tensors,
         kept_differs=tuple(differs),
         metrics=_metrics(run, last, step) if bits else None,
+        warnings=tuple(_skips(run, computed, step, after)),
     )
 
 
@@ -260,6 +262,32 @@ def _metrics(
         for each in (run, computed)
     )
     return (was[-1], now[-1]) if was and now else None
+
+
+def _skips(run: RunFolder, computed: Sequence[RunFolder], step: int, after: int) -> Iterator[str]:
+    """Samples that were left out of a step in one of the two recordings only, in sentences."""
+    runs = [[run], list(computed)]
+    for name in ("training", "validation"):
+        first = step if name == "validation" else after + 1
+        was, now = (
+            {(n, i) for each in side for n, i in each.left_out(name) if first <= n <= step}
+            for side in runs
+        )
+        if only := sorted(was - now):
+            yield f"{_named(only, name)} could not be read then, and can be read now."
+        if only := sorted(now - was):
+            yield f"{_named(only, name)} could be read then, and cannot be read now."
+
+
+def _named(samples: Sequence[tuple[int, int]], dataset: str) -> str:
+    shown = [f"{index} (step {step})" for step, index in samples[:_SHOWN]]
+    more = [f"{len(samples) - _SHOWN} more"] if len(samples) > _SHOWN else []
+    many = "samples" if len(samples) > 1 else "sample"
+    return f"{dataset} {many} {', '.join([*shown, *more])}"
+
+
+_SHOWN = 8
+"""Samples that are named."""
 
 
 def _shares_of(run: RunFolder, step: int) -> tuple[Share, ...]:

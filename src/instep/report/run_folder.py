@@ -221,6 +221,11 @@ class RunFolder:
         """`sample_skipped` events of committed steps; validations are not among them."""
         return skipped_in(self.named("sample_skipped"), self.committed)
 
+    def left_out(self, dataset: str) -> set[tuple[int, int]]:
+        """Step and index of each sample of `training` or `validation` that was not read."""
+        told = self.skipped if dataset == "training" else self.named("sample_skipped")
+        return {(int(e["step"]), int(e["index"])) for e in told if e["dataset"] == dataset}
+
     @cached_property
     def audit(self) -> Audit:
         """How often each sample stands in the committed ledger, epoch by epoch."""

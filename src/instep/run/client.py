@@ -191,7 +191,7 @@ def resume(
 
     Args:
         run: its folder.
-        workers: processes that compute gradients; as before, if not given.
+        workers: processes that compute gradients; as many as it had last, if not given.
         quiet: print nothing.
         changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`. None
             takes a key away, so that it has its default again: `stop={"target": None}`.

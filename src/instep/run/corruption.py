@@ -9,8 +9,9 @@ travel in the notes of the step; who is wrong is decided in `repeats.py`.
 Whoever is found to be wrong ends itself, and is replaced as a lost worker is.
 Where wrong gradients may have been committed meanwhile, the others go back to
 a copy from before, and checkpoints that were saved since are set aside before
-anybody ends itself. Where nobody has a copy, the run begins again from the
-newest checkpoint that is left. The moments, in the order of a step: `begin`,
+anybody ends itself, also where nobody could take its place and the run ends.
+Where nobody has a copy, the run begins again from the newest checkpoint that is
+left. The moments, in the order of a step: `begin`,
 `hear` for each pass, `check_memory`, `notes`, `judge`, `committed`.
 """
 
@@ -393,13 +394,15 @@ class Guard:
         if rank == others[0]:
             self._tell(found, clean_step)
         if not self._member.recovers:
-            raise WorkerError(_in_words(found, self._numbers(verdict), self._step))
+            clean_step = -1  # all ends, the copies too
+        self._let_no_wrong_checkpoint_be_taken_up(clean_step)
+        words = _in_words(found, self._numbers(verdict), self._step)
+        if not self._member.recovers:
+            raise WorkerError(words)
         self._doubts += not verdict.named
         if self._doubts >= MOST_IN_DOUBT:
-            words = _in_words(found, self._numbers(verdict), self._step)
             raise WorkerError(f"{words} It was so {self._doubts} times. {_UNLIKE}")
         self._nobody_has_a_copy = clean_step < 0
-        self._let_no_wrong_checkpoint_be_taken_up(clean_step)
         if rank in verdict.named:
             self._end_myself()
         self.going_back = True

@@ -3,7 +3,8 @@
 A sum that is cut among threads rounds otherwise when there are more of them.
 So where parameters must have the same bits at any number of workers, the
 number of threads does not follow from the number of workers, and torch is told
-to refuse kernels that give other bits from run to run.
+to refuse kernels that give other bits from run to run. Elsewhere the workers of
+a machine share its cores, however many they are by now.
 """
 
 from __future__ import annotations
@@ -23,12 +24,34 @@ def set_kernels(train: TrainSpec, threads: int) -> None:
         train: says how exactly.
         threads: what this worker may use, where the job does not say.
     """
+    set_threads(train, threads)
     if train.determinism == "order":
-        torch.set_num_threads(train.threads or threads)
         return
-    torch.set_num_threads(train.threads or 1)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may differ by run
     # use_deterministic_algorithms() would import the compiler too, which takes a second
     torch.set_deterministic_debug_mode("error")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over all memory
     torch.backends.cudnn.benchmark = False
+
+
+def set_threads(train: TrainSpec, threads: int) -> None:
+    """Set on how many threads the calling thread computes; may be called again at any time.
+
+    Args:
+        train: says how many, or that bits must not depend on it.
+        threads: what this worker may use, where the job does not say.
+    """
+    shared = threads if train.determinism == "order" else 1
+    torch.set_num_threads(train.threads or shared)
+
+
+def share(cores: int, workers: int, hosts: int) -> int:
+    """How many of a machine's cores one of its workers may use, at least 1.
+
+    Args:
+        cores: of the machine.
+        workers: of the run, on all machines.
+        hosts: how many machines it has; 0 and 1 are this one.
+    """
+    here = -(-workers // max(1, hosts))
+    return max(1, cores // here)

@@ -40,7 +40,7 @@ from instep.run.launch.base import Switchboard
 from instep.run.processes import Watched, has_ended, machine
 from instep.run.resume import go_back
 from instep.run.stacks import ASK, deepest_line, last_stack, stack_file
-from instep.run.stop_rules import Rules, recorded
+from instep.run.stop_rules import Fired, Rules, recorded
 from instep.run.watch import FLOOR_S, Hang, Watch
 from instep.spec import JobSpec, as_table
 
@@ -183,11 +183,12 @@ class Master:
         for event in folder.events[-_REMEMBERED:]:
             self._written.append(_as_told(event))
         if self._job.stop.by_step or self._job.stop.by_metric:
-            heard = recorded(folder.steps, folder.validations, self._committed)
-            self._replay(heard)
-            self._judged = {(f.step, f.loss is None): "" for f in heard[-2:]}
+            self._replay(recorded(folder.steps, folder.validations, self._committed))
         self._emit("master_started", {"pid": os.getpid(), "again": True})
         self._absent = dict.fromkeys(known.joined, time.monotonic())
+        for fired in self._judged.values():  # it may not have been heard, and may never be told
+            if fired is not None and fired.step > self._origin.step:
+                self._think(fired)
         self._think(mind.Restarted())
 
     def interrupt(self, by: str) -> None:
@@ -494,18 +495,22 @@ class Master:
     def _replay(self, heard: Sequence[m.Figures]) -> None:
         """Have the rules know what was heard before, and nothing else."""
         self._rules = Rules(self._job.stop)
-        self._rules.replay(heard)
-        self._judged = dict[tuple[int, bool], str]()
+        told = list(zip(heard, self._rules.replay(heard), strict=True))
+        # a step's figures, and those of its validation, may be told again
+        self._judged: dict[tuple[int, bool], Fired | None]
+        self._judged = {(each.step, each.loss is None): fired for each, fired in told[-2:]}
 
     def _judge(self, peer: Peer, figures: m.Figures) -> None:
         """Let the rules decide on committed figures, and tell whoever sent them."""
         asked = figures.step, figures.loss is None
-        if asked not in self._judged:  # told again, where a member was lost after the commit
-            fired = self._rules.hear(figures)
-            if fired is not None:
-                self._think(fired)
-            self._judged[asked] = fired.rule if fired else ""
-        rule = self._judged[asked]
+        known = asked in self._judged  # told again, where a member was lost after the commit
+        older = self._resends[peer] and asked < max(self._judged, default=asked)  # long answered
+        if not known and not older:
+            self._judged[asked] = self._rules.hear(figures)
+        fired = self._judged.get(asked)
+        if fired is not None:
+            self._think(fired)
+        rule = fired.rule if fired else ""
         self._hub.send(peer, m.Verdict(step=figures.step, rule=rule, number=figures.number))
         for old in [each for each in self._judged if each[0] < figures.step - 1]:
             del self._judged[old]

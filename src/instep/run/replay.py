@@ -27,7 +27,7 @@ from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import copy_file
+from instep.state.export import check_target, copy_file
 from instep.state.manifest import published
 from instep.state.sound import check
 
@@ -53,11 +53,14 @@ def replay(
         to: where to write the model after that step, as safetensors.
 
     Raises:
-        SpecError: the run has no such step, or was of processes that others started.
+        SpecError: the run has no such step, or was of processes that others started; or `to`
+            is a file that the run needs.
         RunError: the steps could not be computed to the last one, or `to` not be written.
         InstepError: the run of one worker failed; the text says why.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
     """
+    if to is not None:
+        check_target(to, run.path, run.spec.start.model)
     check_step(run, step)
     warnings = changes_since(run, step)
     with folder_for_runs("instep-replay-") as folder:
@@ -79,7 +82,8 @@ def replay(
         if to is not None:
             _copy(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
-        return replace(found, warnings=(*refused, *warnings), model=to)
+        said = (*refused, *warnings, *found.warnings)
+        return replace(found, warnings=said, model=to)
 
 
 def check_step(run: RunFolder, step: int) -> None:
@@ -128,7 +132,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
     """What one session trained, for one worker: the job of the run, with what may change."""
     table = started.get("job")
     told = table if isinstance(table, dict) else {}
-    parts = {key: told[key] for key in ("train", "stop") if key in told}
+    parts = {key: told[key] for key in ("train", "stop", "data") if key in told}
     session = spec_file.build({"recipe": run.spec.recipe, **parts}, source=str(run.path))
     given = session if parts else run.spec
     device = str(run.last("worker_ready").get("device") or given.train.device).partition(":")[0]
@@ -136,6 +140,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
         run.spec,
         workers=1,
         train=msgspec.structs.replace(given.train, device=device, stop_after_steps=0),
+        data=given.data,
         stop=StopSpec(non_finite=given.stop.non_finite, gradient_norm=given.stop.gradient_norm),
         checkpoint=CheckpointSpec(keep_last=1),
         report=ReportSpec(),

@@ -65,12 +65,15 @@ def changed(
 ) -> JobSpec:
     """The job of a run folder, with `section.key=value` and tables of changes laid over it.
 
+    It has the number of workers that the run was last scaled to, unless they give another.
+
     Raises:
         SpecError: an override is wrong, or changes what may not change.
     """
     given = list(overrides)
     table = spec_file.read_table(run.path / "job.toml")
     table.get("train", {}).pop("stop_after_steps", None)  # it was for the start before
+    table["workers"] = scaled_to(run)
     spec_file.apply_overrides(table, given)
     spec_file.lay_over(table, changes)
     job = spec_file.build(table, source=f"resume {run.path}")
@@ -80,6 +83,19 @@ def changed(
         job = msgspec.structs.replace(job, recipe=recipe)
     check_changes(run.spec, job)
     return job
+
+
+def scaled_to(run: RunFolder) -> int:
+    """How many workers the run was last to have: those of its job, or what `instep scale` said."""
+    workers = in_job = run.spec.workers
+    began: Mapping[str, Any] = {}
+    for event in run.events:
+        if event["event"] == "run_started":
+            began = event.get("job") or {}
+            workers = in_job
+        elif event["event"] == "scaled" and began.get("workers", in_job) == in_job:
+            workers = int(event["workers"])  # else job.toml was changed by hand since
+    return workers
 
 
 def check_changes(before: JobSpec, after: JobSpec) -> None:

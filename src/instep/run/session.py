@@ -79,6 +79,12 @@ def join(
     spare_dynamo()
     place = placement.placement()
     job = _job(recipe, name, arguments, seed, network, sections, place.size)
+    if job.launch.hosts:
+        raise SpecError(
+            f"launch.hosts = {list(job.launch.hosts)}: instep.join starts no processes, on other "
+            "hosts either. Leave it out and start the script on each, as torchrun and Slurm do; "
+            "or use instep.train or instep run, which honour it."
+        )
     check_job(job, resumed=resume)
     placement.check_network(place, job.network)
     host = None

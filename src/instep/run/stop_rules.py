@@ -66,12 +66,9 @@ class Rules:
         found = next((cause for cause in causes if cause is not None), None)
         return Fired(found[0], figures.step, found[1]) if found else None
 
-    def replay(self, figures: Iterable[Figures]) -> Fired | None:
-        """Hear figures of earlier sessions again, in order; returns what the last of them gave."""
-        fired = None
-        for each in figures:
-            fired = self.hear(each)
-        return fired
+    def replay(self, figures: Iterable[Figures]) -> list[Fired | None]:
+        """Hear again, in order, what was heard before; returns which rule each of them fires."""
+        return [self.hear(each) for each in figures]
 
     # ---- of a step
 

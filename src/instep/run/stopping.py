@@ -104,6 +104,8 @@ class Stopping:
 
     def _tell(self, figures: Figures) -> None:
         if self._comm.rank == 0:
+            if self.spec.rise is not None:  # its window is made again from what was recorded
+                self._member.flush()
             self._member.tell(figures)
             self._asked += 1
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,8 @@ class Training:
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
+        self.sized: Callable[[int], None] = lambda workers: None
+        """Told how many workers each generation has, before its first step."""
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._replica: Replica | None = None
         self._stopping: Stopping | None = None
@@ -211,6 +213,7 @@ class Training:
             comm.close()
             raise
         self.step = standing.carried.step
+        self.sized(comm.size)
         standing.formed()
         if self._stopping is None:
             self._stopping = Stopping(member, comm, self.device)

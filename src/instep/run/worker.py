@@ -12,7 +12,7 @@ from contextlib import suppress
 from instep.data.choose import cores
 from instep.errors import PeerError
 from instep.run import blame
-from instep.run.kernels import set_kernels
+from instep.run.kernels import set_kernels, set_threads, share
 from instep.run.launch.base import Seat
 from instep.run.member import Member, Released
 from instep.run.prints import spare_prints
@@ -65,12 +65,13 @@ def prepare(member: Member, local_rank: int) -> Training:
     """From a membership to a training that has all it needs but the other workers."""
     job, lap = member.job, _Laps(member)
     lap("fork")
-    here = -(-job.workers // max(1, len(job.launch.hosts)))
-    set_kernels(job.train, max(1, cores() // here))
+    hosts = len(job.launch.hosts)
+    set_kernels(job.train, share(cores(), job.workers, hosts))
     device = choose_device(job, local_rank)
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")
     training = Training(member, recipe, device)
+    training.sized = lambda size: set_threads(job.train, share(cores(), size, hosts))
     lap("build")
     return training
 

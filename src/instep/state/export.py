@@ -2,6 +2,7 @@
 
 It imports no torch: a file is copied, and hashed on the way. Way in: `choose`,
 then `copy_model`; `copy_file` where there is no manifest to check against.
+Before all, `check_target`: no export may cost a run what it needs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, SpecError
 from instep.state.best import Best, measured
 from instep.state.manifest import (
     file_name,
@@ -52,6 +53,30 @@ def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -
             "where a validation came at the same step. Set checkpoint.keep_best, or name a --step."
         )
     return choose(folder, step=best.choose(values)[0])
+
+
+def check_target(target: Path, run: Path, start: str) -> None:
+    """Refuse to write over what a run has, or begins with.
+
+    Args:
+        target: the file that is to be written; need not exist.
+        run: the run folder; nothing in it may be written.
+        start: the file or folder that the run's model started from; empty if there was none.
+
+    Raises:
+        SpecError: names the target, and says where it may be.
+    """
+    place, folder = target.parent.resolve() / target.name, run.resolve()
+    if place.is_relative_to(folder):
+        raise SpecError(
+            f"--to '{target}' lies in the run folder {run}, which is the run's own: it could lose "
+            "what it needs to go on. Name a file elsewhere."
+        )
+    if start and place.resolve().is_relative_to(Path(start).resolve()):
+        raise SpecError(
+            f"--to '{target}' would change {start}, from which the model of {run} started: "
+            "a replay needs it. Name another file."
+        )
 
 
 def copy_model(checkpoint: Path, target: Path) -> int:

@@ -342,3 +342,17 @@ def test_checkpoints_since_all_was_right_are_set_aside_before_anybody_ends_itsel
     assert [fields["clean_step"] for fields in found] == [0 if copied else -1]
     again = [] if copied else [right]  # each once more before it ends: rank 0 may be lost
     assert done == [([right], [right, *again]), ([], again)]
+
+
+def end(comm, fault, told):
+    """In a run that replaces nobody: what it ends with, and after which step nothing is kept."""
+    rank = Rank(comm, fault, told)
+    with pytest.raises(WorkerError, match="was found to have a wrong gradient"):
+        rank.train(40)
+    return rank.dropped
+
+
+def test_checkpoints_since_all_was_right_are_set_aside_where_nobody_is_replaced_too():
+    told = []
+    assert run_ranks(2, end, gradient_lacks_a_bit, told) == [[9], []]
+    assert told[0][1]["clean_step"] == 0  # of the copy, which goes with the run

@@ -8,7 +8,7 @@ from instep import spec_file
 from instep.errors import RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.client import about
-from instep.run.replay import changes_since, check_step, stretches
+from instep.run.replay import changes_since, check_step, replay, stretches
 from instep.spec import as_table
 
 
@@ -49,6 +49,15 @@ def test_each_step_has_the_job_of_the_session_that_it_counts_from(
     assert [(s.after, s.last, s.job.train.steps) for s in found] == expected
 
 
+def test_samples_that_cannot_be_read_are_what_the_session_of_the_step_had_them_be(tmp_path):
+    run = recorded(tmp_path / "run", [(None, 9), (4, 9)])
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    events[1]["job"]["data"]["unreadable"] = "skip"
+    (run.path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    found = list(stretches(RunFolder(run.path), 0, 9))
+    assert [(s.last, s.job.data.unreadable) for s in found] == [(4, "skip"), (9, "stop")]
+
+
 def test_a_step_is_computed_by_one_worker_on_the_device_that_computed_it(tmp_path):
     (only,) = stretches(recorded(tmp_path / "run", [(None, 9)]), 0, 3)
     assert only.job.workers == 1
@@ -76,3 +85,9 @@ def test_runs_of_scripts_and_steps_that_there_are_not_are_refused(tmp_path):
     joined = recorded(tmp_path / "joined", [(None, 9)], started_by="join")
     with pytest.raises(SpecError, match=r"processes that called instep\.join"):
         check_step(joined, 1)
+
+
+def test_a_model_is_not_written_into_the_run_folder(tmp_path):
+    run = recorded(tmp_path / "run", [(None, 9)])
+    with pytest.raises(SpecError, match=r"--to '.*' lies in the run folder"):
+        replay(run, 1, print, to=run.path / "model.safetensors")

@@ -1,6 +1,7 @@
 """What a run that goes on may be changed to, from Python and on the command line."""
 
 import datetime
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,32 @@ def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(run
     assert (job.train.steps, job.train.stop_after_steps) == (9, 0)
     assert changed(run, [], {"train": {"epochs": 4}}).train.steps is None
     assert changed(run, [], {"arguments": {"day": datetime.date(2026, 1, 2)}}) == changed(run, [])
+
+
+STARTED = {"event": "run_started", "job": {"workers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("events", "workers"),
+    [
+        ([STARTED], 2),
+        ([STARTED, {"workers": 4}], 4),
+        ([STARTED, {"workers": 4}, {"workers": 3}], 3),
+        ([STARTED, {"workers": 4}, STARTED], 2),  # since then it was resumed with --workers 2
+        ([STARTED | {"job": {"workers": 5}}, {"workers": 4}], 2),  # since then the file was changed
+        ([], 2),
+    ],
+)
+def test_a_run_goes_on_with_the_number_of_workers_that_it_was_last_scaled_to(
+    folder, events, workers
+):
+    lines = [json.dumps({"event": "scaled", "time": 1.0, **each}) for each in events]
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    run = RunFolder(folder)
+    assert changed(run, []).workers == workers
+    assert run.spec.workers == 2  # the job as run stays what it was
+    assert changed(run, ["workers=1"]).workers == 1
+    assert changed(run, [], {"workers": 1}).workers == 1
 
 
 def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from instep.comm.channel import Hub
 from instep.comm.memory import run_ranks
 from instep.comm.messages import Figures, Stop, Verdict, Welcome
 from instep.errors import SpecError
+from instep.events import STEPS as STEPS_OF
 from instep.run.endings import TOLD
 from instep.run.launch.base import Seat, Switchboard
 from instep.run.master import Master
@@ -167,6 +169,16 @@ def test_rules_on_validations_cost_a_step_nothing():
         master.stopping.after_commit(1, 0.5, None, last=False)
         assert not master.stopping.told()
         assert master.heard() == []
+
+
+def test_a_rule_that_remembers_steps_is_told_figures_after_the_records_of_their_steps():
+    with Silent(rise=2) as master:
+        times = (0.0,) * 7
+        master.member.record(b"", (1, 0, 8, 0.5, 1.0, *times, math.nan))
+        master.stopping.after_commit(1, 0.5, None, last=False)
+        records, figures = master.heard()
+        (record,) = np.frombuffer(records.steps, STEPS_OF)
+        assert (record["step"], figures.step) == (1, 1)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, SpecError
 from instep.state.best import Best, facts_of
-from instep.state.export import choose, copy_model
+from instep.state.export import check_target, choose, copy_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors
 
@@ -81,6 +81,27 @@ def test_a_damaged_model_is_refused_and_nothing_is_written(folder, tmp_path, dam
         copy_model(folder / "step-00000002", target)
     assert target.read_text() == "from before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoints/a.safetensors", "../run/a"])
+def test_a_file_in_the_run_folder_is_no_target_however_it_is_named(tmp_path, name):
+    run, link = tmp_path / "run", tmp_path / "link"
+    (run / "checkpoints").mkdir(parents=True)
+    link.symlink_to(run)
+    for target in (run / name, link / name):
+        with pytest.raises(SpecError, match=r"lies in the run folder .*Name a file elsewhere\."):
+            check_target(target, run, "")
+    check_target(tmp_path / "run.safetensors", run, "")
+
+
+@pytest.mark.parametrize("start", ["start.safetensors", "."])
+def test_what_a_model_started_from_is_no_target(tmp_path, start):
+    given = tmp_path / "given"
+    given.mkdir()
+    target = tmp_path / "gone" / ".." / "given" / "start.safetensors"
+    with pytest.raises(SpecError, match=r"from which the model of .* started"):
+        check_target(target, tmp_path / "run", str(given / start))
+    check_target(tmp_path / "other.safetensors", tmp_path / "run", str(given / start))
 
 
 def test_it_takes_no_torch():
