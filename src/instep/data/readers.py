@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from instep.data.cpu_clock import cpu_clock
 from instep.data.fetch import Slice
+from instep.data.threads import can_be_asked, cpu_clock
 
 Work = Callable[[Slice], Any]
 
@@ -70,6 +70,7 @@ class Ahead:
 
     def _begin(self) -> None:
         self._clock = cpu_clock()
+        can_be_asked()
 
     @property
     def cpu_s(self) -> float:

@@ -17,7 +17,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
+from instep.data.threads import ASK_READER
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
@@ -39,7 +40,14 @@ from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
 from instep.run.processes import Watched, has_ended, machine
 from instep.run.resume import go_back
-from instep.run.stacks import ASK, deepest_line, is_whole, last_stack, stack_file
+from instep.run.stacks import (
+    ASK,
+    deepest_line,
+    is_whole,
+    last_stack,
+    stack_file,
+    waits_for_reader,
+)
 from instep.run.stop_rules import Rules, recorded
 from instep.run.watch import FLOOR_S, Hang, Watch
 from instep.spec import JobSpec, as_table
@@ -69,6 +77,18 @@ class Outcome(Exception):
     def __init__(self, finish: mind.Finish, blame: mind.Blame | None) -> None:
         super().__init__(finish.outcome)
         self.finish, self.blame = finish, blame
+
+
+@dataclass
+class _Asked:
+    """A worker that was asked where it stands."""
+
+    until: float
+    since_bytes: int
+    """Of its log, when it was."""
+    hung: mind.Hung
+    told: int = 0
+    """Length of its answer when the thread that reads was asked too; 0 before."""
 
 
 class Master:
@@ -118,7 +138,7 @@ class Master:
         self._last_step: dict[int, int] = {}
         self._ready: set[int] = set()
         self._began = False  # whether all were ready at one time
-        self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
+        self._asked: dict[int, _Asked] = {}
         self._seen_ended: dict[int, float] = {}
         self._last_begin: dict[int, float] = {}
         self._written: deque[str] = deque(maxlen=_REMEMBERED)
@@ -669,16 +689,21 @@ class Master:
             seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._think(mind.Stuck(self._state.generation, seconds))
-        for worker, (until, since_bytes, _) in list(self._asked.items()):
-            if now > until or is_whole(last_stack(stack_file(self._run, worker), since_bytes)):
+        for worker, asked in list(self._asked.items()):
+            stack = last_stack(stack_file(self._run, worker), asked.since_bytes)
+            whole = is_whole(stack) and len(stack) > asked.told
+            if whole and not asked.told and waits_for_reader(stack):
+                asked.told = len(stack)
+                self._processes[worker].signal(ASK_READER)
+            elif whole or now > asked.until:
                 self._tell_hung(worker)
 
     def _tell_hung(self, worker: int) -> None:
         """What is known of a worker that was asked where it stands."""
         if worker in self._asked:
-            _, since_bytes, hung = self._asked.pop(worker)
-            stack = last_stack(stack_file(self._run, worker), since_bytes)
-            self._think(replace(hung, where=deepest_line(stack)))
+            asked = self._asked.pop(worker)
+            stack = last_stack(stack_file(self._run, worker), asked.since_bytes)
+            self._think(replace(asked.hung, where=deepest_line(stack)))
 
     def _is_stopped(self, worker: int) -> bool:
         return worker in self._processes and self._processes[worker].stopped
@@ -693,7 +718,7 @@ class Master:
         file = stack_file(self._run, hang.worker)
         size = file.stat().st_size if file.exists() else 0
         hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
-        self._asked[hang.worker] = now + LAST_WORD_S, size, hung
+        self._asked[hang.worker] = _Asked(now + LAST_WORD_S, size, hung)
         process = self._processes[hang.worker]
         process.signal(ASK)
         process.signal(signal.SIGCONT)

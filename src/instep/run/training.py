@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from instep.comm.messages import Pulse
-from instep.data.cpu_clock import cpu_clock
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position
+from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard

@@ -10,8 +10,17 @@ from contextlib import contextmanager
 
 import pytest
 
+from instep.data.threads import ASK_READER
 from instep.run.processes import Watched
-from instep.run.stacks import ASK, deepest_line, is_whole, last_stack, send, stack_file
+from instep.run.stacks import (
+    ASK,
+    deepest_line,
+    is_whole,
+    last_stack,
+    send,
+    stack_file,
+    waits_for_reader,
+)
 
 PATIENCE_S = 30.0
 
@@ -69,11 +78,51 @@ def test_of_a_process_that_was_stopped_the_first_thread_answers_each_time(tmp_pa
         watched.close()
 
 
+READS = """
+import sys, threading, time
+from instep.run.stacks import tell_when_asked
+
+tell_when_asked()
+from instep.data.readers import Ahead
+
+def endless(part):
+    print("ready", flush=True)
+    while True:
+        pass
+
+def wakes():
+    while True:
+        time.sleep(0.001)
+
+for _ in range(6):
+    threading.Thread(target=wakes, daemon=True).start()
+reader = Ahead(endless)
+reader.take(reader.submit(None))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="signals of Linux")
+def test_where_the_first_thread_waits_for_a_read_the_reading_thread_tells_its_line(tmp_path):
+    with standing(tmp_path, program=READS) as (process, log):
+        watched = Watched(process.pid)
+        for _ in range(4):
+            size = log.stat().st_size
+            watched.signal(ASK)
+            until(lambda: is_whole(last_stack(log, size)))  # noqa: B023
+            assert waits_for_reader(last_stack(log, size))
+            first = log.stat().st_size
+            watched.signal(ASK_READER)
+            until(lambda: is_whole(last_stack(log, first)))  # noqa: B023
+            told = deepest_line(last_stack(log, first))  # of the two, the first is ours too
+            assert re.fullmatch(r"stuck\.py:1[012] in endless", told)
+        watched.close()
+
+
 @contextmanager
-def standing(folder, hang, *, threads=1):
+def standing(folder, hang="", *, threads=1, program=PROGRAM):
     """A program that hangs, with threads that wake up now and then; and its log."""
     file = folder / "stuck.py"
-    file.write_text(PROGRAM.format(hang=hang, threads=threads))
+    file.write_text(program.format(hang=hang, threads=threads))
     log = stack_file(folder, 3)
     log.parent.mkdir()
     log.write_bytes(b"printed before\n")

@@ -1,14 +1,23 @@
-"""How long processors have been busy with one thread, to be asked by another.
+"""What others can learn of one thread: for how long processors were busy with it, where it stands.
 
 Who only waits uses no processor, however long it takes; who loops does. What
-follows from that is not known here. Way in: `cpu_clock`.
+follows from that is not known here. Way in: `cpu_clock`, `can_be_asked`.
 """
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
+
+ASK_READER = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""A signal that asks the thread which reads data where it stands (`run/stacks.py`)."""
+
+
+def can_be_asked() -> None:
+    """Have the thread that calls this be the one that the signal reaches: others block it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_READER])
 
 
 def cpu_clock() -> Callable[[], float]:
