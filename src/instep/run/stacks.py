@@ -42,7 +42,8 @@ def tell_when_asked() -> None:
 
     To be called before there is a second thread.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, [ASK_READER])  # the others inherit that
+    if ASK_READER != ASK:  # as where there are real-time signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, [ASK_READER])  # the others inherit that
     for number in {ASK, ASK_READER}:
         faulthandler.register(int(number), file=2, all_threads=False, chain=False)
 

@@ -144,7 +144,8 @@ class Watch:
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
                 _raise_to(self._stretches, before.phase, now - seen.since)
-                _raise_to(self._busy, before.phase, seen.busy_s)
+                if seen.steps:  # the first read of a process may open what all others use
+                    _raise_to(self._busy, before.phase, seen.busy_s)
             seen.since, seen.cpu_s = now, pulse.cpu_s
         seen.pulse = pulse
 

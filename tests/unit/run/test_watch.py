@@ -138,6 +138,21 @@ def test_a_sample_that_takes_long_now_and_then_is_learnt():
     assert shown.hangs() == [(1, "loading")]
 
 
+def test_the_first_read_of_a_process_says_nothing_of_the_others():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now)
+    shown.goes_on(1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(10.0), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.watch.commits(1, 1, 0.05)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "loading")]
+
+
 def test_a_read_that_stalled_for_long_makes_no_loop_last_longer():
     shown = Shown(0, 1)
     shown.at(1, "loading")
