@@ -16,6 +16,7 @@ from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undis
 
 from instep.data.choose import cores
 from instep.events import STEPS, read_records
+from instep.run.watch import UNKNOWN_S
 
 pytestmark = pytest.mark.process
 
@@ -236,23 +237,47 @@ def test_the_only_worker_gets_notice_and_the_run_goes_on_with_another(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
-@pytest.mark.parametrize("how", ["loops", "holds"])
-def test_a_worker_that_hangs_in_its_own_code_is_named_with_the_line_and_replaced(
-    start: Start, tmp_path: Path, how: str
-) -> None:
-    job = tmp_path / "job.toml"
-    once = tmp_path / "once"
+def hanging(start: Start, folder: Path, how: str, once: Path) -> Started:
+    job = folder / "job.toml"
     job.write_text(
         f'name = "disturbed"\nrecipe = "{RECIPES / "hangs_once.py"}:recipe"\nworkers = 2\n'
         '[train]\nsteps = 200\nglobal_batch = 16\nmerge = "never"\n'
         f'[arguments]\nhow = "{how}"\nonce = "{once}"\n'
     )
-    program = start("-m", "instep", "run", job)
+    return start("-m", "instep", "run", job)
+
+
+@pytest.mark.parametrize("how", ["loops", "holds", "reads"])
+def test_a_worker_that_hangs_in_its_own_code_is_named_with_the_line_and_replaced(
+    start: Start, tmp_path: Path, how: str
+) -> None:
+    program = hanging(start, tmp_path, how, tmp_path / "once")
     assert program.end() == 0, program.stderr
     (hung,) = program.events("worker_hung")
-    assert hung["phase"] == "forward"
+    assert hung["phase"] == ("loading" if how == "reads" else "forward")
+    assert hung["how"].startswith("got nothing done" if how != "holds" else "gave no sign of life")
+    assert float(hung["how"].split()[-2]) < UNKNOWN_S
     assert "hangs_once.py:" in hung["where"]
-    assert f"in {how}" in hung["where"]
+    assert f"in {'loops' if how == 'reads' else how}" in hung["where"]
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    program.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("how", ["is_stopped", pytest.param("holds_early", marks=pytest.mark.slow)])
+def test_a_replacement_that_hangs_while_it_gets_ready_is_replaced_too(
+    start: Start, tmp_path: Path, how: str
+) -> None:
+    once = tmp_path / "once"
+    once.touch()
+    program = hanging(start, tmp_path, how, once)
+    program.until(program.is_training, "training")
+    once.unlink()
+    kill(newest_pids(program)[1])
+    assert program.end() == 0, program.stderr
+    (hung,) = program.events("worker_hung")
+    assert (hung["worker"], hung["phase"]) == (1, "recipe")
+    assert hung["how"].startswith("gave no sign of life for")
+    assert "hangs_once.py:" in hung["where"]
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     program.check_nothing_is_left()
 

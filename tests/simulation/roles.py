@@ -51,7 +51,7 @@ class SimulatedTie(Tie):
     def __init__(self, world: World, owner: Process, hello: Hello) -> None:
         super().__init__(At(world.listener, owner), hello)  # type: ignore[arg-type]
 
-    def listens(self) -> None:
+    def shows_itself(self) -> None:
         """From now on what arrives is taken in while the process is busy."""
         self._thread = True  # type: ignore[assignment]
 
@@ -145,6 +145,11 @@ class _Watched:
         process = self.world.processes.get(self.pid)
         return process is None or not process.alive
 
+    @property
+    def stopped(self) -> bool:
+        process = self.world.processes.get(self.pid)
+        return process is not None and process.alive and process.stopped
+
     def signal(self, number: int) -> None:
         self.world.takes_effect()
         process = self.world.processes.get(self.pid)
@@ -200,7 +205,7 @@ def staged(world: World) -> Generator[None, None, None]:
         "as_table": lambda job: {},
         "spec_file": spec_file,
         "stack_file": lambda run, worker: _File(world),
-        "last_stack": lambda file, since_bytes: "a stack\n",
+        "last_stack": lambda file, since_bytes: '  File "x.py", line 1 in <module>\n',
         "has_ended": lambda pid: not world.processes[pid].alive,
         "go_back": lambda run, job: world.goes_back(),
     }

@@ -51,7 +51,7 @@ class Worker(Process):
         super().__init__(world.engine, pid, f"worker-{number}")
         self.number, self._world, self._truth = number, world, world.truth
         self.phase, self._step, self._progress = "building", 0, 0
-        self._listening = self._leaving = False
+        self._listening = self._leaving = self.built = False
         self.form: m.Form | None = None
         self._next: m.Form | None = None
         self._stop = ""
@@ -163,6 +163,9 @@ class Worker(Process):
         if isinstance(answer, m.Refused):
             return 5
         self.tie.lasting = answer.recovers
+        self.tie.shows_itself()
+        self._listening = True
+        self._beat()
         try:
             yield self.engine.between(0.02, 0.2)  # recipe and model
             yield from self._regroup()
@@ -179,9 +182,7 @@ class Worker(Process):
     def _wait_for_group(self) -> Wait:
         if self.form is None:
             self.tie.send(m.Built(recovers=True))
-            self.tie.listens()
-            self._listening = True
-            self._beat()
+            self.built = True
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             answer = yield from self._wait_for(m.Form, m.Release)

@@ -181,7 +181,7 @@ class World:
     def told_to_form(self, process: Process, form: m.Form) -> None:
         """A worker is told to form a group."""
         assert isinstance(process, Worker)
-        if not process.shows_itself:
+        if not process.built:
             raise Violation(f"{process} is told to form a group, and is not built")
         self.truth.form(process.number, process, form)
 

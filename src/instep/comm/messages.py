@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 """Of the messages below; both ends of a channel must have the same."""
 
 
@@ -173,6 +173,9 @@ class Pulse(Message, frozen=True):
     phase: str = ""
     progress: int = 0
     """Grows with everything it gets done: passes, gradients, batches."""
+    cpu_s: float = 0.0
+    """Seconds that a processor has spent on its computing and reading so far; 0.0 where the
+    system does not tell."""
     number: int = 0
     """Counts the pulses of a process."""
 

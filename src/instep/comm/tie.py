@@ -30,7 +30,8 @@ PULSE_S = 0.2
 
 LEASE_S = 1.0
 """How long after a pulse that the master has answered it surely counts with its sender; less
-than `watch.FLOOR_S`, after which it may go on without it."""
+than `watch.FLOOR_S`, after which it may go on without it. The difference is what two clocks,
+and a process that is late between the check and the write, may be apart."""
 
 CALL_S = 1.0
 """How often another call is tried where none is answered."""
@@ -66,7 +67,7 @@ class Tie:
         self._arrived = threading.Condition(self._lock)
         self._gone: PeerError | None = None
         self._thread: threading.Thread | None = None
-        self._closed = self._welcomed = False
+        self._closed = self._welcomed = self._still = False
         self._dropped = 0  # messages of this connection that are no longer kept
         self._lease_s: float | None = None
         self._answered_at = 0.0  # when the newest pulse that was answered was sent
@@ -271,13 +272,25 @@ class Tie:
         )
         self._thread.start()
 
+    @property
+    def listens(self) -> bool:
+        """Whether a thread listens."""
+        return self._thread is not None
+
+    def fall_silent(self) -> None:
+        """End what `listen` began: from now on whoever receives listens. Takes up to a pulse."""
+        if self._thread is not None:
+            self._still = True
+            self._thread.join()
+            self._thread, self._still = None, False
+
     def _listen(
         self,
         pulse: Callable[[], Pulse],
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None],
     ) -> None:
-        while not self._closed and self._gone is None:
+        while not self._closed and not self._still and self._gone is None:
             self.show(pulse)
             for message in self._take_in(PULSE_S):
                 on_arrival(message)

@@ -70,12 +70,22 @@ class Loader:
         )
         self.mode, self.why, self._pool = choose(self._fetch, processes)
         self._open: WeakSet[Generator[Any]] = WeakSet()
+        self._ahead: Ahead | None = None  # the newest
         self._closed = False
 
     @property
     def samples(self) -> int:
         """Length of the dataset."""
         return self._fetch.samples
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds that the thread which reads ahead has used; may be asked by any thread.
+
+        0.0 where the slices are read by the thread that takes them, or by processes.
+        """
+        ahead = self._ahead
+        return ahead.cpu_s if ahead is not None else 0.0
 
     @property
     def pids(self) -> list[int]:
@@ -129,11 +139,10 @@ class Loader:
     def _reader(self) -> Reader:
         if self._pool:
             return self._pool
-        return (
-            Ahead(self._fetch)
-            if self.mode == "ahead"
-            else Inline(self._fetch.keeping if self._fetch.draws else self._fetch)
-        )
+        if self.mode == "ahead":
+            self._ahead = Ahead(self._fetch)
+            return self._ahead
+        return Inline(self._fetch.keeping if self._fetch.draws else self._fetch)
 
 
 def _taken(reader: Reader, part: Slice, ticket: Any) -> Read:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from instep.data.fetch import Slice
+from instep.data.threads import can_be_asked, cpu_clock
 
 Work = Callable[[Slice], Any]
 
@@ -62,7 +63,19 @@ class Ahead:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="instep-loader")
+        self._clock: Callable[[], float] = lambda: 0.0
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="instep-loader", initializer=self._begin
+        )
+
+    def _begin(self) -> None:
+        self._clock = cpu_clock()
+        can_be_asked()
+
+    @property
+    def cpu_s(self) -> float:
+        """What its thread has used so far; may be asked by any thread."""
+        return self._clock()
 
     def submit(self, part: Slice) -> Future[Any]:
         return self._thread.submit(self._work, part)

@@ -47,6 +47,10 @@ class Process(Protocol):
     def ended(self) -> bool:
         """Whether it has ended, as far as can be seen."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped, as by SIGSTOP, as far as can be seen."""
+
     def signal(self, number: int) -> None:
         """Send it a signal, if it can be reached."""
 
@@ -264,6 +268,11 @@ class Far:
     @property
     def ended(self) -> bool:
         """Its host tells."""
+        return False
+
+    @property
+    def stopped(self) -> bool:
+        """Nobody tells."""
         return False
 
     def signal(self, number: int) -> None:

@@ -17,7 +17,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
+from instep.data.threads import ASK_READER
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
@@ -39,7 +40,14 @@ from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
 from instep.run.processes import Watched, has_ended, machine
 from instep.run.resume import go_back
-from instep.run.stacks import ASK, deepest_line, last_stack, stack_file
+from instep.run.stacks import (
+    ASK,
+    deepest_line,
+    is_whole,
+    last_stack,
+    stack_file,
+    waits_for_reader,
+)
 from instep.run.stop_rules import Fired, Rules, recorded
 from instep.run.watch import FLOOR_S, Hang, Watch
 from instep.spec import JobSpec, as_table
@@ -59,6 +67,9 @@ RETRY_S = 4.0
 LAST_WORD_S = 0.4
 """How long a process that hangs may take to tell where it stands."""
 
+ASKED_TICK_S = 0.01
+"""How often the master looks for that."""
+
 
 class Outcome(Exception):
     """How a run ended; raised inside the shell to leave its loop, returned by `serve`."""
@@ -66,6 +77,18 @@ class Outcome(Exception):
     def __init__(self, finish: mind.Finish, blame: mind.Blame | None) -> None:
         super().__init__(finish.outcome)
         self.finish, self.blame = finish, blame
+
+
+@dataclass
+class _Asked:
+    """A worker that was asked where it stands."""
+
+    until: float
+    since_bytes: int
+    """Of its log, when it was."""
+    hung: mind.Hung
+    told: int = 0
+    """Length of its answer when the thread that reads was asked too; 0 before."""
 
 
 class Master:
@@ -115,7 +138,7 @@ class Master:
         self._last_step: dict[int, int] = {}
         self._ready: set[int] = set()
         self._began = False  # whether all were ready at one time
-        self._asked: dict[int, tuple[float, int, mind.Hung]] = {}  # who was asked where it stands
+        self._asked: dict[int, _Asked] = {}
         self._seen_ended: dict[int, float] = {}
         self._last_begin: dict[int, float] = {}
         self._written: deque[str] = deque(maxlen=_REMEMBERED)
@@ -221,7 +244,7 @@ class Master:
         return next(found, None)
 
     def _turn(self) -> None:
-        for peer, message in self._hub.receive(TICK_S):
+        for peer, message in self._hub.receive(ASKED_TICK_S if self._asked else TICK_S):
             if message is None:
                 self._hung_up(peer)
             elif isinstance(message, m.Hello):
@@ -308,9 +331,8 @@ class Master:
         same = known is not None and known.pid == hello.pid and isinstance(known, Far) == far
         if self._hosted and not same:
             self._watch_process(number, hello.pid, hello.host, far=far)
+        self._watch.begins(number, time.monotonic(), ready=number in state.built)
         if number in state.joined:
-            if number in state.built:  # it shows itself
-                self._watch.begins(number, time.monotonic())
             self._think(mind.Attached(number, hello.generation or 0))
             if self._hosts.several and number in set(state.members) - state.inside:
                 # what it had asked the others' group for was answered on a connection now lost
@@ -542,6 +564,7 @@ class Master:
             self._peers.pop(worker, None)
         if process is not None:
             self._processes.pop(worker).close()
+        self._tell_hung(worker)  # it may have crashed when it was asked
         for known in (self._asked, self._seen_ended, self._absent, self._pulsed, self._places):
             known.pop(worker, None)
         self._watch.leaves(worker)
@@ -619,9 +642,9 @@ class Master:
     def _watch_far(self, worker: int, process: Far, now: float) -> None:
         heard, pulse = self._pulsed.setdefault(worker, (now, None))
         silent_s = now - heard
-        if pulse is not None:
+        if pulse is not None and worker in self._state.built:
             silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
-        else:  # it says nothing while it gets ready
+        else:  # an import may hold the interpreter's lock
             silent = self._hosts.is_gone(process.host)
         if worker in self._state.holders and not self._holder_beside(worker, now):
             silent &= silent_s > LAST_S
@@ -662,19 +685,33 @@ class Master:
             return
         now = time.monotonic()
         self._watch.turn(now)
-        if self._state.phase == "training":
+        if self._state.phase in ("gathering", "training"):
             often = {w: n for w, (step, n) in self._state.hangs.items() if step >= self._committed}
-            for hang in self._watch.hangs(now, often):
+            for hang in self._watch.hangs(now, often, self._is_stopped):
                 if hang.worker in self._processes and hang.worker not in self._asked:
                     self._look_into(hang, now)
+        if self._state.phase == "training":
             seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._think(mind.Stuck(self._state.generation, seconds))
-        for worker, (until, since_bytes, hung) in list(self._asked.items()):
-            stack = last_stack(stack_file(self._run, worker), since_bytes)
-            if stack.endswith("\n") or now > until:
-                self._asked.pop(worker)
-                self._think(replace(hung, where=deepest_line(stack)))
+        for worker, asked in list(self._asked.items()):
+            stack = last_stack(stack_file(self._run, worker), asked.since_bytes)
+            whole = is_whole(stack) and len(stack) > asked.told
+            if whole and not asked.told and waits_for_reader(stack):
+                asked.told = len(stack)
+                self._processes[worker].signal(ASK_READER)
+            elif whole or now > asked.until:
+                self._tell_hung(worker)
+
+    def _tell_hung(self, worker: int) -> None:
+        """What is known of a worker that was asked where it stands."""
+        if worker in self._asked:
+            asked = self._asked.pop(worker)
+            stack = last_stack(stack_file(self._run, worker), asked.since_bytes)
+            self._think(replace(asked.hung, where=deepest_line(stack)))
+
+    def _is_stopped(self, worker: int) -> bool:
+        return worker in self._processes and self._processes[worker].stopped
 
     def _look_into(self, hang: Hang, now: float) -> None:
         process = self._processes[hang.worker]
@@ -686,7 +723,7 @@ class Master:
         file = stack_file(self._run, hang.worker)
         size = file.stat().st_size if file.exists() else 0
         hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
-        self._asked[hang.worker] = now + LAST_WORD_S, size, hung
+        self._asked[hang.worker] = _Asked(now + LAST_WORD_S, size, hung)
         process = self._processes[hang.worker]
         process.signal(ASK)
         process.signal(signal.SIGCONT)
@@ -734,7 +771,7 @@ class Master:
         if worker not in self._peers:
             return  # it will be told when it calls again
         if isinstance(message, m.Form):
-            self._watch.begins(worker, time.monotonic())
+            self._watch.forms(worker, time.monotonic())
         elif isinstance(message, m.Release):
             self._watch.leaves(worker)
         self._hub.send(self._peers[worker], message)

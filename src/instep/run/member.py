@@ -97,6 +97,8 @@ class Member:
         self.recovers, self.complete = welcome.recovers, welcome.complete
         self._tie.lasting = welcome.recovers
         self.form: Form | None = None
+        self.phase = "recipe"
+        """What this worker is at while it gets ready."""
         self.at: Callable[[], Pulse] | None = None
         """What this worker is doing; told to the master while it trains."""
         self.interrupt: Callable[[], None] = lambda: None
@@ -114,6 +116,18 @@ class Member:
         self._steps: list[tuple[Any, ...]] = []
         self._flushed = self._metered = time.monotonic()
 
+    def show_itself(self) -> None:
+        """Tell the master from now on that this process lives, though it is not ready yet.
+
+        The thread that does so exists while loader processes are forked: it has no lock
+        that they use.
+        """
+        if self.recovers:
+            self._tie.listen(self._pulse, self._arrived, self._lapsed)
+
+    def _pulse(self) -> Pulse:
+        return self.at() if self.at is not None else Pulse(phase=self.phase)
+
     def wait_for_group(self) -> Form:
         """The members of the next generation, once all have come.
 
@@ -122,10 +136,13 @@ class Member:
         """
         if self.form is None:
             self._tie.send(Built(recovers=self.recovers))
-            if self.at is not None and self.recovers:
+            if self.at is None or not self.recovers:
+                self._tie.fall_silent()
+            else:
                 if self.job.launch.hosts:
                     self._tie.keep()
-                self._tie.listen(self.at, self._arrived, self._lapsed)
+                if not self._tie.listens:
+                    self._tie.listen(self._pulse, self._arrived, self._lapsed)
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             answer = self._tie.wait_for(Form, Release)

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from instep.run.stacks import ASK, send
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -141,13 +143,22 @@ class Watched:
             pass
         return False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped, as by SIGSTOP, and has not gone on; False where nobody tells."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def signal(self, number: int) -> None:
         """Send it a signal, if it lives."""
         with suppress(ProcessLookupError, PermissionError):
-            if self._handle >= 0:
+            if self._handle >= 0 and number != ASK:
                 signal.pidfd_send_signal(self._handle, number)
-            else:
-                os.kill(self.pid, number)
+            elif not self.ended:
+                send(self.pid, number)
 
     def close(self) -> None:
         """Let go of the handle; a second call does nothing."""

@@ -20,6 +20,7 @@ import torch
 from instep.comm.messages import Pulse
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position
+from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
@@ -80,10 +81,11 @@ class Training:
         fresh = member.checkpoint is None  # else it has what the model is by now
         built = build(recipe, self.job.seed, device, self.last_step, self.job.start, load=fresh)
         self._built = built
-        self._loader = self._make_loader(recipe.train, train=True)  # forks before threads exist
+        self._loader = self._make_loader(recipe.train, train=True)  # forks before groups exist
         self._validation = (
             self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
         )
+        self._loaders = [self._loader, *([self._validation] if self._validation else [])]
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._update = Update(
             built.optimizer,
@@ -133,6 +135,7 @@ class Training:
         """
         began = time.time()
         self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
+        self._clock = cpu_clock()
         self.member.at, self.member.interrupt = self._pulse, self._interrupt
         self.member.hold = self._hold
         self._standing.merging = self._try_merging()
@@ -157,7 +160,12 @@ class Training:
         """What this worker is at; asked for by another thread."""
         replica = self._replica
         taken = replica.strategy.progress if replica is not None else 0
-        return Pulse(step=self.step, phase=self.phase, progress=self._forward.batches + taken)
+        return Pulse(
+            step=self.step,
+            phase=self.phase,
+            progress=self._forward.batches + taken,
+            cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
+        )
 
     def _waits(self) -> None:
         """From here on this worker can only wait for others."""

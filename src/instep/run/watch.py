@@ -1,29 +1,34 @@
 """Who hangs: learnt from what workers show of themselves, with no limit set by anybody.
 
-A worker that computes tells a few times a second what it is at and how much
-it has got done. It hangs when it falls silent (stopped, or held inside native
-code), or when it goes on talking and gets nothing done (an endless loop, a
-read that never ends). How long is too long follows from how long steps take,
-and from how long the same thing took before. Who waits for others, or for a
-disk, does not hang. Pure: times are given, and nothing is done about anybody.
+A worker that computes tells a few times a second what it is at, how much it
+has got done, and for how long a processor was busy with it. It hangs when it
+falls silent (stopped, or held inside native code), or when it goes on talking
+and gets nothing done (an endless loop, a read that never ends). How long is
+too long follows from how long steps take, and from how long the same thing
+took before. Who waits for others, or for a disk, does not hang; a read that
+keeps a processor busy does not wait for a disk. Pure: times are given, and
+nothing is done about anybody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from instep.comm.messages import Pulse
 
-FLOOR_S = 1.4
-"""Nobody hangs before; with the replacement a run stands still for less than 2 s."""
+FLOOR_S = 1.2
+"""Nobody hangs before; with the replacement a run stands still for less than 2 s. More than
+`tie.LEASE_S`, after which who is cut off commits nothing."""
 
 STEPS = 2.5
 """How many learnt step times may pass without anything getting done."""
 
 UNKNOWN_S = 30.0
-"""How long something may take that this run has not seen the end of."""
+"""How long something may take that this run has not seen the end of, a read may stall, and a
+process may be silent that gets ready: an import may hold the interpreter's lock for long."""
 
 WAITING = frozenset(["joining", "exchange", "saving", "waiting"])
 """What a worker is at while it can do nothing, and is not to blame."""
@@ -31,17 +36,38 @@ WAITING = frozenset(["joining", "exchange", "saving", "waiting"])
 OF_A_STEP = frozenset(["forward", "backward", "update"])
 """What a worker is at in every step, and computes. A read is not among them: a store may stall."""
 
+READING = "loading"
+"""What a worker is at in every step, and may wait in."""
+
+BUSY = 0.25
+"""Who has a processor for a smaller share of the time rather waits; others may be using it too."""
+
 _UNHEARD = Pulse(step=0, phase="joining", progress=0)
 """Who was told to form a group, and has not been heard since."""
 
+_GETTING_READY = Pulse(phase="recipe")
+"""Who has introduced itself, and has not been heard since."""
+
 FORGET = 0.98
 """How the longest stretch that was seen fades with each step that is committed."""
+
+FORGET_BUSY = 0.9995
+"""The same, of the longest for which a processor was busy: one slow sample in a thousand stays."""
 
 
 def away_s(before: float | None, now: float) -> float:
     """How long whoever looks on was away itself since it looked last; 0.0 for a moment."""
     gap_s = now - before if before is not None else 0.0
     return gap_s if gap_s > FLOOR_S / 4 else 0.0
+
+
+def _done(pulse: Pulse) -> tuple[int, str, int]:
+    """What changes where something gets done."""
+    return pulse.step, pulse.phase, pulse.progress
+
+
+def _raise_to(longest: dict[str, float], phase: str, seconds: float) -> None:
+    longest[phase] = max(longest.get(phase, 0.0), seconds)
 
 
 class Hang(NamedTuple):
@@ -62,8 +88,17 @@ class _Seen:
     since: float
     """When it got something done last, as far as is known."""
     pulse: Pulse | None = None
+    cpu_s: float = 0.0
+    """What it had used when it got something done last."""
     steps: int = 0
     """That its process has committed."""
+    ready: bool = True
+    """Whether it has all that it needs but the others."""
+
+    @property
+    def busy_s(self) -> float:
+        """How long a processor has been busy with it since it got something done last."""
+        return max(0.0, self.pulse.cpu_s - self.cpu_s) if self.pulse else 0.0
 
 
 @dataclass
@@ -73,6 +108,7 @@ class Watch:
     step_s: float | None = None
     """How long a step takes, all told; None before there was one."""
     _stretches: dict[str, float] = field(default_factory=dict)
+    _busy: dict[str, float] = field(default_factory=dict)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _now: float | None = None
 
@@ -84,9 +120,14 @@ class Watch:
             seen.heard += away
             seen.since += away
 
-    def begins(self, worker: int, now: float) -> None:
-        """A worker shows itself from now on."""
-        self._seen[worker] = _Seen(now, now)
+    def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
+        """A worker shows itself from now on; one that gets ready takes as long as it takes."""
+        self._seen[worker] = _Seen(now, now, ready=ready)
+
+    def forms(self, worker: int, now: float) -> None:
+        """A worker was told to form a group; when it was heard last stays what it was."""
+        before = self._seen.get(worker, _Seen(now, now))
+        self._seen[worker] = _Seen(before.heard, now, cpu_s=before.cpu_s, steps=before.steps)
 
     def leaves(self, worker: int) -> None:
         """Nothing more is expected of a worker."""
@@ -99,59 +140,76 @@ class Watch:
             return
         seen.heard = now
         before = seen.pulse
-        seen.pulse = pulse
-        if before is None or before != pulse:
+        if before is None or _done(before) != _done(pulse):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
-                longest = max(self._stretches.get(before.phase, 0.0), now - seen.since)
-                self._stretches[before.phase] = longest
-            seen.since = now
+                _raise_to(self._stretches, before.phase, now - seen.since)
+                if seen.steps:  # the first read of a process may open what all others use
+                    _raise_to(self._busy, before.phase, seen.busy_s)
+            seen.since, seen.cpu_s = now, pulse.cpu_s
+        seen.pulse = pulse
 
     def commits(self, worker: int, steps: int, seconds: float) -> None:
         """A worker has committed so many steps, of so many seconds each."""
         self.step_s = seconds if self.step_s is None else 0.8 * self.step_s + 0.2 * seconds
-        fade = FORGET**steps
+        fade, slowly = FORGET**steps, FORGET_BUSY**steps
         self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
+        self._busy = {phase: s * slowly for phase, s in self._busy.items()}
         if worker in self._seen:
             self._seen[worker].steps += steps
 
-    def limit_s(self, worker: int, times: int = 0) -> float:
+    def limit_s(self, worker: int, now: float, times: int = 0) -> float:
         """How long a worker may get nothing done, where it was lost so often already."""
         seen = self._seen[worker]
         phase = seen.pulse.phase if seen.pulse else ""
-        stretch = self._stretches.get(phase, 0.0)
-        known = phase in OF_A_STEP or phase in self._stretches
+        computes = phase in OF_A_STEP
+        stretch = (self._stretches if computes else self._busy).get(phase, 0.0)
+        known = computes or phase == READING or phase in self._busy
         usual = STEPS * max(self.step_s or 0.0, stretch)
         usual = max(usual, FLOOR_S if known and self.step_s and seen.steps else UNKNOWN_S)
+        if not computes and seen.busy_s < max(usual * 2**times / 2, BUSY * (now - seen.since)):
+            usual = max(UNKNOWN_S, usual, STEPS * self._stretches.get(phase, 0.0))
         return float(usual * 2**times)
 
-    def hangs(self, now: float, times: dict[int, int]) -> list[Hang]:
+    def hangs(
+        self,
+        now: float,
+        times: dict[int, int],
+        is_stopped: Callable[[int], bool] = lambda worker: False,
+    ) -> list[Hang]:
         """Who hangs.
 
         Args:
             now: seconds, on the clock of the rest.
             times: how often each worker was lost at this very place.
+            is_stopped: whether the system knows that a worker's process does not run; asked
+                about one that is silent while it gets ready.
         """
         found: list[Hang] = []
         excused: list[Hang] = []  # where all stand still at once, as a rule it is none of them
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
             silent, idle = now - seen.heard, now - seen.since
-            at = seen.pulse or _UNHEARD
-            if silent > self._silence_s(often):
+            at = seen.pulse or (_UNHEARD if seen.ready else _GETTING_READY)
+            if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how, among = f"gave no sign of life for {silent:.1f} s", found
-            elif at.phase not in WAITING and idle > self.limit_s(worker, often):
+            elif seen.ready and at.phase not in WAITING and idle > self.limit_s(worker, now, often):
                 how = f"got nothing done for {idle:.1f} s"
                 among = found if idle > UNKNOWN_S else excused
             else:
                 continue
             among.append(Hang(worker, at.step, at.phase, how))
-        everybody = len(found) + len(excused) == len(self._seen)
-        return found if everybody else sorted([*found, *excused])
+        all_of_them = sorted([*found, *excused])
+        blamed = {hang.worker for hang in all_of_them}
+        ready = {worker for worker, seen in self._seen.items() if seen.ready}
+        return found if ready <= blamed else all_of_them
 
-    def _silence_s(self, times: int) -> float:
+    def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:
+        """Whether seconds without a sign are too many."""
         usual = UNKNOWN_S / 3 if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)
-        return float(usual * 2**times)
+        if seconds <= usual:
+            return False
+        return seen.ready or seconds > UNKNOWN_S or is_stopped()
 
     def stuck_s(self, members: Iterable[int], now: float, times: int = 0) -> float:
         """How long all members have been in one exchange that does not move; 0.0 if they are not.

@@ -33,13 +33,14 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
         The exit code of the process.
     """
     spare_prints()
+    tell_when_asked()
     try:
         member = Member(seat, number, phases)
     except PeerError as error:
         print(f"instep: {error}", file=sys.stderr)
         return error.exit_code
-    tell_when_asked()
     signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
+    member.show_itself()
     training: Training | None = None
     try:
         training = prepare(member, number)
@@ -70,6 +71,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     device = choose_device(job, local_rank)
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")
+    member.phase = "building"
     training = Training(member, recipe, device)
     training.sized = lambda size: set_threads(job.train, share(cores(), size, hosts))
     lap("build")

@@ -171,6 +171,18 @@ def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, tie, lose
     assert tie.poll() == Stop(rule="a")
 
 
+def test_one_that_falls_silent_hears_by_itself_again(masters, tie):
+    tie.listen(lambda: Pulse(step=0, phase="", progress=0), lambda _: None)
+    _, peer = masters.heard(1)
+    tie.fall_silent()
+    tie.fall_silent()
+    assert not tie.listens
+    list(masters.hub.receive(0.1))
+    masters.hub.send(peer, Stop(rule="a"))
+    assert tie.receive() == Stop(rule="a")
+    assert [m for _, m in masters.hub.receive(3 * PULSE_S) if isinstance(m, Pulse)] == []
+
+
 def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(masters, tie):
     tie.listen(lambda: Pulse(step=0, phase="", progress=0), lambda _: None)
     count, seen = 200, []

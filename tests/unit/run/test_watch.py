@@ -1,5 +1,6 @@
 """Who hangs, told from what workers show, on a clock that the test turns."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,25 +25,30 @@ class Shown:
                 self.watch.commits(worker, 10, step_s)
             self.goes_on(3)
 
-    def goes_on(self, beats, *, but=(), frozen=(), silent=()):
-        """Everybody gets something done and says so, except these."""
+    def goes_on(self, beats, *, but=(), frozen=(), silent=(), share=0.0):
+        """Everybody gets something done and says so, except these.
+
+        Who is frozen has a processor for this share of the time.
+        """
         for _ in range(beats):
             self.now += BEAT_S
             self.watch.turn(self.now)
             for worker, pulse in self.workers.items():
                 if worker in silent:
                     continue
-                if worker not in frozen and worker not in but:
-                    pulse = Pulse(step=pulse.step, phase=pulse.phase, progress=pulse.progress + 1)
-                    self.workers[worker] = pulse
+                if worker in frozen:
+                    pulse = msgspec.structs.replace(pulse, cpu_s=pulse.cpu_s + share * BEAT_S)
+                elif worker not in but:
+                    pulse = msgspec.structs.replace(pulse, progress=pulse.progress + 1)
+                self.workers[worker] = pulse
                 self.watch.hears(worker, pulse, self.now)
 
     def at(self, worker, phase):
-        before = self.workers[worker]
-        self.workers[worker] = Pulse(step=before.step, phase=phase, progress=before.progress)
+        self.workers[worker] = msgspec.structs.replace(self.workers[worker], phase=phase)
 
-    def hangs(self, times=None):
-        return [(hang.worker, hang.phase) for hang in self.watch.hangs(self.now, times or {})]
+    def hangs(self, times=None, stopped=()):
+        found = self.watch.hangs(self.now, times or {}, stopped.__contains__)
+        return [(hang.worker, hang.phase) for hang in found]
 
 
 def beats(seconds):
@@ -81,6 +87,112 @@ def test_a_read_may_stall_for_long_as_disks_do():
     assert shown.hangs() == []
     shown.goes_on(4, frozen=[1])
     assert shown.hangs() == [(1, "loading")]
+
+
+@pytest.mark.parametrize("phase", ["loading", "validation"])
+def test_a_store_may_stall_as_long_whatever_was_read_before(phase):
+    shown = Shown(0, 1)
+    for _ in range(3):  # seen, and quick
+        shown.at(1, phase)
+        shown.goes_on(2, frozen=[1], share=1.0)
+        shown.at(1, "forward")
+        shown.goes_on(2)
+    shown.at(1, phase)
+    shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[1], share=0.2)  # a client that asks again
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=[1])
+    assert shown.hangs() == [(1, phase)]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_read_that_keeps_a_processor_busy_and_gets_nothing_done_hangs(share):
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S / 2), frozen=[1], share=share)
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S / 2), frozen=[1], share=share)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_a_read_on_a_crowded_machine_is_given_what_others_use():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=0.3)
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=0.3)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_a_sample_that_takes_long_now_and_then_is_learnt():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(5.0), frozen=[1], share=1.0)
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    for worker in (0, 1):
+        shown.watch.commits(worker, 500, 0.05)
+    shown.at(1, "loading")
+    shown.goes_on(beats(6.0), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+    shown.goes_on(beats(STEPS * 5.0), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_the_first_read_of_a_process_says_nothing_of_the_others():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now)
+    shown.goes_on(1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(10.0), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.watch.commits(1, 1, 0.05)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_a_read_that_stalled_for_long_makes_no_loop_last_longer():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(20.0), frozen=[1])
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_who_gets_ready_and_says_so_may_take_as_long_as_it_takes():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now, ready=False)
+    shown.at(1, "recipe")
+    shown.goes_on(beats(10 * UNKNOWN_S), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+
+
+def test_who_gets_ready_may_be_silent_for_long_unless_it_was_stopped():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now, ready=False)
+    shown.at(1, "recipe")
+    shown.goes_on(1)
+    shown.goes_on(beats(FLOOR_S), silent=[1])
+    assert shown.hangs() == []
+    assert shown.hangs(stopped=[1]) == [(1, "recipe")]
+    shown.goes_on(beats(UNKNOWN_S - 1.5 * FLOOR_S) - 2, silent=[1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), silent=[1])
+    assert shown.hangs() == [(1, "recipe")]
+
+
+def test_one_that_was_stopped_before_a_group_formed_is_found_no_later_for_that():
+    shown = Shown(0, 1, 2)
+    shown.goes_on(beats(FLOOR_S) - 3, silent=[2])
+    for worker in (0, 1, 2):
+        shown.watch.forms(worker, shown.now)
+    shown.goes_on(3, silent=[2])
+    assert shown.hangs() == [(2, "joining")]
 
 
 def test_where_all_stand_still_at_once_nobody_is_blamed_at_first():
@@ -126,13 +238,13 @@ def test_what_the_run_has_not_seen_the_end_of_may_take_long():
 def test_how_long_a_thing_took_is_learnt():
     shown = Shown(0, 1)
     shown.at(1, "validation")
-    shown.goes_on(beats(4.0), frozen=[1])
+    shown.goes_on(beats(4.0), frozen=[1], share=1.0)
     shown.at(1, "forward")
     shown.goes_on(2)
     shown.at(1, "validation")
-    shown.goes_on(beats(4.0), frozen=[1])
+    shown.goes_on(beats(4.0), frozen=[1], share=1.0)
     assert shown.hangs() == []
-    shown.goes_on(beats(STEPS * 4.0), frozen=[1])
+    shown.goes_on(beats(STEPS * 4.0), frozen=[1], share=1.0)
     assert shown.hangs() == [(1, "validation")]
 
 

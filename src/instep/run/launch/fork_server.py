@@ -42,6 +42,7 @@ from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
 from instep.run.launch.base import END, SETTINGS, Seat
 from instep.run.processes import Watched, die_with_parent, exit_code_of, machine
+from instep.run.stacks import send
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
@@ -225,7 +226,7 @@ class Server:
         adopted = next((each for each in self._adopted.values() if each.pid == pid), None)
         for number in signals:
             if pid in self._workers:
-                os.kill(pid, number)
+                send(pid, number)
             elif adopted is not None:
                 adopted.signal(number)
             if number == signal.SIGKILL:

@@ -1,0 +1,80 @@
+"""What one thread shows of itself to another."""
+
+import threading
+import time
+from contextlib import closing
+
+import pytest
+from datasets import Plain
+
+from instep.data.loader import Loader, Slice
+from instep.data.threads import cpu_clock
+
+PATIENCE_S = 30.0
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(time, "pthread_getcpuclockid"), reason="the system does not tell"
+)
+
+
+class Doing:
+    """A thread that loops or waits, and its clock."""
+
+    def __init__(self, *, loops):
+        self.ended, self.clock, ready = threading.Event(), None, threading.Event()
+
+        def do():
+            self.clock = cpu_clock()
+            ready.set()
+            while loops and not self.ended.is_set():
+                pass
+            self.ended.wait()
+
+        self.thread = threading.Thread(target=do, daemon=True)
+        self.thread.start()
+        assert ready.wait(PATIENCE_S)
+
+    def end(self):
+        self.ended.set()
+        self.thread.join()
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_clock_of_a_thread_that_loops_goes_on_and_that_of_one_that_waits_does_not():
+    loops, waits = Doing(loops=True), Doing(loops=False)
+    until(lambda: loops.clock() > 0.3)
+    assert waits.clock() < 0.1
+    loops.end()
+    waits.end()
+
+
+def test_the_clock_of_a_thread_that_has_ended_says_nothing():
+    done = Doing(loops=False)
+    done.end()
+    until(lambda: done.clock() == 0.0)  # the kernel may need a moment
+
+
+def test_a_loader_tells_how_busy_the_thread_was_that_reads_ahead():
+    ended = threading.Event()
+
+    class Loops(Plain):
+        """Its later samples take as long as it takes."""
+
+        def __getitem__(self, index):
+            time.sleep(0.02)  # so that it is read ahead
+            while index == 99 and not ended.is_set():
+                pass
+            return super().__getitem__(index)
+
+    with closing(Loader(Loops(), seed=5, shuffle=False, processes=0)) as loader:
+        assert (loader.mode, loader.cpu_s) == ("ahead", 0.0)
+        batches = loader.load([Slice(0, 98, 99), Slice(0, 99, 100)])
+        next(batches)
+        until(lambda: loader.cpu_s > 0.3)
+        ended.set()
