@@ -54,7 +54,7 @@ class Worker(Process):
         self._listening = self._leaving = self.built = False
         self.form: m.Form | None = None
         self._next: m.Form | None = None
-        self._stop = ""
+        self._stop: m.Stop | None = None
         self._regroup_at = -1
         self._verdicts: list[m.Verdict] = []
         self._asked = self._answered = self._waiting_for = 0
@@ -120,8 +120,8 @@ class Worker(Process):
             self.tie.send(m.Notice())
         while (message := self.tie.poll()) is not None:
             match message:
-                case m.Stop(rule=rule):
-                    self._stop = rule
+                case m.Stop():
+                    self._stop = message
                 case m.Verdict():
                     self._verdicts.append(message)
                 case m.Form():
@@ -350,7 +350,7 @@ class Worker(Process):
 
     def _told(self) -> Wait:
         self._listen()
-        stop = self._stop
+        stop = self._stop is not None and self._step > self._stop.after
         while self._waiting_for:
             answer = self._verdicts.pop(0) if self._verdicts else None
             if answer is None:
@@ -360,7 +360,7 @@ class Worker(Process):
                 self._waiting_for -= 1
                 self._told_by_rule |= bool(answer.rule)
         self._listen()  # `regroups` is asked for next
-        return self._told_by_rule or bool(stop)
+        return self._told_by_rule or stop
 
     def _commit(self) -> None:
         form = self.form

@@ -205,9 +205,7 @@ class World:
         at_its_end = finish.outcome == "completed" and finish.step == plan.steps
         if at_its_end and (not fires or plan.fires_at == plan.steps - 1):
             return
-        # a rule that has fired stands where the run goes back: then it stops before that step
-        there = finish.step == plan.fires_at + 1 or self.truth.went_back
-        if finish.outcome == "stopped" and fires and there:
+        if finish.outcome == "stopped" and fires and finish.step == plan.fires_at + 1:
             return
         if finish.outcome == "interrupted" and self.interrupts:
             return

@@ -75,7 +75,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         case HostCame():
             return state, _starts(state)
         case Joined(worker):
-            return replace(state, joined=state.joined | {worker}), []
+            late: list[Action] = [Send(worker, Release())] if state.phase == "releasing" else []
+            return replace(state, joined=state.joined | {worker}), late
         case Attached(worker, generation):
             return state, _reminders(state, worker, generation)
         case Built(worker, recovers):
@@ -159,7 +160,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     )
     sends: list[Action] = [Send(worker, _form(after, worker)) for worker in members]
     if state.stop:  # whoever is new has not heard of it
-        sends += _stops(after, state.stop)
+        sends += _stops(after)
     log = Log(
         "generation_started",
         {
@@ -270,7 +271,7 @@ def _reminders(state: State, worker: int, generation: int) -> list[Action]:
     if worker in state.members and generation < state.generation and state.phase == "training":
         sends.append(Send(worker, _form(state, worker)))
     if state.stop:
-        sends.append(Send(worker, Stop(rule=state.stop)))
+        sends.append(Send(worker, Stop(rule=state.stop, after=state.stop_after)))
     if state.changing and worker in state.members:
         sends.append(Send(worker, Regroup(generation=state.generation)))
     gone = state.inside >= set(state.members) and worker not in state.members
@@ -347,8 +348,7 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
             return _replace(state, news, now)
     state = replace(state, ended=state.ended | {worker})
     if state.phase in ("releasing", "ending"):
-        gone = len(state.ended) >= max(len(state.joined), 1)
-        return endings.finish(state) if gone else (state, [])
+        return endings.finish(state) if state.ended >= state.joined else (state, [])
     if unexplained:  # a signal is a cause in itself
         return endings.fail(state, Blame(worker, endings.by_signal(code, news.step)), now)
     return endings.suspect(state, Blame(worker, endings.without_word(code or 0, news.step)), now)
@@ -458,11 +458,13 @@ def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, li
     nothing_yet = not state.formed or (first and state.phase == "training" and not news.ready)
     if state.asked > 1 or nothing_yet:
         return endings.end(state, now, log)
-    return replace(state, stop=state.stop or "interrupted"), [log, *_stops(state, "interrupted")]
+    after = replace(state, stop=state.stop or "interrupted", stop_after=0)
+    return after, [log, *_stops(after)]
 
 
-def _stops(state: State, rule: str) -> list[Action]:
-    return [Send(worker, Stop(rule=rule)) for worker in sorted(state.joined)]
+def _stops(state: State) -> list[Action]:
+    stop = Stop(rule=state.stop, after=state.stop_after)
+    return [Send(worker, stop) for worker in sorted(state.joined)]
 
 
 def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
@@ -470,7 +472,8 @@ def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
     if not state.formed or state.phase not in ("gathering", "training") or state.stop:
         return state, []
     fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
-    return replace(state, stop=fired.rule), [Log("stop_requested", fields)]
+    after = replace(state, stop=fired.rule, stop_after=fired.step)
+    return after, [Log("stop_requested", fields)]
 
 
 def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action]]:
@@ -482,7 +485,10 @@ def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action
     after, log = _fired(
         state, Fired("time_limit", step, f"the run had taken {taken}, and its limit is {most}")
     )
-    return after, [*log, *(_stops(state, "time_limit") if log else [])]
+    if not log:
+        return state, []
+    after = replace(after, stop_after=0)  # the clock does not go back with the run
+    return after, [*log, *_stops(after)]
 
 
 def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:

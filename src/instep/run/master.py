@@ -49,7 +49,7 @@ from instep.run.stacks import (
     waits_for_reader,
 )
 from instep.run.stop_rules import Fired, Rules, recorded
-from instep.run.watch import FLOOR_S, Hang, Watch
+from instep.run.watch import FLOOR_S, UNKNOWN_S, Hang, Watch
 from instep.spec import JobSpec, as_table
 
 TICK_S = 0.1
@@ -600,16 +600,16 @@ class Master:
                 since = self._seen_ended.setdefault(worker, now)
                 if not hosts or now - since > PARENT_S:
                     self._exited(worker, process.pid, None, self._places[worker])
-            elif absent_s > ATTACH_S and self._should_call(worker):
+            elif self._state.recovers and absent_s > self._patience_s(worker):
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # nobody knows its process
             if now - self._absent.get(worker, now) > ATTACH_S:
                 self._exited(worker, 0, None)
         self._want_hosts(now)
 
-    def _should_call(self, worker: int) -> bool:
-        """Whether a worker listens at all times, so that it finds another master at once."""
-        return self._state.recovers and worker in self._state.built
+    def _patience_s(self, worker: int) -> float:
+        """How long it may take to find another master; an import may hold it up."""
+        return ATTACH_S if worker in self._state.built else UNKNOWN_S
 
     def _want_hosts(self, now: float) -> None:
         """Ask the client for another host, where the last one is gone and none took its place."""

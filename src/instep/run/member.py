@@ -232,11 +232,10 @@ class Member:
         assert self.form is not None, "no generation yet"
         return ChannelStore(self._tie, f"generation-{self.form.generation}/")
 
-    @property
-    def stop_rule(self) -> str | None:
-        """Why the master wants to stop, if it has said so; listens without waiting."""
+    def stop_rule(self, step: int) -> str | None:
+        """Why the master wants to stop with this step, if it does; listens without waiting."""
         self._listen()
-        return self._stop.rule if self._stop else None
+        return self._stop.rule if self._stop and step > self._stop.after else None
 
     def _listen(self) -> None:
         if self._leaving:

@@ -252,7 +252,7 @@ class OwnLoop:
         self._teller.tell(skipped, dataset="training", step=self.in_flight, epoch=where.epoch)
         agreed = replica.agree(
             self._losses,
-            stop=self._stopping.told(),
+            stop=self._stopping.told(self.in_flight),
             skipped=len(skipped),
             samples=where.stop - where.first,
         )

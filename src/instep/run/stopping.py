@@ -44,13 +44,13 @@ class Stopping:
         """Another generation begins; verdicts that were asked for may still come."""
         self._comm = comm
 
-    def told(self) -> bool:
-        """Whether this worker was told to stop; waits for the verdict on the step before.
+    def told(self, step: int) -> bool:
+        """Whether this worker was told to stop with a step; waits for the verdict on the last.
 
         Raises:
             PeerError: the master is gone.
         """
-        rule = self._member.stop_rule
+        rule = self._member.stop_rule(step)
         self.spoilt = self.spoilt or rule == "diverged"  # fired before this worker came
         return self.verdict() or rule is not None
 

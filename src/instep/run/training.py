@@ -501,7 +501,7 @@ class Training:
             clock.lap(since, "backward")
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
         self._waits()
-        told = self.stopping.told()
+        told = self.stopping.told(self.step)
         return replica.agree(losses, stop=told, skipped=len(skipped), samples=batch_size)
 
     def _repeat(self, part: Pass, factor: float) -> None:

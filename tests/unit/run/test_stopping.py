@@ -68,7 +68,7 @@ class Run:
         stopping, step, last = Stopping(member, comm, CPU), 0, False
         while not last:
             step += 1
-            told = torch.tensor([float(stopping.told())])
+            told = torch.tensor([float(stopping.told(step))])
             comm.all_reduce(told).wait()
             last = bool(told) or step == STEPS
             stopping.after_commit(step, 8.0 - step, 100.0 / step, last=last)
@@ -160,14 +160,14 @@ def test_without_rules_nothing_is_sent_and_nothing_waits():
     with Silent() as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
         assert not master.stopping.after_validation(1, {"loss": 0.5})
-        assert not master.stopping.told()
+        assert not master.stopping.told(2)
         assert master.heard() == []
 
 
 def test_rules_on_validations_cost_a_step_nothing():
     with Silent(patience=3) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
-        assert not master.stopping.told()
+        assert not master.stopping.told(2)
         assert master.heard() == []
 
 
@@ -190,10 +190,19 @@ def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
         for word in reversed(words) if swapped else words:
             master.hub.send(master.peer, word)
         deadline = time.monotonic() + PATIENCE_S
-        while not master.member.stop_rule:
+        while not master.member.stop_rule(2):
             assert time.monotonic() < deadline, "the Stop was lost"
-        assert master.stopping.told()
+        assert master.stopping.told(2)
         assert not master.stopping.verdict()
+
+
+def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stands():
+    with Silent() as master:
+        master.hub.send(master.peer, Stop(rule="gradient_norm", after=7))
+        deadline = time.monotonic() + PATIENCE_S
+        while not master.member.stop_rule(8):
+            assert time.monotonic() < deadline, "the Stop was lost"
+        assert [master.stopping.told(step) for step in (6, 7, 8)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_on
     with Silent(rise=2) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=1, rule=rule, number=1))
-        assert master.stopping.told()
+        assert master.stopping.told(2)
         assert master.stopping.spoilt == spoilt
 
 
