@@ -203,7 +203,7 @@ class Worker(Process):
                 self._leave()
 
     def _leave(self) -> None:
-        self.phase = "waiting"
+        self.phase = "leaving"
         if self._in_group and self._end is not None:
             self._in_group = False
             self._end.close()

@@ -184,7 +184,7 @@ class Training:
 
     def _leave(self) -> None:
         """Leave the group: keep what was committed, undo the rest, tell the master."""
-        self.phase = "waiting"
+        self.phase = "leaving"
         if self._replica is not None:
             self._standing.leave(self._replica)
             self._replica = None

@@ -30,7 +30,7 @@ UNKNOWN_S = 30.0
 """How long something may take that this run has not seen the end of, a read may stall, and a
 process may be silent that gets ready: an import may hold the interpreter's lock for long."""
 
-WAITING = frozenset(["joining", "exchange", "saving", "waiting"])
+WAITING = frozenset(["joining", "exchange", "saving"])
 """What a worker is at while it can do nothing, and is not to blame."""
 
 OF_A_STEP = frozenset(["forward", "backward", "update"])

@@ -312,3 +312,13 @@ def test_nobody_who_shows_progress_often_enough_is_ever_blamed(story):
         shown.goes_on(int(seconds / BEAT_S), frozen=[worker])
         assert shown.hangs() == []
         shown.goes_on(1)
+
+
+def test_who_does_not_get_out_of_its_group_hangs_in_the_end_though_others_wait_for_it():
+    shown = Shown(0, 1)
+    shown.at(0, "joining")
+    shown.at(1, "leaving")
+    shown.goes_on(beats(UNKNOWN_S / 2), frozen=[0, 1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(UNKNOWN_S / 2), frozen=[0, 1])
+    assert shown.hangs() == [(1, "leaving")]
