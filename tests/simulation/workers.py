@@ -55,6 +55,7 @@ class Worker(Process):
         self.form: m.Form | None = None
         self._next: m.Form | None = None
         self._stop: m.Stop | None = None
+        self._ended = False
         self._regroup_at = -1
         self._verdicts: list[m.Verdict] = []
         self._asked = self._answered = self._waiting_for = 0
@@ -270,14 +271,14 @@ class Worker(Process):
         if self._holds and not form.checkpoint:
             raise Death
         self._lineage = self._world.checkpoint(form.checkpoint)
-        self._last, self._settled = None, len(self._lineage)
+        self._last, self._settled, self._ended = None, len(self._lineage), form.ends
         return False
 
     def _catch_up(self, end: End) -> Wait:
         last = self._last
         mine = NOWHERE
         if self._holds:
-            told, ends = (last.told, last.ends) if last else (False, False)
+            told, ends = (last.told, last.ends) if last else (self._ended, self._ended)
             mine = Place(len(self._lineage), self._settled, told, ends)
         there = beginning((yield from end.exchange("places", mine)))
         root = self.form is not None and self.form.rank == there.root
@@ -294,6 +295,7 @@ class Worker(Process):
                 self._truth.takes(self, self._lineage)
         if self._last is not None:
             self._last = self._last._replace(told=there.told, ends=there.ends)
+        self._ended = self._last is None and bool(there.ends)
         self._settled = there.settled
         return there.shared
 
@@ -314,6 +316,8 @@ class Worker(Process):
         last = self._last
         again = last is not None and (self._settled < self._step or last.ends)
         if last is not None and again and (yield from self._settle(last)):
+            return
+        if self._ended:
             return
         for _ in range(self._step + 1, self._world.plan.steps + 1):
             self._step += 1

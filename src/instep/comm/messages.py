@@ -210,6 +210,8 @@ class Form(Message, frozen=True):
     checkpoint: str | None = None
     """Folder of the checkpoint that all take up, empty for a beginning; None where the highest
     step that a member has committed counts."""
+    ends: bool = False
+    """Whether a rule had the run end with that checkpoint, so that no step follows."""
 
 
 class Formed(Message, frozen=True):

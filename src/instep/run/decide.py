@@ -104,8 +104,9 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _interrupted(state, news, now)
         case Fired():
             return _fired(state, news)
-        case WentBack(checkpoint):
-            return _next_generation(replace(state, origin=checkpoint, from_origin=True), now)
+        case WentBack(checkpoint, step):
+            back = replace(state, origin=checkpoint, origin_step=step, from_origin=True)
+            return _next_generation(back, now)
         case Restarted():
             return _restarted(state, now)
         case Tick(step):
@@ -180,6 +181,7 @@ def _form(state: State, worker: int) -> Form:
         members=list(state.members),
         patience_s=state.patience_s,
         checkpoint=state.begins_at,
+        ends=state.begins_at is not None and 0 < state.stop_after < state.origin_step,
     )
 
 

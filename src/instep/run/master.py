@@ -785,7 +785,7 @@ class Master:
         self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
         for text in self._origin.warnings:
             self._emit("warning", {"text": text})
-        self._think(mind.WentBack(path))
+        self._think(mind.WentBack(path, self._origin.step))
 
     def _tell_clients(self, outcome: Outcome) -> None:
         finish, blame = outcome.finish, outcome.blame

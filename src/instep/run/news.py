@@ -142,6 +142,8 @@ class WentBack:
     """The run's files are those of this checkpoint again; empty for the beginning."""
 
     checkpoint: str
+    step: int = 0
+    """The last that it holds."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,8 @@ class State:
     """What made the next generation necessary."""
     origin: str = ""
     """The checkpoint that a generation begins from where no member holds state."""
+    origin_step: int = 0
+    """The last step that it holds, where the run went back to it."""
     from_origin: bool = True
     """Whether the next generation begins there."""
     holders: frozenset[int] = frozenset()

@@ -64,6 +64,8 @@ class Standing:
         """Of this session; None before its first step."""
         self.settled = 0
         """Up to which step what follows a commit has been done by every member."""
+        self.ended = False
+        """Whether a rule had the run end with the checkpoint that it went back to."""
         self._holds = False  # the state of the run, not that of a fresh process
         self._shares: list[tuple[int, ...]] = []
 
@@ -86,14 +88,14 @@ class Standing:
             os.kill(os.getpid(), signal.SIGKILL)
         checkpoint = Path(form.checkpoint) if form.checkpoint else None
         self.carried = taken_up(checkpoint, self._model, self._update)
-        self.last, self.settled = None, self.carried.step
+        self.last, self.settled, self.ended = None, self.carried.step, form.ends
         return False
 
     def _catch_up(self, comm: Comm) -> bool:
         last = self.last
         mine = NOWHERE
         if self._holds:
-            told, ends = (last.told, last.ends) if last else (False, False)
+            told, ends = (last.told, last.ends) if last else (self.ended, self.ended)
             mine = Place(self.carried.step, self.settled, told, ends)
         table = torch.zeros(comm.size, len(mine), dtype=torch.int64, device=self._device)
         table[comm.rank] = torch.tensor(mine)
@@ -106,6 +108,7 @@ class Standing:
             self._share(comm, there.root)
         if self.last is not None:
             self.last = self.last._replace(told=bool(there.told), ends=bool(there.ends))
+        self.ended = self.last is None and bool(there.ends)
         self.settled = there.settled
         return there.shared
 

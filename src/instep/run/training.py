@@ -365,6 +365,9 @@ class Training:
             yield step
             if ends:
                 return
+        if standing.ended:
+            self._why(told=True)
+            return
         while (yield from self._steps_of_a_deal()):
             pass
 
