@@ -474,7 +474,7 @@ def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
     if not state.formed or state.phase not in ("gathering", "training") or state.stop:
         return state, []
     fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
-    after = replace(state, stop=fired.rule, stop_after=fired.step)
+    after = replace(state, stop=fired.rule, stop_after=fired.after)
     return after, [Log("stop_requested", fields)]
 
 

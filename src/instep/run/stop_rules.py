@@ -37,6 +37,13 @@ class Fired(NamedTuple):
     """Whose figures made it fire."""
     why: str
     """The figures, as a clause: `accuracy 0.973 reached the target 0.97`."""
+    at_once: bool = False
+    """Whether that step is the last, as after a validation; else the one after it is."""
+
+    @property
+    def after(self) -> int:
+        """The last step but one."""
+        return self.step - self.at_once
 
 
 class Rules:
@@ -64,7 +71,7 @@ class Rules:
         if (value := figures.metrics.get(self._spec.metric)) is not None:
             causes += [self._target(value), self._plateau(value, figures.step)]
         found = next((cause for cause in causes if cause is not None), None)
-        return Fired(found[0], figures.step, found[1]) if found else None
+        return Fired(found[0], figures.step, found[1], figures.loss is None) if found else None
 
     def replay(self, figures: Iterable[Figures]) -> list[Fired | None]:
         """Hear again, in order, what was heard before; returns which rule each of them fires."""

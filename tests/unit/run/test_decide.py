@@ -662,17 +662,24 @@ def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_fo
     assert [type(a) for a in actions if isinstance(a, (GoBack, Start))] == [Start, Start, GoBack]
 
 
-@pytest.mark.parametrize(("step", "is_the_end"), [(2, False), (3, False), (4, True)])
+@pytest.mark.parametrize(
+    ("fired", "step", "is_the_end"),
+    [
+        (Fired("gradient_norm", 3, "it was below 0.5"), 3, False),
+        (Fired("gradient_norm", 3, "it was below 0.5"), 4, True),
+        (Fired("target", 4, "it was reached", at_once=True), 3, False),
+        (Fired("target", 4, "it was reached", at_once=True), 4, True),
+    ],
+)
 def test_a_run_that_goes_back_to_the_checkpoint_that_a_rule_ended_it_with_trains_no_further(
-    step, is_the_end
+    fired, step, is_the_end
 ):
-    fired = Fired("gradient_norm", 3, "it was below 0.5")
     both = [Ended(n, -9, 5, committed=4) for n in range(2)]
     news = [*everybody_joined(), fired, *both, Joined(0), Joined(1), WentBack("a", step)]
     _, actions = after(*news, recovers=True)
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     assert [form.ends for form in forms[-2:]] == [is_the_end] * 2
-    assert Send(0, Stop(rule="gradient_norm", after=3)) in actions
+    assert Send(0, Stop(rule=fired.rule, after=3)) in actions
 
 
 def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
