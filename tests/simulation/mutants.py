@@ -167,8 +167,8 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     "a silent worker is waited for until it speaks": (
         Watch,
-        "_silence_s",
-        lambda real: lambda watch, times: 1e9 if watch.step_s is None else real(watch, times),
+        "_is_silent",
+        lambda real: lambda watch, *how: watch.step_s is not None and real(watch, *how),
     ),
 }
 """Module or class, the name in it, and what is made of what it names."""

@@ -23,6 +23,7 @@ from instep.comm.messages import Form, Hello
 from instep.comm.tie import Tie
 from instep.errors import PeerError
 from instep.events import STEPS
+from instep.run import books, questions
 from instep.run import master as master_module
 from instep.run.folder import Origin
 from instep.run.master import Master
@@ -195,22 +196,28 @@ def staged(world: World) -> Generator[None, None, None]:
     for each in (_Log, _Folder, _Watched):
         each.world = world
     spec_file = SimpleNamespace(dump=lambda job: "")
-    replaced = {
+    of_the_master = {
         "time": TIME,
-        "EventLog": _Log,
         "RunFolder": _Folder,
         "Watched": _Watched,
-        "cut_torn_record": lambda *_: None,
-        "read_records": lambda *_: np.empty(0, STEPS),
         "as_table": lambda job: {},
         "spec_file": spec_file,
-        "stack_file": lambda run, worker: _File(world),
-        "last_stack": lambda file, since_bytes: '  File "x.py", line 1 in <module>\n',
         "has_ended": lambda pid: not world.processes[pid].alive,
         "go_back": lambda run, job: world.goes_back(),
     }
+    of_the_books = {
+        "EventLog": _Log,
+        "cut_torn_record": lambda *_: None,
+        "read_records": lambda *_: np.empty(0, STEPS),
+    }
+    of_the_questions = {
+        "stack_file": lambda run, worker: _File(world),
+        "last_stack": lambda file, since_bytes: '  File "x.py", line 1 in <module>\n',
+    }
     with (
-        mock.patch.multiple(master_module, **replaced),
+        mock.patch.multiple(master_module, **of_the_master),
+        mock.patch.multiple(books, **of_the_books),
+        mock.patch.multiple(questions, **of_the_questions),
         mock.patch.multiple(tie_module, time=TIME, Channel=Channel),
     ):
         yield

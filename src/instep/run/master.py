@@ -11,44 +11,34 @@ up what that says, and the processes find it at the same address.
 from __future__ import annotations
 
 import hmac
-import json
 import os
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.data.threads import ASK_READER
-from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
 from instep.run import endings
 from instep.run import news as mind
+from instep.run.books import Books
 from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
 from instep.run.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.run.journal import Journal
+from instep.run.keys import Keys
 from instep.run.launch.base import Switchboard
 from instep.run.processes import Watched, has_ended, machine
+from instep.run.questions import Questions
 from instep.run.resume import go_back
-from instep.run.stacks import (
-    ASK,
-    deepest_line,
-    is_whole,
-    last_stack,
-    stack_file,
-    waits_for_reader,
-)
-from instep.run.stop_rules import Fired, Rules, recorded
+from instep.run.stop_rules import Judge, recorded
 from instep.run.watch import FLOOR_S, UNKNOWN_S, Hang, Watch
 from instep.spec import JobSpec, as_table
 
@@ -64,11 +54,8 @@ PARENT_S = 1.0
 RETRY_S = 4.0
 """How long after that a host on another machine is tried again."""
 
-LAST_WORD_S = 0.4
-"""How long a process that hangs may take to tell where it stands."""
-
 ASKED_TICK_S = 0.01
-"""How often the master looks for that."""
+"""The same, while a process that hangs is about to tell where it stands."""
 
 
 class Outcome(Exception):
@@ -77,18 +64,6 @@ class Outcome(Exception):
     def __init__(self, finish: mind.Finish, blame: mind.Blame | None) -> None:
         super().__init__(finish.outcome)
         self.finish, self.blame = finish, blame
-
-
-@dataclass
-class _Asked:
-    """A worker that was asked where it stands."""
-
-    until: float
-    since_bytes: int
-    """Of its log, when it was."""
-    hung: mind.Hung
-    told: int = 0
-    """Length of its answer when the thread that reads was asked too; 0 before."""
 
 
 class Master:
@@ -120,11 +95,12 @@ class Master:
         origin: Origin = BEGINNING,
         journal: Journal | None = None,
     ) -> None:
-        self._job, self._run, self._views, self._hosted = job, run, list(views), hosted
+        self._job, self._run, self._hosted = job, run, hosted
         self._started, self._origin, self._journal = started, origin, journal
         self._hub, self._token = switchboard.hub, switchboard.seat.token
         self._machine = machine()
-        self._replay(origin.heard)
+        self._books, self._judge = Books(run, views), Judge(job.stop, origin.heard)
+        self._keys, self._questions = Keys(), Questions(run)
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._processes: dict[int, Process] = {}
@@ -133,24 +109,15 @@ class Master:
         self._pulses: dict[Peer, int] = {}  # number of the newest
         self._heard: dict[Peer, int] = {}
         self._resends: dict[Peer, int] = {}
-        self._store: dict[str, bytes] = {}
-        self._waiting: dict[str, list[Peer]] = {}
-        self._last_step: dict[int, int] = {}
         self._ready: set[int] = set()
         self._began = False  # whether all were ready at one time
-        self._asked: dict[int, _Asked] = {}
         self._seen_ended: dict[int, float] = {}
-        self._last_begin: dict[int, float] = {}
-        self._written: deque[str] = deque(maxlen=_REMEMBERED)
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: dict[int, float] = {}  # since when there is none by this number
         self._gathered = False  # whether workers may be started
         self._watch = Watch()
         self._interrupts: list[str] = []
-        self._log = EventLog(run / "events.jsonl")
-        cut_torn_record(run / "steps.bin", STEPS)
-        self._steps = Appender(run / "steps.bin")
         known = journal.last() if journal is not None else None
         self._hosts = Hosts(
             len(job.launch.hosts) if hosted else 0,
@@ -174,13 +141,12 @@ class Master:
             time_limit=limit,
         )
         resumed = {"resumed_step": origin.step} if origin.generations else {}
-        self._emit("run_started", {"job": as_table(self._job), **about, **resumed})
+        self._books.emit("run_started", {"job": as_table(self._job), **about, **resumed})
         if self._hosted:
-            self._emit("master_started", {"pid": os.getpid(), "again": False})
+            self._books.emit("master_started", {"pid": os.getpid(), "again": False})
         for text in origin.warnings:
-            self._emit("warning", {"text": text})
-        before = read_records(self._run / "ledger.bin", LEDGER)
-        self._show(lambda view: view.records(before, np.empty(0, STEPS)))
+            self._books.emit("warning", {"text": text})
+        self._books.show_ledger()
 
     def _take_over(self, known: mind.State) -> None:
         """Go on where a master was lost; the processes are about to call again."""
@@ -194,24 +160,19 @@ class Master:
                 self._watch_process(
                     int(event["worker"]), int(event["pid"]), int(event.get("host", 0))
                 )
-        for worker in known.joined:
-            mine = folder.steps_of(worker)
-            if len(mine):
-                self._last_step[worker] = int(mine["step"][-1])
-                self._last_begin[worker] = float(mine["begin"].max())
+        self._books.take_up(folder, known.joined)
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
         self._began = again or (known.formed and self._ready >= set(known.members))
-        for event in folder.events[-_REMEMBERED:]:
-            self._written.append(_as_told(event))
-        if self._job.stop.by_step or self._job.stop.by_metric:
-            self._replay(recorded(folder.steps, folder.validations, self._committed))
-        self._emit("master_started", {"pid": os.getpid(), "again": True})
+        stop = self._job.stop
+        if stop.by_step or stop.by_metric:
+            until = self._books.committed
+            self._judge = Judge(stop, recorded(folder.steps, folder.validations, until))
+        self._books.emit("master_started", {"pid": os.getpid(), "again": True})
         self._absent = dict.fromkeys(known.joined, time.monotonic())
-        for fired in self._judged.values():  # it may not have been heard, and may never be told
-            if fired is not None and fired.step > self._origin.step:
-                self._think(fired)
+        for fired in self._judge.fired_after(self._origin.step):
+            self._think(fired)  # it may not have been heard, and may never be told
         self._think(mind.Restarted())
 
     def interrupt(self, by: str) -> None:
@@ -228,7 +189,7 @@ class Master:
         except Outcome as outcome:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
-            self._emit("run_finished", {**fields, "seconds": time.time() - self._started})
+            self._books.emit("run_finished", {**fields, "seconds": time.time() - self._started})
             patience = time.monotonic() + endings.FAREWELL_S
             while self._hosted and self._client is None and time.monotonic() < patience:
                 self._turn()  # it may be about to call again
@@ -244,7 +205,7 @@ class Master:
         return next(found, None)
 
     def _turn(self) -> None:
-        for peer, message in self._hub.receive(ASKED_TICK_S if self._asked else TICK_S):
+        for peer, message in self._hub.receive(ASKED_TICK_S if self._questions else TICK_S):
             if message is None:
                 self._hung_up(peer)
             elif isinstance(message, m.Hello):
@@ -259,19 +220,19 @@ class Master:
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
-            self._think(mind.Interrupted(self._interrupts.pop(0), self._began, self._committed))
+            by = self._interrupts.pop(0)
+            self._think(mind.Interrupted(by, self._began, self._books.committed))
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
         for peer in self._hub.peers():
             if peer not in self._names and time.monotonic() - peer.since > _STRANGE_S:
                 self._hub.drop(peer)
-        self._think(mind.Tick(self._committed))
-        self._show(lambda view: view.tick(time.monotonic()))
+        self._think(mind.Tick(self._books.committed))
+        self._books.show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
-        self._log.close()
-        self._steps.close()
+        self._books.close()
         if self._journal is not None:
             self._journal.close()
         for process in self._processes.values():
@@ -310,7 +271,7 @@ class Master:
 
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
-        self._emit("host_joined", {"pid": hello.pid, "host": number})
+        self._books.emit("host_joined", {"pid": hello.pid, "host": number})
         before = self._hosts.comes(peer, number, hello.pid, now)
         if before is not None:
             self._names.pop(before, None)
@@ -339,7 +300,7 @@ class Master:
                 self._think(mind.Broke(number, state.generation))
             return
         fields = {"worker": number, "pid": hello.pid, "host": hello.host}
-        self._emit("worker_joined", {**fields, "seconds": time.time() - self._started})
+        self._books.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
         self._think(mind.Joined(number))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
@@ -396,20 +357,17 @@ class Master:
             case m.Pulse():
                 self._hear_pulse(peer, message)
             case m.StoreSet(key=key, value=value):
-                self._store[key] = value
-                for waiting in self._waiting.pop(key, []):
+                for waiting in self._keys.leave(key, value):
                     self._hub.send(waiting, m.StoreValue(key=key, value=value))
             case m.StoreGet(key=key):
-                if key in self._store:
-                    self._hub.send(peer, m.StoreValue(key=key, value=self._store[key]))
-                else:
-                    self._waiting.setdefault(key, []).append(peer)
+                if (there := self._keys.find(key, peer)) is not None:
+                    self._hub.send(peer, m.StoreValue(key=key, value=there))
             case m.Records(ledger=ledger, steps=steps):
                 self._record(peer, number, ledger, steps)
             case m.Emit(name=name, fields=fields):
-                self._emit_of(peer, name, fields)
+                self._hear_event(peer, name, fields)
             case m.Figures():
-                self._judge(peer, message)
+                self._hear_figures(peer, message)
             case m.Built(recovers=recovers):
                 self._think(mind.Built(number, recovers))
             case m.Formed(generation=generation):
@@ -438,7 +396,7 @@ class Master:
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has heard it
-                    self._think(mind.Interrupted(by, self._began, self._committed))
+                    self._think(mind.Interrupted(by, self._began, self._books.committed))
             case m.HostEnded(code=code, detail=detail, number=number):
                 self._host_ended(number, code, detail)
             case m.Scale(workers=workers):
@@ -456,7 +414,7 @@ class Master:
             return
         host = self._job.launch.hosts[number]
         text = f"host {number} ({host}) ended with code {code}; it is tried again. {detail}"
-        self._emit("warning", {"text": text.strip()})
+        self._books.emit("warning", {"text": text.strip()})
 
     def _refusal_of(self, workers: int) -> str:
         most = self._job.train.micro_batches
@@ -490,56 +448,28 @@ class Master:
             self._hub.send(peer, heard)
 
     def _record(self, peer: Peer, worker: int, ledger: bytes, steps: bytes) -> None:
-        done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
-        if self._resends[peer]:  # a master that is lost may have written them
-            timed = timed[timed["begin"] > self._last_begin.get(worker, 0.0)]
-        self._steps.write(timed.tobytes())
-        if len(timed):
-            self._last_begin[worker] = float(timed["begin"].max())
-            self._last_step[worker] = int(timed["step"][-1])
-            parts = [name for name in STEPS.names or () if name.endswith("_s")]
-            seconds = float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
-            self._watch.commits(worker, len(timed), seconds)
-        self._show(lambda view: view.records(done, timed))
+        new = self._books.record(worker, ledger, steps, again=self._may_repeat(peer))
+        if new is not None:
+            self._watch.commits(worker, *new)
 
-    def _emit_of(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
+    def _hear_event(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
         """An event that a worker tells of."""
         _, number = self._names[peer]
-        told = _as_told({"event": name, **fields})
-        if self._resends[peer] and told in self._written:
-            return  # it cannot know that a master now lost has heard it
-        self._written.append(told)
-        if name == "worker_ready":
+        if self._books.hear(name, fields, again=self._may_repeat(peer)) and name == "worker_ready":
             self._ready.add(number)
             self._began = self._began or self._ready >= set(self._state.members)
-        self._emit(name, fields)
 
-    def _replay(self, heard: Sequence[m.Figures]) -> None:
-        """Have the rules know what was heard before, and nothing else."""
-        self._rules = Rules(self._job.stop)
-        told = list(zip(heard, self._rules.replay(heard), strict=True))
-        # a step's figures, and those of its validation, may be told again
-        self._judged: dict[tuple[int, bool], Fired | None]
-        self._judged = {(each.step, each.loss is None): fired for each, fired in told[-2:]}
-
-    def _judge(self, peer: Peer, figures: m.Figures) -> None:
+    def _hear_figures(self, peer: Peer, figures: m.Figures) -> None:
         """Let the rules decide on committed figures, and tell whoever sent them."""
-        asked = figures.step, figures.loss is None
-        known = asked in self._judged  # told again, where a member was lost after the commit
-        older = self._resends[peer] and asked < max(self._judged, default=asked)  # long answered
-        if not known and not older:
-            self._judged[asked] = self._rules.hear(figures)
-        fired = self._judged.get(asked)
+        fired = self._judge.hear(figures, again=self._may_repeat(peer))
         if fired is not None:
             self._think(fired)
         rule = fired.rule if fired else ""
         self._hub.send(peer, m.Verdict(step=figures.step, rule=rule, number=figures.number))
-        for old in [each for each in self._judged if each[0] < figures.step - 1]:
-            del self._judged[old]
 
-    @property
-    def _committed(self) -> int:
-        return max(self._last_step.values(), default=0)
+    def _may_repeat(self, peer: Peer) -> bool:
+        """Whether what it says now may have been heard by a master that was lost."""
+        return self._resends[peer] > 0
 
     # ---- who goes, and who hangs
 
@@ -564,12 +494,13 @@ class Master:
             self._peers.pop(worker, None)
         if process is not None:
             self._processes.pop(worker).close()
-        self._tell_hung(worker)  # it may have crashed when it was asked
-        for known in (self._asked, self._seen_ended, self._absent, self._pulsed, self._places):
+        for hung in self._questions.close(worker):  # it may have crashed when it was asked
+            self._think(hung)
+        for known in (self._seen_ended, self._absent, self._pulsed, self._places):
             known.pop(worker, None)
         self._watch.leaves(worker)
-        self._emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-        self._think(mind.Ended(worker, code, self._in_flight(worker), self._committed))
+        self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
+        self._think(mind.Ended(worker, code, self._books.in_flight(worker), self._books.committed))
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))
@@ -583,10 +514,7 @@ class Master:
             self._absent[number] = time.monotonic()
             if not self._hosted:  # nobody else tells us that it has ended
                 code = 0 if number in self._state.done else 1
-                self._think(mind.Ended(number, code, self._in_flight(number)))
-
-    def _in_flight(self, worker: int) -> int:
-        return self._last_step[worker] + 1 if worker in self._last_step else 0
+                self._think(mind.Ended(number, code, self._books.in_flight(number)))
 
     def _watch_processes(self) -> None:
         """Where nobody tells of a process that has ended, or one does not call again."""
@@ -676,7 +604,7 @@ class Master:
 
     def _host_left(self, peer: Peer, number: int, why: str) -> None:
         if self._hosts.goes(number, peer) and self._hosts.several:
-            self._emit("host_lost", {"host": number, "why": why})
+            self._books.emit("host_lost", {"host": number, "why": why})
             self._think(mind.HostCame())  # what it was to start, another starts
 
     def _watch_progress(self) -> None:
@@ -686,29 +614,17 @@ class Master:
         now = time.monotonic()
         self._watch.turn(now)
         if self._state.phase in ("gathering", "training"):
-            often = {w: n for w, (step, n) in self._state.hangs.items() if step >= self._committed}
+            last, hangs = self._books.committed, self._state.hangs
+            often = {worker: times for worker, (step, times) in hangs.items() if step >= last}
             for hang in self._watch.hangs(now, often, self._is_stopped):
-                if hang.worker in self._processes and hang.worker not in self._asked:
+                if hang.worker in self._processes and hang.worker not in self._questions:
                     self._look_into(hang, now)
         if self._state.phase == "training":
             seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._think(mind.Stuck(self._state.generation, seconds))
-        for worker, asked in list(self._asked.items()):
-            stack = last_stack(stack_file(self._run, worker), asked.since_bytes)
-            whole = is_whole(stack) and len(stack) > asked.told
-            if whole and not asked.told and waits_for_reader(stack):
-                asked.told = len(stack)
-                self._processes[worker].signal(ASK_READER)
-            elif whole or now > asked.until:
-                self._tell_hung(worker)
-
-    def _tell_hung(self, worker: int) -> None:
-        """What is known of a worker that was asked where it stands."""
-        if worker in self._asked:
-            asked = self._asked.pop(worker)
-            stack = last_stack(stack_file(self._run, worker), asked.since_bytes)
-            self._think(replace(asked.hung, where=deepest_line(stack)))
+        for hung in self._questions.answered(now):
+            self._think(hung)
 
     def _is_stopped(self, worker: int) -> bool:
         return worker in self._processes and self._processes[worker].stopped
@@ -716,17 +632,8 @@ class Master:
     def _look_into(self, hang: Hang, now: float) -> None:
         process = self._processes[hang.worker]
         if not (isinstance(process, Far) and self._hosts.is_quiet(process.host)):
-            self._ask(hang, now)  # else its host is to blame
-
-    def _ask(self, hang: Hang, now: float) -> None:
-        """Have a process tell where it stands; one that was stopped has to go on for that."""
-        file = stack_file(self._run, hang.worker)
-        size = file.stat().st_size if file.exists() else 0
-        hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
-        self._asked[hang.worker] = _Asked(now + LAST_WORD_S, size, hung)
-        process = self._processes[hang.worker]
-        process.signal(ASK)
-        process.signal(signal.SIGCONT)
+            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
+            self._questions.ask(hung, process, now)  # else its host is to blame
 
     # ---- what follows
 
@@ -744,9 +651,8 @@ class Master:
                 self._send(worker, message)
             case mind.Log(name, fields):
                 if name == "generation_started":  # nobody looks for the keys of the one before
-                    self._store.clear()
-                    self._waiting.clear()
-                self._emit(name, fields)
+                    self._keys.clear()
+                self._books.emit(name, fields)
             case mind.Kill(worker):
                 if worker in self._processes:
                     self._processes[worker].signal(signal.SIGKILL)
@@ -779,12 +685,12 @@ class Master:
     def _go_back(self) -> None:
         """Begin again from the newest checkpoint: nobody is left who has more."""
         self._origin = go_back(self._run, self._job)
-        self._replay(self._origin.heard)
-        self._last_step = dict.fromkeys(self._last_step, self._origin.step)
+        self._judge = Judge(self._job.stop, self._origin.heard)
+        self._books.go_back(self._origin.step)
         path = str(self._origin.checkpoint or "")
-        self._emit("went_back", {"resumed_step": self._origin.step, "path": path})
+        self._books.emit("went_back", {"resumed_step": self._origin.step, "path": path})
         for text in self._origin.warnings:
-            self._emit("warning", {"text": text})
+            self._books.emit("warning", {"text": text})
         self._think(mind.WentBack(path, self._origin.step))
 
     def _tell_clients(self, outcome: Outcome) -> None:
@@ -801,29 +707,6 @@ class Master:
             if role == "client":
                 self._hub.send(peer, over)
 
-    def _emit(self, name: str, fields: Mapping[str, Any]) -> None:
-        event = self._log.emit(name, **fields)
-        self._show(lambda view: view.event(event))
-
-    def _show(self, what: Callable[[View], None]) -> None:
-        """Tell every view; one that fails is let go, for a picture is not worth a run."""
-        for view in list(self._views):
-            try:
-                what(view)
-            except Exception as error:
-                self._views.remove(view)
-                text = f"a view of the run failed and was closed: {error!r}."
-                self._emit("warning", {"text": text})
-
-
-def _as_told(event: Mapping[str, Any]) -> str:
-    """An event as a worker tells of it: whenever it was written, in one form."""
-    plain = {key: value for key, value in event.items() if key != "time"}
-    return json.dumps(plain, default=str, sort_keys=True)
-
-
-_REMEMBERED = 500
-"""Events among which one that is told again is sought."""
 
 _CONFIRMED = 64
 """After so many messages it is said that they were heard, whatever else is said."""

@@ -153,6 +153,44 @@ class Rules:
         return gain > 0 and gain >= self._spec.least_change
 
 
+class Judge:
+    """Which figures the rules have heard, and what those fired; some are told again.
+
+    Args:
+        spec: the rules.
+        heard: figures of the run before, in order.
+    """
+
+    def __init__(self, spec: StopSpec, heard: Iterable[Figures] = ()) -> None:
+        heard, self._rules = list(heard), Rules(spec)
+        told = list(zip(heard, self._rules.replay(heard), strict=True))
+        # a step's figures, and those of its validation, may be told again
+        self._judged = {(each.step, each.loss is None): fired for each, fired in told[-2:]}
+
+    def hear(self, figures: Figures, *, again: bool) -> Fired | None:
+        """Let the rules decide on committed figures.
+
+        Args:
+            figures: of a step or its validation; told again where a member was lost after it.
+            again: whether a master that was lost may have heard them.
+
+        Returns:
+            What they fire, or fired when they were told first.
+        """
+        asked = figures.step, figures.loss is None
+        older = again and asked < max(self._judged, default=asked)  # long answered
+        if asked not in self._judged and not older:
+            self._judged[asked] = self._rules.hear(figures)
+        fired = self._judged.get(asked)
+        for old in [each for each in self._judged if each[0] < figures.step - 1]:
+            del self._judged[old]
+        return fired
+
+    def fired_after(self, step: int) -> list[Fired]:
+        """What the newest figures fired, as far as they are of later steps than this."""
+        return [fired for fired in self._judged.values() if fired and fired.step > step]
+
+
 def recorded(
     steps: np.ndarray[Any, Any], validations: Iterable[Mapping[str, Any]], until: int
 ) -> list[Figures]:

@@ -1,0 +1,147 @@
+"""What the master writes of a run, each thing once, and what stands in it so far.
+
+Events and step records come from workers. One that calls again, because a
+master was lost, cannot know what that one had written, and says it again. Who
+says it again is the shell's affair (`master.py`), what follows its mind's.
+Way in: `Books`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
+from instep.report.live import View
+from instep.report.run_folder import RunFolder
+
+_REMEMBERED = 500
+"""Events among which one that is told again is sought."""
+
+
+class Books:
+    """The run's log and step records, and whoever looks at them.
+
+    Args:
+        run: the run folder.
+        views: told of everything that is written.
+    """
+
+    def __init__(self, run: Path, views: Sequence[View]) -> None:
+        self._run, self._views = run, list(views)
+        self._log = EventLog(run / "events.jsonl")
+        cut_torn_record(run / "steps.bin", STEPS)
+        self._steps = Appender(run / "steps.bin")
+        self._told: deque[str] = deque(maxlen=_REMEMBERED)
+        self._last_step: dict[int, int] = {}
+        self._last_begin: dict[int, float] = {}
+
+    def take_up(self, folder: RunFolder, workers: Iterable[int]) -> None:
+        """Go on where a master was lost.
+
+        Args:
+            folder: what it has written.
+            workers: those that may say again what they have told it.
+        """
+        for worker in workers:
+            mine = folder.steps_of(worker)
+            if len(mine):
+                self._last_step[worker] = int(mine["step"][-1])
+                self._last_begin[worker] = float(mine["begin"].max())
+        for event in folder.events[-_REMEMBERED:]:
+            self._told.append(_as_told(event))
+
+    # ---- steps
+
+    @property
+    def committed(self) -> int:
+        """The last step that a worker has recorded; 0 before the first."""
+        return max(self._last_step.values(), default=0)
+
+    def in_flight(self, worker: int) -> int:
+        """The step that a worker was at, as far as is known; 0 if it is not."""
+        return self._last_step[worker] + 1 if worker in self._last_step else 0
+
+    def record(
+        self, worker: int, ledger: bytes, steps: bytes, *, again: bool
+    ) -> tuple[int, float] | None:
+        """Steps that a worker has committed.
+
+        Args:
+            worker: who.
+            ledger: [any] of `LEDGER`, written already; for the views.
+            steps: [any] of `STEPS`, as bytes.
+            again: whether another master may have heard of them.
+
+        Returns:
+            How many were new, and how many seconds one took; None where none was.
+        """
+        done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
+        if again:
+            timed = timed[timed["begin"] > self._last_begin.get(worker, 0.0)]
+        self._steps.write(timed.tobytes())
+        self.show(lambda view: view.records(done, timed))
+        if not len(timed):
+            return None
+        self._last_begin[worker] = float(timed["begin"].max())
+        self._last_step[worker] = int(timed["step"][-1])
+        parts = [name for name in STEPS.names or () if name.endswith("_s")]
+        return len(timed), float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
+
+    def go_back(self, step: int) -> None:
+        """No worker has committed more than this any longer."""
+        self._last_step = dict.fromkeys(self._last_step, step)
+
+    # ---- events
+
+    def emit(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Something has happened."""
+        event = self._log.emit(name, **fields)
+        self.show(lambda view: view.event(event))
+
+    def hear(self, name: str, fields: Mapping[str, Any], *, again: bool) -> bool:
+        """A worker tells of an event; whether it is news.
+
+        Args:
+            name, fields: the event.
+            again: whether another master may have heard of it.
+        """
+        told = _as_told({"event": name, **fields})
+        if again and told in self._told:
+            return False
+        self._told.append(told)
+        self.emit(name, fields)
+        return True
+
+    # ---- views
+
+    def show_ledger(self) -> None:
+        """Show what was trained before this session."""
+        before = read_records(self._run / "ledger.bin", LEDGER)
+        self.show(lambda view: view.records(before, np.empty(0, STEPS)))
+
+    def show(self, what: Callable[[View], None]) -> None:
+        """Tell every view; one that fails is let go, for a picture is not worth a run."""
+        for view in list(self._views):
+            try:
+                what(view)
+            except Exception as error:
+                self._views.remove(view)
+                text = f"a view of the run failed and was closed: {error!r}."
+                self.emit("warning", {"text": text})
+
+    def close(self) -> None:
+        """Close the files."""
+        self._log.close()
+        self._steps.close()
+
+
+def _as_told(event: Mapping[str, Any]) -> str:
+    """An event as a worker tells of it: whenever it was written, in one form."""
+    plain = {key: value for key, value in event.items() if key != "time"}
+    return json.dumps(plain, default=str, sort_keys=True)
