@@ -18,12 +18,14 @@ import json
 import os
 import select
 import signal
+import struct
 import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from instep.comm.channel import Address
@@ -129,18 +131,25 @@ class Server:
         seat: where that is, for the workers.
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, which may lose the master from sight.
+        left: worker numbers by process, of the server whose place this one takes.
     """
 
     def __init__(
-        self, tie: Tie, seat: Seat, phases: dict[str, float], *, several: bool = False
+        self,
+        tie: Tie,
+        seat: Seat,
+        phases: dict[str, float],
+        *,
+        several: bool = False,
+        left: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
-        self._adopted: dict[int, Watched] = {}
+        self._adopted = {pid: (number, Watched(pid)) for pid, number in left.items()}
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
-        self._life = -1  # open as long as this server lives
+        self._life = -1  # open as long as this server lives; its workers are told there
         self._spare = 0
 
     def serve(self) -> None:
@@ -182,6 +191,10 @@ class Server:
             return
         if self._spare:
             os.close(theirs)
+            os.set_blocking(self._life, False)
+            adopted = {pid: number for pid, (number, _) in self._adopted.items()}
+            for pid, number in {**adopted, **self._workers}.items():
+                self._tell_spare(pid, number)
             return
         try:
             os.close(self._life)
@@ -189,16 +202,21 @@ class Server:
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._tie.close()
-            os.read(theirs, 1)
+            left = _hear_of_workers(theirs)
             os.close(theirs)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             tie = _call(self._seat)
-            Server(tie, self._seat, self._phases, several=self._several).serve()
+            Server(tie, self._seat, self._phases, several=self._several, left=left).serve()
         except PeerError:
             pass  # no master is left either
         finally:
             os._exit(0)
+
+    def _tell_spare(self, pid: int, number: int) -> None:
+        """Have the spare know of a worker; of one that has ended, by the number `_GONE`."""
+        with contextlib.suppress(OSError):  # it is gone, or stopped
+            os.write(self._life, _WORKER.pack(pid, number))
 
     def _end(self, *_: object) -> None:
         self._ending = True
@@ -213,22 +231,26 @@ class Server:
                 case Signal(pid=pid, signals=signals):
                     self._signal(pid, signals)
                 case Adopt(workers=workers):
-                    known = {*self._workers.values(), *self._adopted}
-                    new = {number: pid for number, pid in workers if number not in known}
-                    self._adopted |= {number: Watched(pid) for number, pid in new.items()}
+                    self._adopt(workers)
                 case KillAll():
                     self._kill_all(wait=False)
                 case Refused():
                     self._ending = True
 
+    def _adopt(self, workers: Iterable[tuple[int, int]]) -> None:
+        """Look after processes, number and pid each, that another server has forked."""
+        for number, pid in workers:
+            if pid not in self._workers and pid not in self._adopted:
+                self._adopted[pid] = number, Watched(pid)
+                self._tell_spare(pid, number)
+
     def _signal(self, pid: int, signals: Iterable[int]) -> None:
         """Send signals to a worker, and to no other process."""
-        adopted = next((each for each in self._adopted.values() if each.pid == pid), None)
         for number in signals:
             if pid in self._workers:
                 send(pid, number)
-            elif adopted is not None:
-                adopted.signal(number)
+            elif pid in self._adopted:
+                self._adopted[pid][1].signal(number)
             if number == signal.SIGKILL:
                 self._given_up.add(pid)
 
@@ -241,6 +263,7 @@ class Server:
             return
         if pid:
             self._workers[pid] = order.number
+            self._tell_spare(pid, order.number)
             return
         code = 1
         try:
@@ -273,22 +296,24 @@ class Server:
             number = self._workers.pop(pid, None)
             self._given_up.discard(pid)
             if number is not None:
+                self._tell_spare(pid, _GONE)
                 self._tie.send(Exited(number=number, pid=pid, code=exit_code_of(status)))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
                 self._have_a_spare()
 
     def _look_after_adopted(self) -> None:
-        for number, process in list(self._adopted.items()):
+        for pid, (number, process) in list(self._adopted.items()):
             if process.ended:
-                del self._adopted[number]
+                del self._adopted[pid]
                 process.close()
-                self._tie.send(Exited(number=number, pid=process.pid, code=None))
+                self._tell_spare(pid, _GONE)
+                self._tie.send(Exited(number=number, pid=pid, code=None))
 
     def _kill_all(self, *, wait: bool = True) -> None:
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
-        for process in self._adopted.values():
+        for _, process in self._adopted.values():
             process.signal(signal.SIGKILL)
         if not wait:
             return
@@ -298,6 +323,19 @@ class Server:
         for pid in [*self._workers, *([self._spare] if self._spare else [])]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+_WORKER, _GONE = struct.Struct("ii"), -1
+"""What a server tells its spare: a process, and the number of the worker that it is."""
+
+
+def _hear_of_workers(pipe: int) -> dict[int, int]:
+    """Wait until the server at the other end has ended; its workers then, number by process."""
+    workers: dict[int, int] = {}
+    while data := os.read(pipe, 512 * _WORKER.size):
+        for pid, number in _WORKER.iter_unpack(data):
+            workers[pid] = number
+    return {pid: number for pid, number in workers.items() if number != _GONE}
 
 
 def _wake_pipe() -> tuple[int, int]:
