@@ -1,4 +1,7 @@
-"""A fork server that is killed: its spare knows whom it had forked, whatever the master says."""
+"""A fork server that is killed: its spare knows whom it had forked, whatever the master says.
+
+It is one of several hosts here, which say now and then that they live, and who was stopped.
+"""
 
 import os
 import signal
@@ -47,7 +50,7 @@ def test_the_spare_of_a_killed_server_signals_its_workers_and_tells_how_they_end
     try:
         launcher.start(master.board.seat, tmp_path / "logs")
         peer, hello = master.wait_for(m.Hello, role="host")
-        job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n'
+        job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
         welcome = m.Welcome(job=job, run=str(tmp_path), started=time.time())
         master.board.hub.send(peer, welcome)
         pids = []
@@ -62,6 +65,8 @@ def test_the_spare_of_a_killed_server_signals_its_workers_and_tells_how_they_end
         spare, again = master.wait_for(m.Hello, role="host")
         assert again.pid != hello.pid
         master.board.hub.send(spare, welcome)
+        os.kill(pids[1], signal.SIGSTOP)
+        master.wait_for(m.Pulse, stopped=[pids[1]])
         master.board.hub.send(spare, m.Signal(pid=pids[1], signals=[signal.SIGKILL]))
         _, exited = master.wait_for(m.Exited)
         assert (exited.number, exited.pid) == (1, pids[1])

@@ -176,6 +176,8 @@ class Pulse(Message, frozen=True):
     cpu_s: float = 0.0
     """Seconds that a processor has spent on its computing and reading so far; 0.0 where the
     system does not tell."""
+    stopped: list[int] = []
+    """From a host: processes of workers that were stopped, as by SIGSTOP."""
     number: int = 0
     """Counts the pulses of a process."""
 

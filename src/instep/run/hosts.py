@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class _Host:
     pid: int
     since: float
     heard: float
+    stopped: Collection[int] = ()
+    """Processes of its that were stopped, as it said last."""
 
 
 class Hosts:
@@ -147,11 +149,11 @@ class Hosts:
         self._failed.add(number)
         return len(self._failed) >= max(1, self.count)
 
-    def hears(self, number: int, peer: Peer, now: float) -> None:
-        """A host lives."""
+    def hears(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
+        """A host lives, and these processes of its were stopped."""
         host = self._there.get(number)
         if host is not None and host.peer is peer:
-            host.heard = now
+            host.heard, host.stopped = now, stopped
             self._spoke.add((number, host.pid))
 
     def goes(self, number: int, peer: Peer) -> bool:
@@ -227,6 +229,10 @@ class Hosts:
         if host in self._there:
             self._send(self._there[host].peer, m.Signal(pid=pid, signals=[number]))
 
+    def is_stopped(self, host: int, pid: int) -> bool:
+        """Whether a host has said that a process of its was stopped."""
+        return host in self._there and pid in self._there[host].stopped
+
     def is_quiet(self, number: int) -> bool:
         """Whether a host is not there, or has just not been heard from."""
         host = self._there.get(number)
@@ -272,8 +278,8 @@ class Far:
 
     @property
     def stopped(self) -> bool:
-        """Nobody tells."""
-        return False
+        """Its host tells."""
+        return self._hosts.is_stopped(self.host, self.pid)
 
     def signal(self, number: int) -> None:
         """Ask its host."""

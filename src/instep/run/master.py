@@ -387,7 +387,7 @@ class Master:
         (role, number), now = self._names[peer], time.monotonic()
         self._pulses[peer] = pulse.number
         if role == "host":
-            self._hosts.hears(number, peer, now)
+            self._hosts.hears(number, peer, now, pulse.stopped)
         else:
             self._pulsed[number] = now, pulse
             self._watch.hears(number, msgspec.structs.replace(pulse, number=0), now)

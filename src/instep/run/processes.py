@@ -117,6 +117,15 @@ def exit_code_of(status: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped, and has not gone on, as far as is known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
 class Watched:
     """A process of this machine that may be nobody's child of ours: does it live, and end it.
 
@@ -146,11 +155,7 @@ class Watched:
     @property
     def stopped(self) -> bool:
         """Whether it was stopped, as by SIGSTOP, and has not gone on; False where nobody tells."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return is_stopped(self.pid)
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it lives."""

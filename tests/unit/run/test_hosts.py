@@ -155,6 +155,15 @@ def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(thre
     assert process.is_lost(three.now, 60.0)
 
 
+def test_a_process_that_was_stopped_is_known_by_its_hosts_word_alone(three):
+    far = Far(three.hosts, 1, 77)
+    three.hosts.hears(1, peer(1), three.now, stopped=(77,))
+    assert far.stopped
+    assert not Far(three.hosts, 2, 77).stopped
+    three.hosts.hears(1, peer(1), three.now)
+    assert not far.stopped
+
+
 def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three):
     process = Far(three.hosts, 2, 77)
     three.wait(20.0)

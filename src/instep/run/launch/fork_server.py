@@ -43,7 +43,7 @@ from instep.comm.messages import (
 from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
 from instep.run.launch.base import END, SETTINGS, Seat
-from instep.run.processes import Watched, die_with_parent, exit_code_of, machine
+from instep.run.processes import Watched, die_with_parent, exit_code_of, is_stopped, machine
 from instep.run.stacks import send
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
@@ -167,13 +167,16 @@ class Server:
                 self._reap()
                 self._look_after_adopted()
                 if self._several:
-                    self._tie.show(Pulse)
+                    self._tie.show(self._pulse)
                 self._obey()  # before waiting: messages may have come together with the welcome
                 self._wait()
         except PeerError:
             pass
         finally:
             self._kill_all()
+
+    def _pulse(self) -> Pulse:
+        return Pulse(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
 
     def _wait(self) -> None:
         """For a message, a signal, or the time to look after something."""
