@@ -28,11 +28,17 @@ def network() -> Iterator[netlab.Network]:
 
 
 def begin(
-    start: Start, folder: Path, hosts: list[str], address: str, workers: int, *more: str
+    start: Start,
+    folder: Path,
+    hosts: list[str],
+    address: str,
+    workers: int,
+    *more: str,
+    recipe: str = "slow_tiny.py",
 ) -> Started:
     job = folder / "job.toml"
     job.write_text(
-        f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\n'
+        f'name = "disturbed"\nrecipe = "{RECIPES / recipe}:recipe"\n'
         f'workers = {workers}\nseed = 5\nnetwork = "private"\n'
         f'[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\ndeterminism = "bits"\n'
         "validate_every = 40\n[checkpoint]\nevery_steps = 25\n"
@@ -42,9 +48,16 @@ def begin(
     return start("-m", "instep", "run", job, *sets)
 
 
-def on(start: Start, folder: Path, network: netlab.Network, workers: int) -> Started:
+def on(
+    start: Start,
+    folder: Path,
+    network: netlab.Network,
+    workers: int,
+    recipe: str = "slow_tiny.py",
+) -> Started:
     hosts = [f"ip netns exec {network.name}-{host}" for host in network.hosts]
-    return begin(start, folder, hosts, network.address(netlab.OUTSIDE), workers)
+    address = network.address(netlab.OUTSIDE)
+    return begin(start, folder, hosts, address, workers, recipe=recipe)
 
 
 def lost_hosts(program: Started) -> list[int]:
@@ -110,6 +123,28 @@ def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
     assert program.end() == 0, program.stderr
     assert program.events("went_back") == []
     check_same_result(program, undisturbed)
+    check_no_process_is_left(program)
+
+
+@needs_hosts
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_a_newcomer_that_has_a_part_of_the_state_leaves_who_was_killed_while_giving_it(
+    start: Start, tmp_path: Path, network: netlab.Network
+) -> None:
+    program = on(start, tmp_path, network, 3, "heavy.py")
+    program.until(program.is_training, "training")
+    reach(program, 10)
+    network.slow("h1", "20mbit")  # 16 MB take seconds
+    pids = newest_pids(program)
+    kill(pids[1])
+    program.until(lambda: len(program.events("generation_started")) == 2, "another generation")
+    time.sleep(2)  # worker 0, on the slow host, gives its state meanwhile
+    kill(pids[0])
+    network.slow("h1", None)
+    assert program.end() == 0, program.stderr
+    assert [e["worker"] for e in program.events("worker_lost")] == [1, 0]
+    assert program.events("went_back") == []
     check_no_process_is_left(program)
 
 

@@ -28,7 +28,7 @@ from instep.run.breaker import Breaker, Plan, Say
 from instep.run.client import check_job, run_job
 from instep.run.folder import ID, lock, numbered, unlock
 from instep.run.injections import Injection, check_long_enough, draw
-from instep.run.parting import Parting, check_can_part, on_emulated_hosts
+from instep.run.parting import check_can_part, on_emulated_hosts
 from instep.run.processes import on_signals
 from instep.run.replay import changes_since, stretches
 from instep.run.roster import roles_of
@@ -96,7 +96,7 @@ def break_again(
     injections = _drawn(plan, undisturbed)
     say(f"running it again, to break it {plan.injections} times")
     with ExitStack() as stack:
-        parting: Parting | None = None
+        plain, parting = job, None
         if plan.partitions:
             job, parting = stack.enter_context(on_emulated_hosts(job))
         check_job(job)
@@ -108,6 +108,8 @@ def break_again(
         stuck_s = breaker.still_s if program.goes_on else 0.0
         program.stop()
         left = _outlived(breaker)
+    if parting is not None:  # its hosts are gone: it goes on, if anybody wants that, without them
+        _rewrite_job(program.folder, plain)
     return _judged(program.folder, undisturbed, breaker, left=left, stuck_s=stuck_s)
 
 
@@ -241,6 +243,11 @@ def _judged(folder: Path, undisturbed: RunFolder | None, breaker: Breaker, **mor
     verdict = judge(RunFolder(folder), undisturbed, breaker.injected, breaker.falls, **more)
     breaker.write(verdict.as_table())
     return verdict
+
+
+def _rewrite_job(folder: Path, plain: JobSpec) -> None:
+    job = msgspec.structs.replace(plain, name=RunFolder(folder).spec.name)
+    (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")
 
 
 def _outlived(breaker: Breaker) -> list[int]:

@@ -72,9 +72,10 @@ def bits_per_s(rate: str | float) -> float:
 
 
 class Network:
-    """Hosts h1, h2, ... with the addresses 10.77.K.1, 10.77.K.2, ...; `outside` is 10.77.K.254.
+    """Hosts h1, h2, ... with the addresses 198.18.K.1, 198.18.K.2, ...; `outside` is 198.18.K.254.
 
-    K is the first that no other network on this machine has.
+    K is the first that no other network on this machine has. The addresses are those that
+    are set aside for benchmarks (RFC 2544), so that nothing real is hidden.
 
     Args:
         hosts: how many, 1 to 200.
@@ -130,7 +131,7 @@ class Network:
 
     def address(self, host: str) -> str:
         """The IPv4 address of a host, or of `outside`."""
-        return f"10.77.{self._number}.{self._index(host)}"
+        return f"198.18.{self._number}.{self._index(host)}"
 
     def run(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command in a host; it is killed, at the latest, when the network is removed.
@@ -332,7 +333,9 @@ def _take_a_number() -> int:
                 ) from error
             continue
         return number
-    raise NetworkError("256 networks are there already; `netlab.py clean` removes dead ones.")
+    raise NetworkError(
+        "256 networks are there already; `netlab.clean()` removes those of ended processes."
+    )
 
 
 def _loose_end(number: int) -> str:

@@ -7,6 +7,7 @@ are not cut off. What a network does is `netlab.py`'s, when it is parted is
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ import msgspec
 
 from instep.errors import SpecError
 from instep.run import netlab
-from instep.spec import JobSpec
+from instep.run.processes import interrupt, on_signals
+from instep.spec import JobSpec, LaunchSpec
 
 LEAST_HOSTS = 2
 """A network of one has no sides."""
@@ -45,14 +47,18 @@ def on_emulated_hosts(job: JobSpec) -> Iterator[tuple[JobSpec, Parting]]:
 
     Raises:
         SpecError: there can be no such network here.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP came in the context.
     """
-    netlab.clean()
-    with netlab.Network(max(LEAST_HOSTS, job.workers)) as network:
-        hosts = [f"ip netns exec {network.name}-{host}" for host in network.hosts]
-        launch = msgspec.structs.replace(
-            job.launch, hosts=hosts, address=network.address(netlab.OUTSIDE)
-        )
-        yield msgspec.structs.replace(job, launch=launch, network="private"), Parting(network)
+    with on_signals(interrupt):
+        netlab.clean()
+        network = netlab.Network(max(LEAST_HOSTS, job.workers))
+        try:
+            hosts = tuple(f"ip netns exec {network.name}-{host}" for host in network.hosts)
+            launch = LaunchSpec(hosts=hosts, address=network.address(netlab.OUTSIDE))
+            yield msgspec.structs.replace(job, launch=launch, network="private"), Parting(network)
+        finally:
+            with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
+                network.remove()
 
 
 def chosen(pick: float, count: int) -> list[int]:

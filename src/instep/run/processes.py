@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from instep.run.stacks import ASK, send
 
@@ -87,6 +87,11 @@ def on_signals(do: Callable[[int, FrameType | None], Any] | signal.Handlers) -> 
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def interrupt(*_: object) -> NoReturn:
+    """For `on_signals`: end what goes on as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def end_group(group: int, patience_s: float) -> None:

@@ -25,7 +25,7 @@ from instep.run.client import about, recipe_sha256, run_job
 from instep.run.folder import Origin
 from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
-from instep.spec import CheckpointSpec, JobSpec, ReportSpec, StopSpec
+from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
 from instep.state.export import check_target, copy_file
 from instep.state.manifest import published
@@ -144,6 +144,8 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
         stop=StopSpec(non_finite=given.stop.non_finite, gradient_norm=given.stop.gradient_norm),
         checkpoint=CheckpointSpec(keep_last=1),
         report=ReportSpec(),
+        launch=LaunchSpec(),  # here, wherever the run was
+        network="loopback",
     )
 
 

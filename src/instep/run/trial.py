@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from instep.events import LEDGER, read_records
-from instep.run.processes import on_signals
+from instep.run.processes import interrupt, on_signals
 
 SAID_S = 2.0
 """Seconds between two lines that say how far it is."""
@@ -46,10 +45,7 @@ def folder_for_runs(prefix: str) -> Iterator[Path]:
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP came in the context.
     """
 
-    def stop(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    with on_signals(stop):
+    with on_signals(interrupt):
         folder = tempfile.TemporaryDirectory(prefix=prefix)
         try:
             yield Path(folder.name).resolve()

@@ -42,6 +42,10 @@ READING = "loading"
 BUSY = 0.25
 """Who has a processor for a smaller share of the time rather waits; others may be using it too."""
 
+BLAMED_S = UNKNOWN_S / STEPS
+"""No more is learnt from a read that was given up: a loop has no end, and later ones are to be
+found."""
+
 _UNHEARD = Pulse(step=0, phase="joining", progress=0)
 """Who was told to form a group, and has not been heard since."""
 
@@ -94,11 +98,19 @@ class _Seen:
     """That its process has committed."""
     ready: bool = True
     """Whether it has all that it needs but the others."""
+    given_up_s: float = 0.0
+    """How long it had been busy with a read when it was said to hang; 0.0 if it was not."""
 
     @property
     def busy_s(self) -> float:
         """How long a processor has been busy with it since it got something done last."""
         return max(0.0, self.pulse.cpu_s - self.cpu_s) if self.pulse else 0.0
+
+    def reads_busily(self, now: float) -> bool:
+        """Whether it is at what may wait, and has kept a processor busy with it instead."""
+        if self.pulse is None or self.pulse.phase in OF_A_STEP or self.pulse.phase in WAITING:
+            return False
+        return self.busy_s >= BUSY * (now - self.since)
 
 
 @dataclass
@@ -110,6 +122,8 @@ class Watch:
     _stretches: dict[str, float] = field(default_factory=dict)
     _busy: dict[str, float] = field(default_factory=dict)
     _seen: dict[int, _Seen] = field(default_factory=dict)
+    _given_up: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Step and phase of a busy read with which a worker was lost; until it commits."""
     _now: float | None = None
 
     def turn(self, now: float) -> None:
@@ -122,6 +136,7 @@ class Watch:
 
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
         """A worker shows itself from now on; one that gets ready takes as long as it takes."""
+        self.leaves(worker)
         self._seen[worker] = _Seen(now, now, ready=ready)
 
     def forms(self, worker: int, now: float) -> None:
@@ -130,8 +145,14 @@ class Watch:
         self._seen[worker] = _Seen(before.heard, now, cpu_s=before.cpu_s, steps=before.steps)
 
     def leaves(self, worker: int) -> None:
-        """Nothing more is expected of a worker."""
-        self._seen.pop(worker, None)
+        """Nothing more is expected of a worker; a read that it was lost with is learnt from."""
+        seen = self._seen.pop(worker, None)
+        if seen is None or seen.pulse is None or not seen.given_up_s:
+            return
+        phase = seen.pulse.phase
+        self._given_up[worker] = seen.pulse.step, phase
+        if phase == READING or phase in self._busy:
+            _raise_to(self._busy, phase, min(seen.given_up_s, BLAMED_S))
 
     def hears(self, worker: int, pulse: Pulse, now: float) -> None:
         """A worker lives, and is at this."""
@@ -144,9 +165,10 @@ class Watch:
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
                 _raise_to(self._stretches, before.phase, now - seen.since)
-                if seen.steps:  # the first read of a process may open what all others use
+                again = self._given_up.get(worker) == (before.step, before.phase)
+                if seen.steps or again:  # else it may open what all later reads use
                     _raise_to(self._busy, before.phase, seen.busy_s)
-            seen.since, seen.cpu_s = now, pulse.cpu_s
+            seen.since, seen.cpu_s, seen.given_up_s = now, pulse.cpu_s, 0.0
         seen.pulse = pulse
 
     def commits(self, worker: int, steps: int, seconds: float) -> None:
@@ -155,6 +177,7 @@ class Watch:
         fade, slowly = FORGET**steps, FORGET_BUSY**steps
         self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
         self._busy = {phase: s * slowly for phase, s in self._busy.items()}
+        self._given_up.pop(worker, None)
         if worker in self._seen:
             self._seen[worker].steps += steps
 
@@ -186,6 +209,7 @@ class Watch:
                 about one that is silent while it gets ready.
         """
         found: list[Hang] = []
+        reading: set[int] = set()
         excused: list[Hang] = []  # where all stand still at once, as a rule it is none of them
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
@@ -195,6 +219,7 @@ class Watch:
                 how, among = f"gave no sign of life for {silent:.1f} s", found
             elif seen.ready and at.phase not in WAITING and idle > self.limit_s(worker, now, often):
                 how = f"got nothing done for {idle:.1f} s"
+                reading |= {worker} if seen.reads_busily(now) else set()
                 among = found if idle > UNKNOWN_S else excused
             else:
                 continue
@@ -202,7 +227,10 @@ class Watch:
         all_of_them = sorted([*found, *excused])
         blamed = {hang.worker for hang in all_of_them}
         ready = {worker for worker, seen in self._seen.items() if seen.ready}
-        return found if ready <= blamed else all_of_them
+        named = found if ready <= blamed else all_of_them
+        for worker in reading & {hang.worker for hang in named}:
+            self._seen[worker].given_up_s = now - self._seen[worker].since
+        return named
 
     def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:
         """Whether seconds without a sign are too many."""
