@@ -21,7 +21,7 @@ demo: setup      ## train the first example on two processes, ending with a repo
 	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
 
 test: setup      ## the whole suite; under ten minutes on two cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## what takes longer
 	$(BIN)/python -m pytest -m slow

@@ -43,6 +43,8 @@ class Truth:
     """The rank that each process was told, by generation."""
     by_all: dict[int, int] = field(default_factory=dict)
     """Step to the generation whose members have all committed it."""
+    there: dict[int, int] = field(default_factory=dict)
+    """The newest step that a living process held when a generation was told to form."""
     committed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """Generation and step to the members that have committed it."""
     ledger: list[Record] = field(default_factory=list)
@@ -62,6 +64,8 @@ class Truth:
     def form(self, worker: int, process: Process, form: Form) -> None:
         """A worker is told to form a group."""
         first = self.forms.setdefault(form.generation, form)
+        held = [len(self.held[process]) for process in self.living_holders()]
+        self.there.setdefault(form.generation, max(held, default=0))
         same = (form.members, form.checkpoint) == (first.members, first.checkpoint)
         if not same:
             raise Violation(f"generation {form.generation} was told twice: {first} and {form}")
@@ -92,7 +96,8 @@ class Truth:
                     f"step {step} was committed twice: by {other} in {theirs[:step]}, "
                     f"by {process} in {lineage}"
                 )
-        if self.by_all.get(step, generation) != generation:
+        again = self.by_all.get(step, generation) != generation
+        if again and self.there[generation] >= step:  # else all who had committed it were lost
             raise Violation(f"step {step} is computed again, though all had committed it")
         who = self.committed.setdefault((generation, step), set())
         who.add(worker)
