@@ -193,6 +193,8 @@ class Master:
             patience = time.monotonic() + endings.FAREWELL_S
             while self._hosted and self._client is None and time.monotonic() < patience:
                 self._turn()  # it may be about to call again
+            if self._hosted:
+                self._act(mind.KillAll())  # whoever has come since
             self._tell_clients(outcome)
             return outcome
         finally:
