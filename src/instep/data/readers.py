@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from instep.data.fetch import Slice
-from instep.data.threads import can_be_asked, cpu_clock
+from instep.data.threads import asked_here, cpu_clock
 
 Work = Callable[[Slice], Any]
 
@@ -70,7 +70,10 @@ class Ahead:
 
     def _begin(self) -> None:
         self._clock = cpu_clock()
-        can_be_asked()
+
+    def _read(self, part: Slice) -> Any:
+        with asked_here():
+            return self._work(part)
 
     @property
     def cpu_s(self) -> float:
@@ -78,7 +81,7 @@ class Ahead:
         return self._clock()
 
     def submit(self, part: Slice) -> Future[Any]:
-        return self._thread.submit(self._work, part)
+        return self._thread.submit(self._read, part)
 
     def take(self, ticket: Future[Any]) -> Any:
         return ticket.result()

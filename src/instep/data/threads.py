@@ -1,7 +1,7 @@
 """What others can learn of one thread: for how long processors were busy with it, where it stands.
 
 Who only waits uses no processor, however long it takes; who loops does. What
-follows from that is not known here. Way in: `cpu_clock`, `can_be_asked`.
+follows from that is not known here. Way in: `cpu_clock`, `asked_here`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,25 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 ASK_READER = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """A signal that asks the thread which reads data where it stands (`run/stacks.py`)."""
 
 
-def can_be_asked() -> None:
-    """Have the thread that calls this be the one that the signal reaches: others block it."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_READER])
+@contextmanager
+def asked_here() -> Iterator[None]:
+    """Have the thread that calls this be the one that the signal reaches, for the context.
+
+    All others block it, also those that are to read and have nothing to do.
+    """
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_READER])
+    try:
+        yield
+    finally:
+        if ASK_READER in before:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [ASK_READER])
 
 
 def cpu_clock() -> Callable[[], float]:

@@ -29,6 +29,7 @@ from instep.events import LEDGER
 from instep.report.run_folder import RunFolder
 from instep.report.summary import finite
 from instep.report.verdict import Fall, Injected, judge
+from instep.run.folder import numbered
 from instep.run.injections import Injection
 from instep.run.parting import Parting
 from instep.run.roster import Known, Roster, send
@@ -285,11 +286,8 @@ def _lives(pid: int) -> bool:
 
 def _free_name(run: Path) -> Path:
     """`chaos.json`, or numbered where the run was broken before."""
-    number, file = 1, run / "chaos.json"
-    while file.exists():
-        number += 1
-        file = run / f"chaos-{number}.json"
-    return file
+    files = (run / f"{name}.json" for name in numbered("chaos"))
+    return next(file for file in files if not file.exists())
 
 
 def last_committed(ledger: Path) -> int:

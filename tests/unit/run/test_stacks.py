@@ -96,14 +96,22 @@ def wakes():
 
 for _ in range(6):
     threading.Thread(target=wakes, daemon=True).start()
+{idle}
 reader = Ahead(endless)
 reader.take(reader.submit(None))
 """
 
+IDLE = """
+others = [Ahead(lambda part: None) for _ in range(4)]  # as that of training while one validates
+for other in others:
+    other.take(other.submit(None))
+""".strip()
+
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="signals of Linux")
-def test_where_the_first_thread_waits_for_a_read_the_reading_thread_tells_its_line(tmp_path):
-    with standing(tmp_path, program=READS) as (process, log):
+@pytest.mark.parametrize("idle", ["", IDLE], ids=["alone", "beside idle ones"])
+def test_where_the_first_thread_waits_for_a_read_the_reading_thread_tells_its_line(tmp_path, idle):
+    with standing(tmp_path, program=READS.replace("{idle}", idle)) as (process, log):
         watched = Watched(process.pid)
         for _ in range(4):
             size = log.stat().st_size

@@ -1,5 +1,7 @@
 """Who hangs, told from what workers show, on a clock that the test turns."""
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -45,6 +47,30 @@ class Shown:
 
     def at(self, worker, phase):
         self.workers[worker] = msgspec.structs.replace(self.workers[worker], phase=phase)
+
+    def reads(self, worker, seconds, *, times=0, share=1.0):
+        """A worker reads a sample that takes so long, and is asked about at every beat.
+
+        Returns how long it was given: all that it takes, or the time at which it was named.
+        """
+        self.at(worker, "loading")
+        began = self.now
+        while self.now - began < seconds:
+            self.goes_on(1, frozen=[worker], share=share)
+            if self.hangs({worker: times}):
+                assert self.hangs({worker: times}) == [(worker, "loading")]
+                return self.now - began
+        self.at(worker, "forward")
+        self.goes_on(2)
+        return seconds
+
+    def replaced(self, worker):
+        """A process takes the place of a worker that was lost, at its step."""
+        self.watch.leaves(worker)
+        self.watch.begins(worker, self.now)
+        self.workers[worker] = Pulse(step=1, phase="joining", progress=0)
+        self.goes_on(1, frozen=[worker])
+        self.watch.forms(worker, self.now)
 
     def hangs(self, times=None, stopped=()):
         found = self.watch.hangs(self.now, times or {}, stopped.__contains__)
@@ -123,19 +149,58 @@ def test_a_read_on_a_crowded_machine_is_given_what_others_use():
     assert shown.hangs() == [(1, "loading")]
 
 
-def test_a_sample_that_takes_long_now_and_then_is_learnt():
+@pytest.mark.parametrize("sample_s", [3.0, 5.0, 25.0, 50.0])
+def test_a_sample_that_takes_long_now_and_then_is_learnt(sample_s):
+    """It costs one process: the one that takes its place gets to the end of it."""
     shown = Shown(0, 1)
-    shown.at(1, "loading")
-    shown.goes_on(beats(5.0), frozen=[1], share=1.0)
-    shown.at(1, "forward")
-    shown.goes_on(2)
+    assert shown.reads(1, sample_s) < sample_s
+    shown.replaced(1)
+    assert shown.reads(1, sample_s, times=1) == sample_s
     for worker in (0, 1):
         shown.watch.commits(worker, 500, 0.05)
+    assert shown.reads(1, 1.2 * sample_s) == 1.2 * sample_s
+    loop_s = shown.reads(1, math.inf)
+    assert 1.5 * sample_s < loop_s < 1.2 * STEPS * sample_s + 1.0
+
+
+@pytest.mark.parametrize("sample_s", [3.0, 5.0, 25.0])
+def test_a_slow_sample_is_learnt_also_where_others_read_it_in_the_end(sample_s):
+    shown = Shown(0, 1, 2)
+    lost = 0
+    while shown.reads(lost % 3, sample_s) < sample_s:
+        shown.replaced(lost % 3)
+        shown.watch.commits(lost % 3, 1, 0.05)
+        lost += 1
+        assert lost <= 4
+    assert lost
+    assert shown.reads(0, sample_s) == sample_s
+
+
+def test_samples_that_never_end_are_found_each_time_whatever_was_given_up_before():
+    shown = Shown(0, 1)
+    for _ in range(20):
+        assert shown.reads(1, math.inf) < UNKNOWN_S + 1.0
+        shown.replaced(1)
+        assert shown.reads(1, 0.2, times=1) == 0.2  # it is left out, or ends there
+        shown.watch.commits(1, 1, 0.05)
+
+
+def test_a_store_that_stalled_until_its_reader_was_lost_makes_no_loop_last_longer():
+    shown = Shown(0, 1)
+    assert shown.reads(1, math.inf, share=0.0) > UNKNOWN_S
+    shown.replaced(1)
+    shown.watch.commits(1, 1, 0.05)
+    assert shown.reads(1, math.inf) < 2 * FLOOR_S
+
+
+def test_nothing_is_learnt_of_a_read_that_was_lost_for_another_reason():
+    shown = Shown(0, 1)
     shown.at(1, "loading")
-    shown.goes_on(beats(6.0), frozen=[1], share=1.0)
-    assert shown.hangs() == []
-    shown.goes_on(beats(STEPS * 5.0), frozen=[1], share=1.0)
-    assert shown.hangs() == [(1, "loading")]
+    shown.goes_on(3, frozen=[1], share=1.0)
+    shown.replaced(1)
+    assert shown.reads(1, 10.0, times=1) == 10.0  # its first, which may open what others use
+    shown.watch.commits(1, 1, 0.05)
+    assert shown.reads(1, math.inf) < 2 * FLOOR_S
 
 
 def test_the_first_read_of_a_process_says_nothing_of_the_others():
