@@ -175,13 +175,14 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
 
 
 def _form(state: State, worker: int) -> Form:
+    after = state.stop_after
     return Form(
         generation=state.generation,
         rank=state.members.index(worker),
         members=list(state.members),
         patience_s=state.patience_s,
         checkpoint=state.begins_at,
-        ends=state.begins_at is not None and 0 < state.stop_after < state.origin_step,
+        ends=state.begins_at is not None and after is not None and after < state.origin_step,
     )
 
 
@@ -273,7 +274,7 @@ def _reminders(state: State, worker: int, generation: int) -> list[Action]:
     if worker in state.members and generation < state.generation and state.phase == "training":
         sends.append(Send(worker, _form(state, worker)))
     if state.stop:
-        sends.append(Send(worker, Stop(rule=state.stop, after=state.stop_after)))
+        sends.append(Send(worker, _stop(state)))
     if state.changing and worker in state.members:
         sends.append(Send(worker, Regroup(generation=state.generation)))
     gone = state.inside >= set(state.members) and worker not in state.members
@@ -460,13 +461,17 @@ def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, li
     nothing_yet = not state.formed or (first and state.phase == "training" and not news.ready)
     if state.asked > 1 or nothing_yet:
         return endings.end(state, now, log)
-    after = replace(state, stop=state.stop or "interrupted", stop_after=0)
+    after = replace(state, stop=state.stop or "interrupted")
     return after, [log, *_stops(after)]
 
 
 def _stops(state: State) -> list[Action]:
-    stop = Stop(rule=state.stop, after=state.stop_after)
-    return [Send(worker, stop) for worker in sorted(state.joined)]
+    return [Send(worker, _stop(state)) for worker in sorted(state.joined)]
+
+
+def _stop(state: State) -> Stop:
+    """Who asks from outside does not wait for the step of a rule."""
+    return Stop(rule=state.stop, after=None if state.asked else state.stop_after)
 
 
 def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
@@ -489,7 +494,7 @@ def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action
     )
     if not log:
         return state, []
-    after = replace(after, stop_after=0)  # the clock does not go back with the run
+    after = replace(after, stop_after=None)  # the clock does not go back with the run
     return after, [*log, *_stops(after)]
 
 

@@ -235,7 +235,8 @@ class Member:
     def stop_rule(self, step: int) -> str | None:
         """Why the master wants to stop with this step, if it does; listens without waiting."""
         self._listen()
-        return self._stop.rule if self._stop and step > self._stop.after else None
+        stop = self._stop
+        return stop.rule if stop and (stop.after is None or step > stop.after) else None
 
     def _listen(self) -> None:
         if self._leaving:

@@ -323,8 +323,8 @@ class State:
     """How often a stop was asked for from outside."""
     stop: str = ""
     """The rule that asked for a stop first; it stands, whatever asks after it."""
-    stop_after: int = 0
-    """The step whose figures made it fire, which is the last but one; 0 if any may be the last."""
+    stop_after: int | None = None
+    """The last step but one, by the figures that made it fire; None if any may be the last."""
     time_limit: TimeLimit | None = None
     suspect: Blame | None = None
     blame: Blame | None = None
