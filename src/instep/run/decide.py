@@ -476,8 +476,11 @@ def _stop(state: State) -> Stop:
 
 def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
     """A rule wants a stop. Whoever told its figures hears of it from the shell."""
-    if not state.formed or state.phase not in ("gathering", "training") or state.stop:
+    if not state.formed or state.phase not in ("gathering", "training"):
         return state, []
+    if state.stop:  # a step may be the last, and not the one after it, by its validation
+        sooner = state.stop_after is not None and fired.after < state.stop_after
+        return replace(state, stop_after=fired.after) if sooner else state, []
     fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
     after = replace(state, stop=fired.rule, stop_after=fired.after)
     return after, [Log("stop_requested", fields)]

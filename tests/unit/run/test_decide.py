@@ -674,6 +674,10 @@ def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_fo
         ([Fired("target", 4, "it was reached", at_once=True)], 4, True),
         ([Fired("target", 1, "it was reached", at_once=True)], 0, False),
         ([Fired("target", 1, "it was reached", at_once=True)], 1, True),
+        ([BELOW, BELOW._replace(at_once=True)], 2, False),
+        ([BELOW, BELOW._replace(at_once=True)], 3, True),
+        ([BELOW, Fired("target", 3, "it was reached", at_once=True)], 3, True),
+        ([BELOW, Fired("target", 9, "it was reached", at_once=True)], 4, True),
         ([BELOW, Interrupted("SIGINT")], 3, False),
         ([BELOW, Interrupted("SIGINT")], 4, True),
         ([Interrupted("SIGINT")], 4, False),
@@ -687,7 +691,7 @@ def test_a_run_that_goes_back_to_the_checkpoint_that_a_rule_ended_it_with_trains
     state, actions = after(*news, recovers=True)
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     assert [form.ends for form in forms[-2:]] == [is_the_end] * 2
-    last = None if state.asked else stops[-1].after
+    last = None if state.asked else min(fired.after for fired in stops)
     assert Send(0, Stop(rule=state.stop, after=last)) in actions[-2:]
 
 
