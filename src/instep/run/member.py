@@ -238,6 +238,14 @@ class Member:
         stop = self._stop
         return stop.rule if stop and (stop.after is None or step > stop.after) else None
 
+    def forget_stop(self, step: int) -> None:
+        """This worker went back to a step: a later one's figures may have caused the stop.
+
+        The master says it again to the next generation, if it still wants it.
+        """
+        if self._stop is not None and self._stop.after is not None and self._stop.after >= step:
+            self._stop = None
+
     def _listen(self) -> None:
         if self._leaving:
             self._leaving = False
