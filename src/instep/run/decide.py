@@ -49,6 +49,7 @@ from instep.run.news import (
     State,
     Stuck,
     Tick,
+    Undone,
     WentBack,
 )
 from instep.run.stop_rules import Fired
@@ -107,6 +108,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         case WentBack(checkpoint, step):
             back = replace(state, origin=checkpoint, origin_step=step, from_origin=True)
             return _next_generation(back, now)
+        case Undone(step):
+            return _undone(state, step), []
         case Restarted():
             return _restarted(state, now)
         case Tick(step):
@@ -484,6 +487,13 @@ def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
     fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
     after = replace(state, stop=fired.rule, stop_after=fired.after)
     return after, [Log("stop_requested", fields)]
+
+
+def _undone(state: State, step: int) -> State:
+    """A rule that fired by figures of a later step is asked again, once they are right."""
+    if state.stop_after is None or state.stop_after < step or state.phase == "ending":
+        return state
+    return replace(state, stop="interrupted" if state.asked else "", stop_after=None)
 
 
 def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action]]:

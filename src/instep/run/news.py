@@ -155,6 +155,14 @@ class Broke:
 
 
 @dataclass(frozen=True)
+class Undone:
+    """The workers go back to a clean copy: what came of later steps may have been wrong."""
+
+    step: int
+    """The last that it holds, and that no rule fired at."""
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The master itself was lost; this one knows what the journal says."""
 
@@ -176,6 +184,7 @@ News: TypeAlias = (
     | Fired
     | Broke
     | WentBack
+    | Undone
     | Restarted
     | Tick
 )

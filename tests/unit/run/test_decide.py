@@ -33,6 +33,7 @@ from instep.run.news import (
     State,
     Tick,
     TimeLimit,
+    Undone,
     WentBack,
 )
 from instep.run.stop_rules import Fired
@@ -693,6 +694,25 @@ def test_a_run_that_goes_back_to_the_checkpoint_that_a_rule_ended_it_with_trains
     assert [form.ends for form in forms[-2:]] == [is_the_end] * 2
     last = None if state.asked else min(fired.after for fired in stops)
     assert Send(0, Stop(rule=state.stop, after=last)) in actions[-2:]
+
+
+@pytest.mark.parametrize(
+    ("stops", "step", "stop"),
+    [
+        ([BELOW], 2, ("", None)),
+        ([BELOW], 3, ("", None)),  # it is news only where no rule fired at that step
+        ([BELOW], 4, ("gradient_norm", 3)),
+        ([BELOW._replace(at_once=True)], 2, ("", None)),
+        ([BELOW, Interrupted("SIGINT")], 2, ("interrupted", None)),
+        ([Interrupted("SIGINT")], 2, ("interrupted", None)),
+    ],
+)
+def test_a_rule_that_fired_by_figures_that_were_undone_stops_nothing(stops, step, stop):
+    state, _ = after(*everybody_joined(), *stops, Undone(step), recovers=True)
+    assert (state.stop, state.stop_after) == stop
+    again, actions = decide(state, BELOW, 9.0)
+    assert again.stop == (stop[0] or BELOW.rule)
+    assert [a.name for a in actions] == ([] if stop[0] else ["stop_requested"])
 
 
 def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
