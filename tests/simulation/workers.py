@@ -354,7 +354,9 @@ class Worker(Process):
 
     def _told(self) -> Wait:
         self._listen()
-        stop = self._stop is not None and self._step > self._stop.after
+        stop = self._stop is not None and (
+            self._stop.after is None or self._step > self._stop.after
+        )
         while self._waiting_for:
             answer = self._verdicts.pop(0) if self._verdicts else None
             if answer is None:

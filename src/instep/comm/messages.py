@@ -313,8 +313,8 @@ class Stop(Message, frozen=True):
     """To a worker: stop at the next commit; every worker will at the same one."""
 
     rule: str
-    after: int = 0
-    """The step that is the last but one, wherever training stands: 0 if any may be the last."""
+    after: int | None = None
+    """The step that is the last but one, wherever training stands; None if any may be the last."""
 
 
 class Done(Message, frozen=True):

@@ -49,6 +49,7 @@ from instep.run.news import (
     State,
     Stuck,
     Tick,
+    Undone,
     WentBack,
 )
 from instep.run.stop_rules import Fired
@@ -107,6 +108,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
         case WentBack(checkpoint, step):
             back = replace(state, origin=checkpoint, origin_step=step, from_origin=True)
             return _next_generation(back, now)
+        case Undone(step):
+            return _undone(state, step), []
         case Restarted():
             return _restarted(state, now)
         case Tick(step):
@@ -175,13 +178,14 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
 
 
 def _form(state: State, worker: int) -> Form:
+    after = state.stop_after
     return Form(
         generation=state.generation,
         rank=state.members.index(worker),
         members=list(state.members),
         patience_s=state.patience_s,
         checkpoint=state.begins_at,
-        ends=state.begins_at is not None and 0 < state.stop_after < state.origin_step,
+        ends=state.begins_at is not None and after is not None and after < state.origin_step,
     )
 
 
@@ -273,7 +277,7 @@ def _reminders(state: State, worker: int, generation: int) -> list[Action]:
     if worker in state.members and generation < state.generation and state.phase == "training":
         sends.append(Send(worker, _form(state, worker)))
     if state.stop:
-        sends.append(Send(worker, Stop(rule=state.stop, after=state.stop_after)))
+        sends.append(Send(worker, _stop(state)))
     if state.changing and worker in state.members:
         sends.append(Send(worker, Regroup(generation=state.generation)))
     gone = state.inside >= set(state.members) and worker not in state.members
@@ -460,22 +464,36 @@ def _interrupted(state: State, news: Interrupted, now: float) -> tuple[State, li
     nothing_yet = not state.formed or (first and state.phase == "training" and not news.ready)
     if state.asked > 1 or nothing_yet:
         return endings.end(state, now, log)
-    after = replace(state, stop=state.stop or "interrupted", stop_after=0)
+    after = replace(state, stop=state.stop or "interrupted")
     return after, [log, *_stops(after)]
 
 
 def _stops(state: State) -> list[Action]:
-    stop = Stop(rule=state.stop, after=state.stop_after)
-    return [Send(worker, stop) for worker in sorted(state.joined)]
+    return [Send(worker, _stop(state)) for worker in sorted(state.joined)]
+
+
+def _stop(state: State) -> Stop:
+    """Who asks from outside does not wait for the step of a rule."""
+    return Stop(rule=state.stop, after=None if state.asked else state.stop_after)
 
 
 def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
     """A rule wants a stop. Whoever told its figures hears of it from the shell."""
-    if not state.formed or state.phase not in ("gathering", "training") or state.stop:
+    if not state.formed or state.phase not in ("gathering", "training"):
         return state, []
+    if state.stop:  # a step may be the last, and not the one after it, by its validation
+        sooner = state.stop_after is not None and fired.after < state.stop_after
+        return replace(state, stop_after=fired.after) if sooner else state, []
     fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
     after = replace(state, stop=fired.rule, stop_after=fired.after)
     return after, [Log("stop_requested", fields)]
+
+
+def _undone(state: State, step: int) -> State:
+    """A rule that fired by figures of a later step is asked again, once they are right."""
+    if state.stop_after is None or state.stop_after < step or state.phase == "ending":
+        return state
+    return replace(state, stop="interrupted" if state.asked else "", stop_after=None)
 
 
 def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action]]:
@@ -489,7 +507,7 @@ def _watch_time(state: State, step: int, now: float) -> tuple[State, list[Action
     )
     if not log:
         return state, []
-    after = replace(after, stop_after=0)  # the clock does not go back with the run
+    after = replace(after, stop_after=None)  # the clock does not go back with the run
     return after, [*log, *_stops(after)]
 
 

@@ -100,6 +100,7 @@ class Master:
         self._hub, self._token = switchboard.hub, switchboard.seat.token
         self._machine = machine()
         self._books, self._judge = Books(run, views), Judge(job.stop, origin.heard)
+        self._undone = (-1, 0)  # generation in which what came after a step was found wrong, step
         self._keys, self._questions = Keys(), Questions(run)
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
@@ -165,12 +166,14 @@ class Master:
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
         self._began = again or (known.formed and self._ready >= set(known.members))
-        stop = self._job.stop
-        if stop.by_step or stop.by_metric:
+        if self._watched:
             until = self._books.committed
-            self._judge = Judge(stop, recorded(folder.steps, folder.validations, until))
+            heard = recorded(folder.steps, folder.validations, until)
+            self._judge = Judge(self._job.stop, heard)
         self._books.emit("master_started", {"pid": os.getpid(), "again": True})
         self._absent = dict.fromkeys(known.joined, time.monotonic())
+        if (step := _found_wrong(folder.events)) is not None:
+            self._unhear(folder, step)
         for fired in self._judge.fired_after(self._origin.step):
             self._think(fired)  # it may not have been heard, and may never be told
         self._think(mind.Restarted())
@@ -457,13 +460,37 @@ class Master:
     def _hear_event(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
         """An event that a worker tells of."""
         _, number = self._names[peer]
-        if self._books.hear(name, fields, again=self._may_repeat(peer)) and name == "worker_ready":
+        if not self._books.hear(name, fields, again=self._may_repeat(peer)):
+            return
+        if name == "worker_ready":
             self._ready.add(number)
             self._began = self._began or self._ready >= set(self._state.members)
+        elif name == "corruption_found" and fields["clean_step"] >= 0:
+            self._unhear(RunFolder(self._run), fields["clean_step"])
+
+    def _unhear(self, folder: RunFolder, step: int) -> None:
+        """The workers go back to a step in memory: figures of later ones may have been wrong."""
+        if not self._watched:
+            return
+        generations = folder.named("generation_started")
+        self._undone = generations[-1]["generation"] if generations else 0, step
+        self._judge = Judge(self._job.stop, recorded(folder.steps, folder.validations, step))
+        fires = self._judge.fired_after(step - 1)
+        if not fires:
+            self._think(mind.Undone(step))
+        for fired in fires:  # whoever was to tell its figures may be the one that is lost
+            self._think(fired)
+
+    @property
+    def _watched(self) -> bool:
+        """Whether a rule looks at figures."""
+        return self._job.stop.by_step or self._job.stop.by_metric
 
     def _hear_figures(self, peer: Peer, figures: m.Figures) -> None:
         """Let the rules decide on committed figures, and tell whoever sent them."""
-        fired = self._judge.hear(figures, again=self._may_repeat(peer))
+        generation, step = self._undone
+        void = figures.step > step and self._state.generation <= generation
+        fired = None if void else self._judge.hear(figures, again=self._may_repeat(peer))
         if fired is not None:
             self._think(fired)
         rule = fired.rule if fired else ""
@@ -708,6 +735,17 @@ class Master:
         for peer, (role, _) in list(self._names.items()):
             if role == "client":
                 self._hub.send(peer, over)
+
+
+def _found_wrong(events: list[dict[str, Any]]) -> int | None:
+    """The clean step of corruption after which no group has formed yet."""
+    found = None
+    for event in events:
+        if event["event"] == "corruption_found" and event["clean_step"] >= 0:
+            found = event["clean_step"] if found is None else min(found, event["clean_step"])
+        elif event["event"] in ("generation_started", "run_started"):
+            found = None
+    return found
 
 
 _CONFIRMED = 64

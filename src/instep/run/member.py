@@ -235,7 +235,16 @@ class Member:
     def stop_rule(self, step: int) -> str | None:
         """Why the master wants to stop with this step, if it does; listens without waiting."""
         self._listen()
-        return self._stop.rule if self._stop and step > self._stop.after else None
+        stop = self._stop
+        return stop.rule if stop and (stop.after is None or step > stop.after) else None
+
+    def forget_stop(self, step: int) -> None:
+        """This worker went back to a step: a later one's figures may have caused the stop.
+
+        The master says it again to the next generation, if it still wants it.
+        """
+        if self._stop is not None and self._stop.after is not None and self._stop.after >= step:
+            self._stop = None
 
     def _listen(self) -> None:
         if self._leaving:

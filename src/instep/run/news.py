@@ -155,6 +155,14 @@ class Broke:
 
 
 @dataclass(frozen=True)
+class Undone:
+    """The workers go back to a clean copy: what came of later steps may have been wrong."""
+
+    step: int
+    """The last that it holds, and that no rule fired at."""
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The master itself was lost; this one knows what the journal says."""
 
@@ -176,6 +184,7 @@ News: TypeAlias = (
     | Fired
     | Broke
     | WentBack
+    | Undone
     | Restarted
     | Tick
 )
@@ -323,8 +332,8 @@ class State:
     """How often a stop was asked for from outside."""
     stop: str = ""
     """The rule that asked for a stop first; it stands, whatever asks after it."""
-    stop_after: int = 0
-    """The step whose figures made it fire, which is the last but one; 0 if any may be the last."""
+    stop_after: int | None = None
+    """The last step but one, by the figures that made it fire; None if any may be the last."""
     time_limit: TimeLimit | None = None
     suspect: Blame | None = None
     blame: Blame | None = None

@@ -162,7 +162,7 @@ class Judge:
     """
 
     def __init__(self, spec: StopSpec, heard: Iterable[Figures] = ()) -> None:
-        heard, self._rules = list(heard), Rules(spec)
+        heard, self._rules, self._by_metric = list(heard), Rules(spec), spec.by_metric
         told = list(zip(heard, self._rules.replay(heard), strict=True))
         # a step's figures, and those of its validation, may be told again
         self._judged = {(each.step, each.loss is None): fired for each, fired in told[-2:]}
@@ -181,14 +181,21 @@ class Judge:
         older = again and asked < max(self._judged, default=asked)  # long answered
         if asked not in self._judged and not older:
             self._judged[asked] = self._rules.hear(figures)
-        fired = self._judged.get(asked)
+        fired = self._judged.get(asked) or self._at_once(figures)
         for old in [each for each in self._judged if each[0] < figures.step - 1]:
             del self._judged[old]
         return fired
 
     def fired_after(self, step: int) -> list[Fired]:
         """What the newest figures fired, as far as they are of later steps than this."""
-        return [fired for fired in self._judged.values() if fired and fired.step > step]
+        validated = [Figures(step=each) for each, of_validation in self._judged if of_validation]
+        ended = [fired for each in validated if (fired := self._at_once(each))]
+        return [fired for fired in [*self._judged.values(), *ended] if fired and fired.step > step]
+
+    def _at_once(self, figures: Figures) -> Fired | None:
+        """What the step fired that was validated: it is the last, as every worker waits there."""
+        fired = self._judged.get((figures.step, False)) if figures.loss is None else None
+        return fired._replace(at_once=True) if fired and self._by_metric else None
 
 
 def recorded(

@@ -11,6 +11,7 @@ waits. What a rule is, this file does not know: see `stop_rules.py`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -35,14 +36,35 @@ class Stopping:
     def __init__(self, member: Member, comm: Comm, device: torch.device) -> None:
         self._member, self._comm, self._device = member, comm, device
         self.spec = member.job.stop
-        self._asked = 0  # verdicts that are still to come
-        self._rule = ""
-        self.spoilt = False
-        """Whether the parameters are past saving: the last checkpoint is better than a new one."""
+        self._asked: deque[int | None] = deque()  # steps of verdicts to come; None: they are void
+        self._rule, self._of_step = "", 0  # which fired first, by the figures of which step
+        self._spoilt_at: int | None = None  # the first such step
 
     def regroup(self, comm: Comm) -> None:
         """Another generation begins; verdicts that were asked for may still come."""
         self._comm = comm
+
+    def go_back(self, step: int) -> None:
+        """This worker stands at an earlier step again: what came of later ones does not count.
+
+        Args:
+            step: the last that counts.
+        """
+        self._asked = deque(None if of is None or of > step else of for of in self._asked)
+        if self._of_step > step:
+            self._rule, self._of_step = "", 0
+        if self._spoilt_at is not None and self._spoilt_at > step:
+            self._spoilt_at = None
+        self._member.forget_stop(step)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether the parameters are past saving: the last checkpoint is better than a new one."""
+        return self._spoilt_at is not None
+
+    def _spoil(self, step: int) -> None:
+        if self._spoilt_at is None:
+            self._spoilt_at = step
 
     def told(self, step: int) -> bool:
         """Whether this worker was told to stop with a step; waits for the verdict on the last.
@@ -51,16 +73,19 @@ class Stopping:
             PeerError: the master is gone.
         """
         rule = self._member.stop_rule(step)
-        self.spoilt = self.spoilt or rule == "diverged"  # fired before this worker came
-        return self.verdict() or rule is not None
+        if rule == "diverged":  # fired before this worker came
+            self._spoil(step)
+        return (self.verdict() and step > self._of_step) or rule is not None
 
     def verdict(self) -> bool:
         """Whether a rule has fired; waits for every verdict that was asked for."""
         while self._asked:
             rule = self._member.verdict().rule
-            self._asked -= 1
-            self._rule = self._rule or rule
-        self.spoilt = self.spoilt or self._rule == "diverged"
+            step = self._asked.popleft()
+            if step is not None and rule and not self._rule:
+                self._rule, self._of_step = rule, step
+        if self._rule == "diverged":
+            self._spoil(self._of_step)
         return bool(self._rule)
 
     def after_commit(
@@ -75,7 +100,8 @@ class Stopping:
             last: whether the run ends with this step.
         """
         finite = math.isfinite(loss) and math.isfinite(gradient_norm or 0.0)
-        self.spoilt = self.spoilt or (self.spec.non_finite and not finite)
+        if self.spec.non_finite and not finite:
+            self._spoil(step)
         if self.spec.by_step and not last:
             self._tell(Figures(step=step, loss=loss, gradient_norm=gradient_norm))
 
@@ -107,7 +133,7 @@ class Stopping:
             if self.spec.rise is not None:  # its window is made again from what was recorded
                 self._member.flush()
             self._member.tell(figures)
-            self._asked += 1
+            self._asked.append(figures.step)
 
 
 def check_rules(spec: StopSpec, recipe: Recipe) -> None:

@@ -189,8 +189,10 @@ class Training:
             self._standing.leave(self._replica)
             self._replica = None
         self._regroups = False
-        if self._guard is not None:
+        if self._guard is not None and self._guard.going_back:
             self._guard.go_back()
+            if self._stopping is not None:
+                self._stopping.go_back(self._standing.carried.step)
         self.step = self._standing.carried.step
         self.member.broken()
 

@@ -33,6 +33,7 @@ from instep.run.news import (
     State,
     Tick,
     TimeLimit,
+    Undone,
     WentBack,
 )
 from instep.run.stop_rules import Fired
@@ -654,6 +655,9 @@ def test_the_first_generation_begins_at_the_origin_and_later_ones_with_what_a_me
     assert GoBack() not in actions
 
 
+BELOW = Fired("gradient_norm", 3, "it was below 0.5")
+
+
 def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_forms_again():
     both = [Ended(n, -9, 4, committed=3) for n in range(2)]
     news = [*everybody_joined(), *both, Joined(0), Joined(1), WentBack("step-2")]
@@ -663,23 +667,52 @@ def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_fo
 
 
 @pytest.mark.parametrize(
-    ("fired", "step", "is_the_end"),
+    ("stops", "step", "is_the_end"),
     [
-        (Fired("gradient_norm", 3, "it was below 0.5"), 3, False),
-        (Fired("gradient_norm", 3, "it was below 0.5"), 4, True),
-        (Fired("target", 4, "it was reached", at_once=True), 3, False),
-        (Fired("target", 4, "it was reached", at_once=True), 4, True),
+        ([BELOW], 3, False),
+        ([BELOW], 4, True),
+        ([Fired("target", 4, "it was reached", at_once=True)], 3, False),
+        ([Fired("target", 4, "it was reached", at_once=True)], 4, True),
+        ([Fired("target", 1, "it was reached", at_once=True)], 0, False),
+        ([Fired("target", 1, "it was reached", at_once=True)], 1, True),
+        ([BELOW, BELOW._replace(at_once=True)], 2, False),
+        ([BELOW, BELOW._replace(at_once=True)], 3, True),
+        ([BELOW, Fired("target", 3, "it was reached", at_once=True)], 3, True),
+        ([BELOW, Fired("target", 9, "it was reached", at_once=True)], 4, True),
+        ([BELOW, Interrupted("SIGINT")], 3, False),
+        ([BELOW, Interrupted("SIGINT")], 4, True),
+        ([Interrupted("SIGINT")], 4, False),
     ],
 )
 def test_a_run_that_goes_back_to_the_checkpoint_that_a_rule_ended_it_with_trains_no_further(
-    fired, step, is_the_end
+    stops, step, is_the_end
 ):
     both = [Ended(n, -9, 5, committed=4) for n in range(2)]
-    news = [*everybody_joined(), fired, *both, Joined(0), Joined(1), WentBack("a", step)]
-    _, actions = after(*news, recovers=True)
+    news = [*everybody_joined(), *stops, *both, Joined(0), Joined(1), WentBack("a", step)]
+    state, actions = after(*news, recovers=True)
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     assert [form.ends for form in forms[-2:]] == [is_the_end] * 2
-    assert Send(0, Stop(rule=fired.rule, after=3)) in actions
+    last = None if state.asked else min(fired.after for fired in stops)
+    assert Send(0, Stop(rule=state.stop, after=last)) in actions[-2:]
+
+
+@pytest.mark.parametrize(
+    ("stops", "step", "stop"),
+    [
+        ([BELOW], 2, ("", None)),
+        ([BELOW], 3, ("", None)),  # it is news only where no rule fired at that step
+        ([BELOW], 4, ("gradient_norm", 3)),
+        ([BELOW._replace(at_once=True)], 2, ("", None)),
+        ([BELOW, Interrupted("SIGINT")], 2, ("interrupted", None)),
+        ([Interrupted("SIGINT")], 2, ("interrupted", None)),
+    ],
+)
+def test_a_rule_that_fired_by_figures_that_were_undone_stops_nothing(stops, step, stop):
+    state, _ = after(*everybody_joined(), *stops, Undone(step), recovers=True)
+    assert (state.stop, state.stop_after) == stop
+    again, actions = decide(state, BELOW, 9.0)
+    assert again.stop == (stop[0] or BELOW.rule)
+    assert [a.name for a in actions] == ([] if stop[0] else ["stop_requested"])
 
 
 def test_a_newcomer_that_never_was_in_a_group_holds_nothing():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instep.comm.messages import Figures
 from instep.events import STEPS
-from instep.run.stop_rules import Fired, Rules, recorded
+from instep.run.stop_rules import Fired, Judge, Rules, recorded
 from instep.spec import StopSpec
 
 NAN, INF = math.nan, math.inf
@@ -184,6 +184,23 @@ def test_the_target_comes_before_the_plateau_at_the_same_validation():
     fired = fires(validations([0.4, 0.4], "loss"), target=0.4, patience=1)
     assert fired is not None
     assert (fired.rule, fired.step) == ("target", 10)
+
+
+BELOW = Fired("gradient_norm", 1, "the norm of the gradient was 0.25, below 0.5")
+
+
+@pytest.mark.parametrize(
+    ("rules", "at_once"), [({"patience": 5}, [BELOW._replace(at_once=True)]), ({}, [])]
+)
+def test_a_step_that_fired_is_the_last_where_the_rules_hear_its_validation(rules, at_once):
+    """It is the same for a judge that heard it from the records."""
+    spec = StopSpec(gradient_norm=0.5, **rules)
+    figures = [Figures(step=1, loss=1.0, gradient_norm=0.25), Figures(step=1, metrics={"loss": 1})]
+    judge = Judge(spec)
+    assert judge.hear(figures[0], again=False) == BELOW
+    assert judge.hear(figures[1], again=False) == next(iter(at_once), None)
+    assert Judge(spec, figures).fired_after(0) == [BELOW, *at_once]
+    assert Judge(spec, figures[:1]).fired_after(0) == [BELOW]
 
 
 FLOATS = st.floats(width=64)

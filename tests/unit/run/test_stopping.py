@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from instep.run.master import Master
 from instep.run.member import Member
 from instep.run.recipe import Recipe
 from instep.run.stopping import Stopping, check_rules
+from instep.run.training import Training
 from instep.spec import StopSpec
 
 CPU = torch.device("cpu")
@@ -229,6 +231,69 @@ def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_on
         master.hub.send(master.peer, Verdict(step=1, rule=rule, number=1))
         assert master.stopping.told(2)
         assert master.stopping.spoilt == spoilt
+
+
+def test_a_verdict_counts_after_its_step_also_where_that_is_computed_again():
+    with Silent(rise=2) as master:
+        master.stopping.after_commit(7, 0.5, None, last=False)
+        master.hub.send(master.peer, Verdict(step=7, rule="diverged", number=1))
+        assert [master.stopping.told(step) for step in (6, 7, 8)] == [False, False, True]
+
+
+def went_back(master, step):
+    """The worker has found corruption, and leaves its group for its clean copy."""
+    training, standing = Training.__new__(Training), SimpleNamespace()
+    standing.carried = SimpleNamespace(step=9)
+    guard = SimpleNamespace(going_back=True)
+    guard.go_back = lambda: setattr(standing, "carried", SimpleNamespace(step=step))
+    training.member, training._replica, training._regroups = master.member, None, False
+    training._standing, training._guard, training._stopping = standing, guard, master.stopping
+    master.member.broken = lambda: None
+    training._leave()
+    assert training.step == step
+
+
+@pytest.mark.parametrize(("back_to", "stands"), [(6, False), (7, True)])
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_verdict_on_a_step_that_was_undone_does_not_count(back_to, stands, heard):
+    """Whether it had come before, or comes later."""
+    with Silent(rise=2) as master:
+        master.stopping.after_commit(7, 0.5, None, last=False)
+        master.hub.send(master.peer, Verdict(step=7, rule="diverged", number=1))
+        if heard:
+            assert master.stopping.told(8)
+        went_back(master, back_to)
+        assert master.stopping.told(8) == master.stopping.spoilt == stands
+        master.stopping.after_commit(8, 0.5, None, last=False)
+        master.hub.send(master.peer, Verdict(step=8, rule="diverged", number=2))
+        assert master.stopping.told(9)
+        assert master.stopping.spoilt
+
+
+@pytest.mark.parametrize(("back_to", "spoilt"), [(4, False), (5, True)])
+def test_a_loss_that_was_undone_does_not_keep_the_run_from_being_saved(back_to, spoilt):
+    with Silent(non_finite=True) as master:
+        master.stopping.after_commit(5, math.nan, None, last=True)
+        went_back(master, back_to)
+        assert master.stopping.spoilt == spoilt
+
+
+@pytest.mark.parametrize(
+    ("after", "back_to", "stands"), [(7, 5, False), (7, 7, False), (7, 8, True), (None, 5, True)]
+)
+def test_a_stop_by_figures_that_were_undone_is_forgotten_until_it_is_said_again(
+    after, back_to, stands
+):
+    with Silent() as master:
+        master.hub.send(master.peer, Stop(rule="diverged", after=after))
+        deadline = time.monotonic() + PATIENCE_S
+        while not master.member.stop_rule(9):
+            assert time.monotonic() < deadline, "the Stop was lost"
+        went_back(master, back_to)
+        assert master.stopping.told(9) == stands
+        master.hub.send(master.peer, Stop(rule="diverged", after=8))
+        while not master.member.stop_rule(9):
+            assert time.monotonic() < deadline, "the Stop was lost"
 
 
 def recipe(**parts):

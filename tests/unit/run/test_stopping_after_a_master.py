@@ -42,19 +42,23 @@ class Next:
         steps: loss and norm of each step that is in the records.
         validated: loss of a validation, by step.
         stop: what the journal has of a rule that fired.
+        train: of the job.
+        more: what the journal has else.
+        told: events after all others.
     """
 
-    def __init__(self, folder, rules, steps, validated=None, stop=""):
+    def __init__(self, folder, rules, steps, validated=None, stop="", train=None, told=(), **more):
         self.folder = folder
         self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # lives until it is told
-        job = spec_file.build({"recipe": "a.py:f", "workers": 2, "stop": rules}, source="a test")
+        table = {"recipe": "a.py:f", "workers": 2, "stop": rules, "train": train or {}}
+        job = spec_file.build(table, source="a test")
         (folder / "job.toml").write_text(spec_file.dump(job))
-        self._write(steps, validated or {})
+        self._write(steps, validated or {}, told)
         self._board, there = Switchboard(), threading.Event()
 
         def serve():
             journal = Journal(folder, Begin(1.0, BEGINNING))
-            journal.write(mind.Restarted(), replace(TRAINING, stop=stop))
+            journal.write(mind.Restarted(), replace(TRAINING, stop=stop, **more))
             about = {"hosted": False, "started": 1.0, "about": {}, "journal": journal}
             self.master = Master(job, folder, self._board, views=[], **about)
             there.set()
@@ -64,7 +68,7 @@ class Next:
         self._thread.start()
         assert there.wait(20)
 
-    def _write(self, steps, validated):
+    def _write(self, steps, validated, told):
         rows = [
             (number, worker, 8, loss, time.time(), *(0.0,) * 7, norm)
             for number, (loss, norm) in enumerate(steps, 1)
@@ -77,6 +81,8 @@ class Next:
             log.emit("worker_joined", worker=worker, pid=self._process.pid, seconds=0.0)
         for step, loss in validated.items():
             log.emit("validated", step=step, metrics={"loss": loss}, scheduled=True)
+        for name, fields in told:
+            log.emit(name, **fields)
         log.close()
 
     def call(self, *again):
@@ -106,7 +112,8 @@ class Next:
         return self
 
     def __exit__(self, *_):
-        self.channel.close()
+        if hasattr(self, "channel"):
+            self.channel.close()
         self.master.interrupt("test")
         self.master.interrupt("test")
         self._thread.join()
@@ -158,3 +165,46 @@ def test_figures_that_are_told_again_are_not_heard_twice(tmp_path):
         run.channel.send(of_validation(4, 4, 0.5))
         assert run.channel.wait_for(m.Verdict).rule == ""
         assert run.asked() == []
+
+
+def found(clean_step):
+    wrong = {"workers": [1], "suspects": [], "what": "state", "where": "w", "how": "it differs"}
+    return {"step": 5, **wrong, "clean_step": clean_step}
+
+
+FORMED = ("generation_started", {"generation": 1, "members": [0, 1], "reason": "", "seconds": 0})
+
+
+def new_generation(run):
+    """A worker is lost, and another takes its place."""
+    state = run.master._state
+    run.master._state = replace(state, generation=state.generation + 1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_figures_of_steps_that_were_undone_are_heard_anew(tmp_path, known):
+    """Whether the master that was lost had written what was found, or this one hears of it."""
+    steps, validated = [(1.0, math.nan)] * 4, {1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
+    told = [FORMED, *([("corruption_found", found(2))] if known else [])]
+    with Next(tmp_path, {"patience": 4}, steps, validated, told=told) as run:
+        run.call()
+        if not known:
+            run.channel.send(m.Emit(name="corruption_found", fields=found(2)))
+        run.channel.send(of_validation(5, 5, 2.0))  # as it was before it went back
+        assert run.channel.wait_for(m.Verdict).rule == ""
+        new_generation(run)
+        rules = []
+        for step in (3, 4, 5):
+            run.channel.send(of_validation(step, 3 + step, 2.0))
+            rules.append(run.channel.wait_for(m.Verdict).rule)
+        assert rules == ["", "", "plateau"]
+        assert run.asked() == [("plateau", 5)]
+
+
+@pytest.mark.parametrize(("clean_step", "stands"), [(3, False), (4, True)])
+def test_a_stop_by_figures_that_were_undone_is_withdrawn(tmp_path, clean_step, stands):
+    told = [FORMED, ("corruption_found", found(clean_step))]
+    more = {"stop": "gradient_norm", "stop_after": 4, "told": told}
+    with Next(tmp_path, {"gradient_norm": 0.5}, NORMS, **more) as run:
+        run.call()
+        assert bool(run.master._state.stop) == stands
