@@ -131,7 +131,7 @@ class Server:
         seat: where that is, for the workers.
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, which may lose the master from sight.
-        left: worker numbers by process, of the server whose place this one takes.
+        left: number and handle by process, of the server whose place this one takes.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class Server:
         phases: dict[str, float],
         *,
         several: bool = False,
-        left: Mapping[int, int] = MappingProxyType({}),
+        left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
     ) -> None:
         self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
-        self._adopted = {pid: (number, Watched(pid)) for pid, number in left.items()}
+        self._adopted = dict(left)
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
         self._life = -1  # open as long as this server lives; its workers are told there
@@ -187,6 +187,7 @@ class Server:
     def _have_a_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
         theirs, self._life = os.pipe()
+        self._spare = 0  # the one before is gone, and its number may be another's
         try:
             self._spare = os.fork()
         except OSError:  # it has to do without
@@ -299,8 +300,7 @@ class Server:
             number = self._workers.pop(pid, None)
             self._given_up.discard(pid)
             if number is not None:
-                self._tell_spare(pid, _GONE)
-                self._tie.send(Exited(number=number, pid=pid, code=exit_code_of(status)))
+                self._tell_end(number, pid, exit_code_of(status))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
                 self._have_a_spare()
@@ -310,8 +310,12 @@ class Server:
             if process.ended:
                 del self._adopted[pid]
                 process.close()
-                self._tell_spare(pid, _GONE)
-                self._tie.send(Exited(number=number, pid=pid, code=None))
+                self._tell_end(number, pid, None)
+
+    def _tell_end(self, number: int, pid: int, code: int | None) -> None:
+        """To the master first: where this server is killed in between, its spare tells again."""
+        self._tie.send(Exited(number=number, pid=pid, code=code))
+        self._tell_spare(pid, _GONE)
 
     def _kill_all(self, *, wait: bool = True) -> None:
         for pid in self._workers:
@@ -332,13 +336,16 @@ _WORKER, _GONE = struct.Struct("ii"), -1
 """What a server tells its spare: a process, and the number of the worker that it is."""
 
 
-def _hear_of_workers(pipe: int) -> dict[int, int]:
-    """Wait until the server at the other end has ended; its workers then, number by process."""
+def _hear_of_workers(pipe: int) -> dict[int, tuple[int, Watched]]:
+    """Wait until the server at the other end has ended; its workers then, by process.
+
+    With handles made at that moment: until a master answers, a number may be another's.
+    """
     workers: dict[int, int] = {}
     while data := os.read(pipe, 512 * _WORKER.size):
         for pid, number in _WORKER.iter_unpack(data):
             workers[pid] = number
-    return {pid: number for pid, number in workers.items() if number != _GONE}
+    return {pid: (n, Watched(pid)) for pid, n in workers.items() if n != _GONE}
 
 
 def _wake_pipe() -> tuple[int, int]:
