@@ -38,7 +38,7 @@ from instep.run.launch.base import Switchboard
 from instep.run.processes import Watched, has_ended, machine
 from instep.run.questions import Questions
 from instep.run.resume import go_back
-from instep.run.stop_rules import Judge, recorded
+from instep.run.stop_rules import Fired, Judge, recorded
 from instep.run.watch import FLOOR_S, UNKNOWN_S, Hang, Watch
 from instep.spec import JobSpec, as_table
 
@@ -167,14 +167,14 @@ class Master:
         again = known.generation > self._origin.generations + 1
         self._began = again or (known.formed and self._ready >= set(known.members))
         if self._watched:
-            until = self._books.committed
+            until = int(folder.steps["step"].max(initial=0))  # of workers that were lost too
             heard = recorded(folder.steps, folder.validations, until)
             self._judge = Judge(self._job.stop, heard)
         self._books.emit("master_started", {"pid": os.getpid(), "again": True})
         self._absent = dict.fromkeys(known.joined, time.monotonic())
         if (step := _found_wrong(folder.events)) is not None:
             self._unhear(folder, step)
-        for fired in self._judge.fired_after(self._origin.step):
+        for fired in self._fired(folder, self._origin.step):
             self._think(fired)  # it may not have been heard, and may never be told
         self._think(mind.Restarted())
 
@@ -475,11 +475,17 @@ class Master:
         generations = folder.named("generation_started")
         self._undone = generations[-1]["generation"] if generations else 0, step
         self._judge = Judge(self._job.stop, recorded(folder.steps, folder.validations, step))
-        fires = self._judge.fired_after(step - 1)
+        fires = self._fired(folder, step - 1)
         if not fires:
             self._think(mind.Undone(step))
         for fired in fires:  # whoever was to tell its figures may be the one that is lost
             self._think(fired)
+
+    def _fired(self, folder: RunFolder, step: int) -> list[Fired]:
+        """What the newest figures after a step fired; those of a last step nobody judges."""
+        ready = folder.named("worker_ready")
+        last = {ready[-1].get("last_step") if ready else None, self._job.train.stop_after_steps}
+        return [fired for fired in self._judge.fired_after(step) if fired.step not in last]
 
     @property
     def _watched(self) -> bool:

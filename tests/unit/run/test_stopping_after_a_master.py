@@ -45,15 +45,18 @@ class Next:
         train: of the job.
         more: what the journal has else.
         told: events after all others.
+        lagging: steps of worker 0 that were not recorded when the master was lost.
     """
 
-    def __init__(self, folder, rules, steps, validated=None, stop="", train=None, told=(), **more):
+    def __init__(
+        self, folder, rules, steps, validated=None, stop="", train=None, told=(), lagging=0, **more
+    ):
         self.folder = folder
         self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # lives until it is told
         table = {"recipe": "a.py:f", "workers": 2, "stop": rules, "train": train or {}}
         job = spec_file.build(table, source="a test")
         (folder / "job.toml").write_text(spec_file.dump(job))
-        self._write(steps, validated or {}, told)
+        self._write(steps, validated or {}, told, lagging)
         self._board, there = Switchboard(), threading.Event()
 
         def serve():
@@ -68,11 +71,12 @@ class Next:
         self._thread.start()
         assert there.wait(20)
 
-    def _write(self, steps, validated, told):
+    def _write(self, steps, validated, told, lagging):
         rows = [
             (number, worker, 8, loss, time.time(), *(0.0,) * 7, norm)
             for number, (loss, norm) in enumerate(steps, 1)
             for worker in (0, 1)
+            if worker or number <= len(steps) - lagging
         ]
         (self.folder / "steps.bin").write_bytes(np.array(rows, STEPS).tobytes())
         log = EventLog(self.folder / "events.jsonl")
@@ -165,6 +169,32 @@ def test_figures_that_are_told_again_are_not_heard_twice(tmp_path):
         run.channel.send(of_validation(4, 4, 0.5))
         assert run.channel.wait_for(m.Verdict).rule == ""
         assert run.asked() == []
+
+
+READY = ("worker_ready", {"worker": 0, "last_step": 4})
+
+
+@pytest.mark.parametrize(
+    ("train", "told"), [({}, [READY]), ({"stop_after_steps": 4}, []), ({"steps": 9}, [])]
+)
+def test_the_last_step_is_not_judged_by_the_next_master_either(tmp_path, train, told):
+    is_last = bool(told) or "stop_after_steps" in train
+    with Next(tmp_path, {"gradient_norm": 0.5}, NORMS, train=train, told=told) as run:
+        run.call()
+        assert run.asked() == ([] if is_last else [("gradient_norm", 4)])
+        assert bool(run.master._state.stop) != is_last
+
+
+def test_figures_of_a_worker_that_was_lost_before_the_master_are_heard_too(tmp_path):
+    """Its successor tells those of the last step again, and no others."""
+    one = frozenset({0})
+    steps = [(1.0, math.nan)] * 4
+    validated = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    more = {"lagging": 2, "joined": one, "built": one, "holders": one, "inside": one}
+    with Next(tmp_path, {"patience": 4}, steps, validated, **more) as run:
+        assert run.call(of_validation(4, 1, 2.0)) == [""]
+        run.channel.send(of_validation(5, 2, 2.0))
+        assert run.channel.wait_for(m.Verdict).rule == "plateau"
 
 
 def found(clean_step):
