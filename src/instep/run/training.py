@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from instep.comm.base import Comm
 from instep.comm.messages import Pulse
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position
@@ -104,6 +105,7 @@ class Training:
         self._saver: Saver | None = None
         self._warned: set[str] = set()
         self._teller = Teller(member)
+        self._comm: Comm | None = None  # of a group that forms, or has
         self._regroups = False
         self._standing = Standing(
             member, built.model, self._update, Merging(False, "not tried yet")
@@ -172,10 +174,11 @@ class Training:
         self.phase = "exchange"
 
     def _interrupt(self) -> None:
-        """The exchange under way will not end by itself; called by another thread."""
-        replica = self._replica
-        if replica is not None:
-            replica.comm.interrupt()
+        """An exchange under way, or a group that forms, will not end by itself; called by
+        another thread."""
+        comm = self._comm
+        if comm is not None:
+            comm.interrupt()
 
     def _hold(self) -> None:
         """The others may go on without this worker; called by another thread."""
@@ -187,7 +190,7 @@ class Training:
         self.phase = "leaving"
         if self._replica is not None:
             self._standing.leave(self._replica)
-            self._replica = None
+        self._replica = self._comm = None
         self._regroups = False
         if self._guard is not None and self._guard.going_back:
             self._guard.go_back()
@@ -204,7 +207,10 @@ class Training:
         """
         member, built, standing = self.member, self._built, self._standing
         comm = make_comm(member, self.device, address_towards(member.master_host))
+        self._comm = comm
         try:
+            if member.superseded:  # told before there was anything to interrupt
+                raise PeerError("the members changed while the group was forming.")
             check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
             given = standing.begin(comm)
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
