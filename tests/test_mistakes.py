@@ -212,9 +212,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("chaos job.toml --kills few", 2, ["--kills: invalid int value: 'few'"]),
     ("chaos job.toml --kills -1", 2, ["--kills -1: needs to be at least 0"]),
     (
-        "chaos job.toml --partitions 3",
+        "chaos job.toml --partitions 3 --set network=private --set launch.hosts=['ssh']",
         2,
-        ["--partitions 3: this command does not part networks yet"],
+        ["this job has hosts of its own"],
     ),
     ("chaos job.toml --roles wroker", 2, ["no role 'wroker'", "Did you mean 'worker'?"]),
     (

@@ -59,9 +59,9 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
         InstepError: the undisturbed run failed.
         KeyboardInterrupt: Ctrl-C or SIGTERM came; no process is left.
     """
-    check_job(job)
     if plan.partitions:
         check_can_part(job)
+    check_job(job)
     if job.train.steps and not plan.over_s:
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
     say("running it undisturbed")

@@ -513,6 +513,8 @@ class Master:
         process = self._processes.get(worker)
         if process is not None and (process.pid, self._places[worker]) != (pid, host):
             return  # it never had this place
+        if process is None and pid and (host, pid) in self._gone and worker in self._state.joined:
+            return  # told twice, as by a server and by the one that took its place
         if process is None and worker not in self._state.joined:
             if not self._hosts.started(worker, host):
                 return  # nobody waits for it
