@@ -29,6 +29,9 @@ from instep.errors import PeerError
 PATIENCE = timedelta(days=1)
 """How long a collective may wait: a slow peer is no failure, a dead one breaks the socket."""
 
+CONNECTING = 5
+"""How many times its own timeout gloo waits for a member to connect (its pair.h, waitUntil)."""
+
 LOOK = timedelta(seconds=0.1)
 """How often whoever waits looks up, in case the group has been given up."""
 
@@ -194,7 +197,7 @@ def _gloo(store: Store, rank: int, size: int, address: str, patience: timedelta)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = patience  # a member that dies now is waited for so long
+    options._timeout = patience / CONNECTING  # a member that dies now is waited for so long
     group = gloo(store, rank, size, options)
     group._set_default_timeout(PATIENCE)
     return group

@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,13 @@ from instep.report.run_folder import RunFolder
 
 _REMEMBERED = 500
 """Events among which one that is told again is sought."""
+
+
+_LATELY = 100
+"""Step records of which a new master takes how long a step takes."""
+
+Records: TypeAlias = np.ndarray[Any, Any]
+"""[any] of `STEPS`."""
 
 
 class Books:
@@ -41,12 +48,15 @@ class Books:
         self._last_step: dict[int, int] = {}
         self._last_begin: dict[int, float] = {}
 
-    def take_up(self, folder: RunFolder, workers: Iterable[int]) -> None:
+    def take_up(self, folder: RunFolder, workers: Iterable[int]) -> float | None:
         """Go on where a master was lost.
 
         Args:
             folder: what it has written.
             workers: those that may say again what they have told it.
+
+        Returns:
+            How many seconds a step took of late; None where there was none.
         """
         for worker in workers:
             mine = folder.steps_of(worker)
@@ -55,6 +65,7 @@ class Books:
                 self._last_begin[worker] = float(mine["begin"].max())
         for event in folder.events[-_REMEMBERED:]:
             self._told.append(_as_told(event))
+        return _seconds(folder.steps[-_LATELY:]) if len(folder.steps) else None
 
     # ---- steps
 
@@ -90,8 +101,7 @@ class Books:
             return None
         self._last_begin[worker] = float(timed["begin"].max())
         self._last_step[worker] = int(timed["step"][-1])
-        parts = [name for name in STEPS.names or () if name.endswith("_s")]
-        return len(timed), float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
+        return len(timed), _seconds(timed)
 
     def go_back(self, step: int) -> None:
         """No worker has committed more than this any longer."""
@@ -139,6 +149,12 @@ class Books:
         """Close the files."""
         self._log.close()
         self._steps.close()
+
+
+def _seconds(timed: Records) -> float:
+    """How long a step took, all told, in the mean."""
+    parts = [name for name in STEPS.names or () if name.endswith("_s")]
+    return float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
 
 
 def _as_told(event: Mapping[str, Any]) -> str:

@@ -161,7 +161,7 @@ class Master:
                 self._watch_process(
                     int(event["worker"]), int(event["pid"]), int(event.get("host", 0))
                 )
-        self._books.take_up(folder, known.joined)
+        self._watch.step_s = self._books.take_up(folder, known.joined)
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
@@ -565,16 +565,17 @@ class Master:
                 since = self._seen_ended.setdefault(worker, now)
                 if not hosts or now - since > PARENT_S:
                     self._exited(worker, process.pid, None, self._places[worker])
-            elif self._state.recovers and absent_s > self._patience_s(worker):
+            elif self._state.recovers and absent_s > self._patience_s(worker, process):
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # nobody knows its process
             if now - self._absent.get(worker, now) > ATTACH_S:
                 self._exited(worker, 0, None)
         self._want_hosts(now)
 
-    def _patience_s(self, worker: int) -> float:
+    def _patience_s(self, worker: int, process: Process) -> float:
         """How long it may take to find another master; an import may hold it up."""
-        return ATTACH_S if worker in self._state.built else UNKNOWN_S
+        at_once = worker in self._state.built or process.stopped
+        return ATTACH_S if at_once else UNKNOWN_S
 
     def _want_hosts(self, now: float) -> None:
         """Ask the client for another host, where the last one is gone and none took its place."""

@@ -31,7 +31,7 @@ def next_books(tmp_path):
     def take_up(*workers):
         (tmp_path / "job.toml").write_text('name = "net"\nrecipe = "a.py:recipe"\n')
         made.append(Books(tmp_path, []))
-        made[-1].take_up(RunFolder(tmp_path), workers)
+        made[-1].lately = made[-1].take_up(RunFolder(tmp_path), workers)
         return made[-1]
 
     yield take_up
@@ -49,6 +49,7 @@ def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, bo
     books.emit("run_started", {"job": {}})
     books.record(0, b"", steps(1, 2), again=False)
     after = next_books(0)
+    assert after.lately == 0.75
     assert (after.committed, after.in_flight(0)) == (2, 3)
     assert after.record(0, b"", steps(1, 2), again=True) is None
     assert after.record(0, b"", steps(2, 3), again=True) == (1, 0.75)
