@@ -35,7 +35,7 @@ def check_can_part(job: JobSpec) -> None:
             "job has hosts of its own. Give --set 'launch.hosts=[]', or leave --partitions out."
         )
     if why := netlab.why_not():
-        raise SpecError(f"--partitions: {why} Leave it out, or ask as root.")
+        raise SpecError(f"--partitions: {why.rstrip('.')}. Leave it out, or ask as root.")
 
 
 @contextmanager
