@@ -103,22 +103,17 @@ def _told(done: Run, args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write report.html of a run again, or lay two runs over each other."""
-    from instep.errors import RunError
     from instep.report.page import write_report
     from instep.report.run_folder import RunFolder
     from instep.report.summary import summarise, verdict
+    from instep.state.export import asked_for
 
     folder = RunFolder(Path(args.run))
     other = RunFolder(Path(args.other)) if args.other else None
     name = f"report-with-{Path(args.other).name}.html" if args.other else "report.html"
     path = Path(args.to) if args.to else Path(args.run) / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with asked_for(path):
         write_report(folder, path, other)
-    except OSError as error:
-        raise RunError(
-            f"{path} cannot be written: {error.strerror}. Choose another --to."
-        ) from None
     summary = summarise(folder)
     if args.json:
         print(json.dumps({**summary, "report": str(path)}))
@@ -213,7 +208,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.errors import RunError
     from instep.report.run_folder import RunFolder
     from instep.state.best import Best
-    from instep.state.export import check_target, choose, copy_file, copy_model
+    from instep.state.export import asked_for, check_target, choose, copy_file, copy_model
 
     target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
@@ -228,16 +223,11 @@ def export(args: argparse.Namespace) -> int:
             f"{args.run} has no model: the run is {folder.outcome}. Where a checkpoint was "
             "kept, --step or --best exports its model."
         )
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with asked_for(target):
         if kept is not None:
             copy_model(kept, target)
         else:
             copy_file(model, target)
-    except OSError as error:
-        raise RunError(
-            f"{target} cannot be written: {error.strerror}. Choose another --to."
-        ) from None
     if args.json:
         source = str(kept) if kept else str(model)
         said = {"model": str(target), "size_bytes": target.stat().st_size, "from": source}

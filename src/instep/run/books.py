@@ -23,7 +23,6 @@ from instep.report.run_folder import RunFolder
 _REMEMBERED = 500
 """Events among which one that is told again is sought."""
 
-
 _LATELY = 100
 """Step records of which a new master takes how long a step takes."""
 

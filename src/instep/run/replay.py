@@ -27,7 +27,7 @@ from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import check_target, copy_file
+from instep.state.export import asked_for, check_target, copy_file
 from instep.state.manifest import published
 from instep.state.sound import check
 
@@ -80,7 +80,8 @@ def replay(
         if origin.checkpoint is None:
             warnings += _other_start(run, computed[0])
         if to is not None:
-            _copy(computed[-1].path / "model.safetensors", to)
+            with asked_for(to):
+                copy_file(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
         said = (*refused, *warnings, *found.warnings)
         return replace(found, warnings=said, model=to)
@@ -229,11 +230,3 @@ def _other_start(run: RunFolder, computed: RunFolder) -> list[str]:
     """Whether the file that the model starts from is another one by now."""
     was, given = (each.last("model_loaded").get("sha256") for each in (run, computed))
     return [] if was == given else [f"{run.spec.start.model} has changed since the run."]
-
-
-def _copy(model: Path, to: Path) -> None:
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        copy_file(model, to)
-    except OSError as error:
-        raise RunError(f"{to} cannot be written: {error.strerror}. Choose another --to.") from None

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from instep.errors import CheckpointError, SpecError
+from instep.errors import CheckpointError, RunError, SpecError
 from instep.state.best import Best, measured
 from instep.state.manifest import (
     file_name,
@@ -113,6 +113,22 @@ def copy_file(source: Path, target: Path) -> None:
     """
     with _whole(target) as beside:
         shutil.copyfile(source, beside)
+
+
+@contextmanager
+def asked_for(target: Path) -> Iterator[None]:
+    """Writes in the context go to a file that the user has named with `--to`; makes its folder.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{target} cannot be written: {error.strerror}. Choose another --to."
+        ) from None
 
 
 @contextmanager
