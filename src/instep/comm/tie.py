@@ -185,6 +185,19 @@ class Tie:
                 if self._thread is None and self._lease_s is None:  # else it will be noticed
                     self._find_another(error)
 
+    def wait_until_heard(self, timeout_s: float) -> None:
+        """Wait until all that was sent has taken effect, with this master or the next.
+
+        Returns after `timeout_s` seconds in any case, and once the master is gone for good.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            while self._unheard and not self._gone and (left_s := deadline - time.monotonic()) > 0:
+                if self._thread is None:
+                    self._take_in(min(left_s, PULSE_S))
+                else:
+                    self._arrived.wait(min(left_s, PULSE_S))
+
     # ---- what arrives
 
     def poll(self) -> AnyMessage | None:
