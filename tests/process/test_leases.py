@@ -1,18 +1,22 @@
 """A process that is stopped is found by whoever watches its role, and replaced like a dead one."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, Start, Started
+from started import PATIENCE_S, RECIPES, Start, Started
 from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
 
 from instep.events import read_events
+from instep.run.lease import HUNG_S
 from instep.run.processes import SPARE
 
 pytestmark = pytest.mark.process
@@ -82,6 +86,63 @@ def test_ctrl_c_twice_ends_a_run_whose_master_is_stopped(start: Start, tmp_path:
     program.check_no_process_is_left()
 
 
+@pytest.mark.slow
+def test_a_master_that_waits_for_its_disk_is_replaced(start: Start, tmp_path: Path) -> None:
+    program = begin(start, tmp_path)
+    program.until(program.is_training, "training")
+    job, aside = program.run / "job.toml", program.run / "job.aside"
+    job.rename(aside)
+    os.mkfifo(job)  # whoever opens it to read waits for one who writes
+    first = pid_of(program, "master_started")
+    kill(first)
+    program.until(lambda: bool(of_a_master(program) - {first}), "another master")
+    (second,) = of_a_master(program) - {first}
+    began = time.monotonic()
+    program.until(lambda: bool(of_a_master(program) - {first, second}), "a third master")
+    assert time.monotonic() - began < HUNG_S + NOTICED_S
+    text = aside.read_text()
+    job.write_text(text)  # as soon as the third master waits for it
+    aside.replace(job)
+    assert program.end() == 0, program.stderr
+    assert "it gave no sign of life for 1" in program.events("master_started")[-1]["why"]
+    assert len(program.events("worker_joined")) == 3
+
+
+def of_a_master(program: Started) -> set[int]:
+    """Pids of processes that are masters, or on the way."""
+    found = set()
+    for process in program.processes():
+        with contextlib.suppress(psutil.Error):
+            if "instep.run.master_process" in process.cmdline():
+                found.add(process.pid)
+    return found
+
+
+def test_a_run_whose_output_nobody_reads_is_trained(tmp_path: Path) -> None:
+    """As under a pager that is paused: what is printed fills the pipe, and nobody waits for it."""
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "unread"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\n'
+        "[train]\nsteps = 40\nglobal_batch = 16\n"
+    )
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x")
+    os.set_blocking(write, True)
+    command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(tmp_path / "runs")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=write) as program:
+        try:
+            assert program.wait(PATIENCE_S) == 0
+        finally:
+            os.close(read)
+            os.close(write)
+            program.kill()
+    assert len(masters(tmp_path / "runs" / "unread")) == 1
+    assert summary_of(tmp_path / "runs" / "unread")["steps"] == 40
+
+
 @pytest.mark.parametrize("role", ["both", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_worker_that_is_lost_beside_a_stopped_fork_server_is_replaced(
     start: Start, tmp_path: Path, undisturbed: Path, role: str
@@ -148,6 +209,22 @@ def test_the_master_of_joined_processes_is_replaced(
     assert two["repeated_samples"] == two["missing_samples"] == 0
     assert (two["outcome"], two["steps"], two["generations"]) == ("completed", 120, 1)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["long"]
+
+
+def test_joined_processes_whose_master_is_killed_while_they_meet_train(
+    start: Start, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    both = [start(LONG, runs, 5, 0.001, environment=slurm_task(number)) for number in (0, 1)]
+    log = runs / "long" / "events.jsonl"
+    both[0].until(lambda: log.is_file() and "worker_joined" in log.read_text(), "joining")
+    while '"generation_started"' not in log.read_text():
+        pass
+    kill(masters(runs / "long")[0])
+    for program in both:
+        assert program.end() == 0, program.stderr
+    assert summary_of(runs / "long")["outcome"] == "completed"
+    assert len(masters(runs / "long")) == 2
 
 
 def test_nothing_is_left_of_joined_processes_whose_first_is_killed(

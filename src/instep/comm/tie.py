@@ -61,6 +61,9 @@ class Tie:
         """Said again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether a lost master is waited for."""
+        self.question: AnyMessage | None = None
+        """What has had no answer yet: it is asked again of the next master, which may never have
+        heard it though the last one did."""
         self._unheard: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -153,6 +156,8 @@ class Tie:
         Returns:
             False where that connection is lost as well.
         """
+        if self.question is not None and self.question not in self._unheard:
+            self._unheard.append(self.question)
         again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
         self._channel, self._dropped = channel, 0
         self._sent_at.clear()

@@ -30,6 +30,9 @@ from instep.run.launch.base import Launcher, Switchboard, host_log
 from instep.run.lease import Lease
 from instep.run.processes import on_signals
 
+LINGER_S = 2.0
+"""How long a master may take to end once it has said that the run has."""
+
 LOOK_S = 0.05
 """How often it is looked whether they live."""
 
@@ -77,6 +80,7 @@ class Guard:
         self._signs = -1  # what the master writes while it lives
         self._hung = ""  # how the present one hangs, once it has been killed for that
         self._hangs = 0
+        self._over = False
         self._longest_s = 0.0  # that a master was silent, and went on
         self._master = self._start()
 
@@ -128,6 +132,7 @@ class Guard:
                 while True:
                     message = tie.look(LOOK_S)
                     if isinstance(message, Over):
+                        self._over = True
                         return message
                     if isinstance(message, Refused):
                         raise as_error(message)
@@ -180,6 +185,7 @@ class Guard:
                 self._lease.hears(now)
         if self._hangs and self._lease.signs and now - self._starts[-1] > WELL_S:
             self._hangs = 0
+        self._over = False
         self._longest_s = max(self._longest_s, self._lease.longest_s)
         if not self._hung and (how := self._lease.turn(now)):
             self._hung, self._hangs = how, self._hangs + 1
@@ -218,14 +224,11 @@ class Guard:
             else:
                 self._launcher.end_if_stopped(number)  # then it is wanted still, and has ended
 
-    def close(self, patience_s: float = 0.0) -> None:
-        """End the master, if it still runs; a second call does nothing.
-
-        Args:
-            patience_s: how long it may take to end by itself.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._master.wait(patience_s)
+    def close(self) -> None:
+        """End the master, if it still runs; a second call does nothing."""
+        if self._over:  # it has said so, and is about to draw its last word
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._master.wait(LINGER_S)
         if self._master.poll() is None:
             self._master.kill()
         self._master.wait()

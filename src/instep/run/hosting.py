@@ -39,9 +39,6 @@ from instep.spec import JobSpec
 AGAIN_S = 10.0
 """How long a master that was reached and lost before its first word is called again."""
 
-LINGER_S = 2.0
-"""How long the master may take to end once the run has."""
-
 
 class Host:
     """The run folder of a start, and whoever answers its processes.
@@ -138,7 +135,7 @@ class Host:
         try:
             self._over = guard.serve()
         finally:
-            guard.close(LINGER_S if self._over is not None else 0.0)
+            guard.close()
 
     def _complete(self) -> Welcome:
         job = spec_file.dump(self._job)

@@ -25,7 +25,7 @@ HUNG_S = 10.0
 FIRST_SIGN_S = UNKNOWN_S
 """The same, before its first: it may have to import much."""
 
-MOST_S = 60.0
+MOST_S = 120.0
 """No process may be silent for longer, however long one was."""
 
 LOOK_S = FLOOR_S / 4

@@ -165,7 +165,10 @@ class Master:
 
     def _take_over(self, known: mind.State) -> None:
         """Go on where a master was lost; the processes are about to call again."""
+        assert self._journal is not None
         self._state = known
+        for key, value in [] if known.recovers else self._journal.kept():
+            self._keys.leave(key, value)
         self._origin = replace(
             self._origin, checkpoint=Path(known.origin) if known.origin else None
         )
@@ -384,6 +387,8 @@ class Master:
             case m.Pulse():
                 self._hear_pulse(peer, message)
             case m.StoreSet(key=key, value=value):
+                if self._journal is not None and not self._state.recovers:
+                    self._journal.keep(key, value)  # else another master has another group form
                 for waiting in self._keys.leave(key, value):
                     self._hub.send(waiting, m.StoreValue(key=key, value=value))
             case m.StoreGet(key=key):
@@ -735,6 +740,8 @@ class Master:
             case mind.Log(name, fields):
                 if name == "generation_started":  # nobody looks for the keys of the one before
                     self._keys.clear()
+                    if self._journal is not None and not self._state.recovers:
+                        self._journal.forget()
                 self._books.emit(name, fields)
             case mind.Kill(worker):
                 if worker in self._processes:

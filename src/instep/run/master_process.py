@@ -30,6 +30,7 @@ from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
 from instep.run.lease import SignsOfLife
 from instep.run.master import Master
+from instep.run.output import Output
 from instep.run.processes import die_with_parent
 from instep.spec import JobSpec
 
@@ -43,10 +44,13 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the client is asked, and asks us
     note = json.loads(sys.stdin.readline())
+    signs = SignsOfLife(note["signs"])
+    signs.show()  # what follows reads the run's folder; before, there were imports
+    sys.stderr = output = Output(sys.stderr)  # whoever reads it may pause, and we must not
     run = Path(note["run"])
     board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
     try:
-        _serve(run, note, board)
+        _serve(run, note, board, signs)
     except InstepError as error:
         _note(run)
         _tell(board, error)
@@ -56,10 +60,11 @@ def main() -> int:
         return 1
     finally:
         _flush(board)
+        output.drain(FLUSH_S)
     return 0
 
 
-def _serve(run: Path, note: dict[str, Any], board: Switchboard) -> None:
+def _serve(run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife) -> None:
     job = spec_file.load(run / "job.toml")
     views = _views(job, run, note)
     try:
@@ -74,7 +79,7 @@ def _serve(run: Path, note: dict[str, Any], board: Switchboard) -> None:
             about=note["about"],
             origin=journal.begin.origin,
             journal=journal,
-            signs=SignsOfLife(note["signs"]),
+            signs=signs,
             why=note["why"],
         )
         master.serve()
