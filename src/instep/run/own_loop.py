@@ -74,7 +74,7 @@ class OwnLoop:
             scheduler,
             parameters,
             seed=self.job.seed,
-            clip_norm=self.job.train.clip_norm,
+            max_grad_norm=self.job.train.max_grad_norm,
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )

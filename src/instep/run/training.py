@@ -94,7 +94,7 @@ class Training:
             built.scheduler,
             built.parameters,
             seed=self.job.seed,
-            clip_norm=self.job.train.clip_norm,
+            max_grad_norm=self.job.train.max_grad_norm,
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
