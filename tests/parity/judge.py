@@ -120,14 +120,16 @@ def complaints(pair: Pair, outcome: Outcome) -> list[str]:
 
 
 def _broken(outcome: Outcome) -> list[str]:
-    if outcome.error:
-        return [f"it failed: {outcome.error_kind}: {outcome.error}"]
     if not outcome.ended:
         return ["it did not end"]
+    if outcome.error:
+        return [f"it failed: {outcome.error_kind}: {outcome.error}"]
     return []
 
 
 def _not_refused(expected: Refused, outcome: Outcome) -> list[str]:
+    if not outcome.ended:
+        return ["it did not end"]
     if not outcome.error:
         return ["it ran, but should have been refused"]
     if not outcome.ours or outcome.error_kind != "RecipeError":

@@ -45,6 +45,7 @@ class Loops:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
+        self._references: dict[str, References] = {}
         self._errors = tempfile.TemporaryFile("w+")
         self._program = subprocess.Popen(
             [sys.executable, HERE / "zygote.py"],
@@ -83,6 +84,11 @@ class Loops:
 
     def plain(self, pair: Pair) -> References:
         """The plain loops that runs of a pair are held against."""
+        if pair.name not in self._references:
+            self._references[pair.name] = self._plain(pair)
+        return self._references[pair.name]
+
+    def _plain(self, pair: Pair) -> References:
         ways = [AS_IT_IS, PERMUTED, PERMUTED_AGAIN]
         wanted = [("float64", AS_IT_IS, 1), ("float64", AS_IT_IS, MICRO_BATCHES)]
         wanted += [("float32", way, MICRO_BATCHES) for way in ways]
@@ -124,8 +130,9 @@ class Loops:
         outcome = Outcome(workers, micro_batches, dtype, ended=ended)
         failures = [json.loads(f.read_text()) for f in sorted(folder.glob("failed-*.json"))]
         if failures:
-            # process 0 tells what ended the run; another may only have heard the echo
-            first = failures[0]
+            # another process may only have heard the echo of what ended the run
+            causes = [f for f in failures if f["kind"] not in ("PeerError", "RunError")]
+            first = (causes or failures)[0]
             outcome.error, outcome.error_kind = first["text"], first["kind"]
             outcome.ours = first["ours"]
             outcome.steps = _steps_in(folder)

@@ -10,6 +10,7 @@ process found lies in its folder: `trained-RANK.pt`, or `failed-RANK.json`.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -20,10 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pairs  # enters every pair
 import plain
 import torch
-from pair import GLOBAL_BATCH, MICRO_BATCHES, PAIRS, SEED, STEPS, Pair
+from pair import GLOBAL_BATCH, PAIRS, SEED, STEPS, Pair
 
 import instep
 import instep.run.session
@@ -32,7 +32,7 @@ from instep.errors import InstepError
 from instep.events import STEPS as STEP_RECORDS
 from instep.events import read_events, read_records
 
-LIMIT_S = 90.0
+LIMIT_S = 60.0
 """For one request; a run takes about a second."""
 
 
@@ -110,6 +110,7 @@ def _fork(body: Callable[[], None], folder: Path, name: str) -> int:
         log = os.open(folder / f"log-{name}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0), os.dup2(log, 1), os.dup2(log, 2)
+        faulthandler.dump_traceback_later(LIMIT_S - 5)  # where it stands, if it does not end
         body()
         code = 0
     except BaseException as error:

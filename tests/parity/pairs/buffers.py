@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from pair import Parts, pair, refused, said, samples_of
-from pairs.common import classes, mlp, regression
 from torch import nn
 from torch.nn import functional as F
+
+from pairs.common import classes, mlp, regression
 
 
 class Queue(nn.Module):
@@ -37,9 +38,7 @@ def moco():
         logits = model(batch[0], noisy)
         return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
 
-    return Parts(
-        model=Queue(), train=classes(), compute_loss=loss, given={"weight": samples_of}
-    )
+    return Parts(model=Queue(), train=classes(), compute_loss=loss, given={"weight": samples_of})
 
 
 class Momentum(nn.Module):
@@ -124,9 +123,7 @@ def codebook():
         outputs, commitment = model(batch[0])
         return F.mse_loss(outputs, batch[0]) + commitment
 
-    return Parts(
-        model=Codebook(), train=classes(), compute_loss=loss, given={"weight": samples_of}
-    )
+    return Parts(model=Codebook(), train=classes(), compute_loss=loss, given={"weight": samples_of})
 
 
 class Centre(nn.Module):

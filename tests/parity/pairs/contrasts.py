@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from pair import Parts, pair, said, samples_of
-from pairs.common import classes, mlp
 from torch.nn import functional as F
+
+from pairs.common import classes, mlp
 
 COMPARED = "apart|gradient|micro-batch|samples"
 

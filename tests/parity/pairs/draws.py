@@ -7,10 +7,11 @@ import random
 import numpy as np
 import torch
 from pair import Parts, pair, samples_of
-from pairs.common import classes, gentle_adamw, images, mlp
-from pairs.tokens import Reader, count, mean_over_tokens, padded, sentences
 from torch import nn
 from torch.nn import functional as F
+
+from pairs.common import classes, gentle_adamw, images, mlp
+from pairs.tokens import Reader, count, mean_over_tokens, padded, sentences
 
 
 class Dropping(nn.Module):

@@ -6,11 +6,13 @@ Of such a loss nobody says what it is a mean of: instep has to find out.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import torch
 from pair import SAMPLES, Parts, pair, said
-from pairs.common import gentle_adamw, images, lengths
 from torch.overrides import TorchFunctionMode
+
+from pairs.common import gentle_adamw, images, lengths
 
 IGNORED = -100
 MODELS = "transformers.models"
@@ -37,16 +39,17 @@ def typed(model):
     in float64 a plain loop is then 1e-7 away from one with other padding. So in float64 they are
     made to do what they say in float64; in float32 they are as they come.
     """
-    if torch.get_default_dtype() == torch.float64:
-        kind = type(model)
-        forward = kind.forward
+    forward = type(model).forward
+    if not hasattr(forward, "doubles"):
 
         @functools.wraps(forward)
-        def doubled(*args, **kwargs):
-            with Doubled():
-                return forward(*args, **kwargs)
+        def doubled(self, *args, **kwargs):
+            wide = next(self.parameters()).dtype == torch.float64
+            with Doubled() if wide else nullcontext():
+                return forward(self, *args, **kwargs)
 
-        kind.forward = doubled
+        doubled.doubles = True
+        type(model).forward = doubled
     return model.to(torch.get_default_dtype())
 
 
@@ -210,6 +213,7 @@ def mixtral():
         num_key_value_heads=1,
         num_local_experts=4,
         max_position_embeddings=16,
+        experts_implementation="eager",
         output_router_logits=True,
         router_aux_loss_coef=0.5,
         pad_token_id=0,

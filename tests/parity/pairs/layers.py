@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from pair import Parts, pair, said
-from pairs.common import classes, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
+
+from pairs.common import classes, mlp
 
 COMPARED = "apart|gradient|micro-batch|samples"
 
@@ -101,9 +102,7 @@ def seldom():
 def spectral():
     """Its vectors move once a step, by the weight alone."""
     return classifier(
-        nn.Sequential(
-            parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 4)
-        )
+        nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 4))
     )
 
 

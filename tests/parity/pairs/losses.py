@@ -14,11 +14,11 @@ from pair import (
     said,
     samples_of,
 )
-from pairs.common import classes, images, lengths, mlp, regression
 from torch import nn
 from torch.nn import functional as F
 
 from instep.data.order import Order, position
+from pairs.common import classes, images, lengths, mlp, regression
 
 WEIGHTS = (0.2, 3.0, 1.0, 0.1)
 

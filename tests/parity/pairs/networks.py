@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from pair import SAMPLES, Parts, pair, said, samples_of
-from pairs.common import classes, gentle_adamw, images, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from pairs.common import classes, gentle_adamw, images, mlp
 
 
 class Block(nn.Module):
@@ -213,9 +214,7 @@ def balanced_mixture():
     def loss(model, batch):
         return F.cross_entropy(model(batch[0]), batch[1]) + 0.5 * model.balance
 
-    return Parts(
-        model=Mixture(), train=classes(), compute_loss=loss, given={"weight": samples_of}
-    )
+    return Parts(model=Mixture(), train=classes(), compute_loss=loss, given={"weight": samples_of})
 
 
 class Rarely(nn.Module):
@@ -279,9 +278,7 @@ def frozen():
 def tied():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
     model[2].weight = model[0].weight
-    return Parts(
-        model=model, train=classes(), loss=nn.CrossEntropyLoss(), optimizer=gentle_adamw
-    )
+    return Parts(model=model, train=classes(), loss=nn.CrossEntropyLoss(), optimizer=gentle_adamw)
 
 
 class Remembering(nn.Module):

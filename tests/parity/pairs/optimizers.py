@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from pair import Parts, pair, refused
-from pairs.common import gentle_adamw, mlp, regression
 from torch import nn
+
+from pairs.common import gentle_adamw, mlp, regression
 
 
 def moved_by(optimizer, **changes):

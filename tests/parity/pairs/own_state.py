@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from pair import Parts, pair, said
-from pairs.common import classes, mlp
 from torch import nn
+
+from pairs.common import classes, mlp
 
 TWICE = "twice|second|again|repeat|counter|state of its own|not the same"
 

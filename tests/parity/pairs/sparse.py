@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from pair import SAMPLES, Parts, pair
-from pairs.common import gentle_adamw
 from torch import nn
+
+from pairs.common import gentle_adamw
 
 
 class Recommender(nn.Module):

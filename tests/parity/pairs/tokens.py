@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from pair import Parts, pair, said, samples_of
-from pairs.common import gentle_adamw, lengths
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 import instep
+from pairs.common import gentle_adamw, lengths
 
 PAD = 0
 
@@ -231,5 +231,3 @@ def encoder():
         loss=nn.CrossEntropyLoss(),
         optimizer=gentle_adamw,
     )
-
-
