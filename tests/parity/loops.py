@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,15 +45,16 @@ class Loops:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
         self._references: dict[str, References] = {}
-        self._errors = tempfile.TemporaryFile("w+")
-        self._program = subprocess.Popen(
-            [sys.executable, HERE / "zygote.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
-        )
+        self._errors = folder / "errors.txt"
+        with self._errors.open("w") as errors:
+            self._program = subprocess.Popen(
+                [sys.executable, HERE / "zygote.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+            )
 
     def close(self) -> None:
         """End it."""
@@ -63,7 +63,6 @@ class Loops:
         self._program.stdin.close()
         self._program.wait()
         self._program.stdout.close()
-        self._errors.close()
 
     def _ask(self, pair: Pair, **request: Any) -> tuple[Path, bool]:
         """Have it done; the folder with what came of it, and whether it ended by itself."""
@@ -78,8 +77,7 @@ class Loops:
         )
         answer = self._program.stdout.readline()
         if not answer:
-            self._errors.seek(0)
-            raise AssertionError(f"the forking program died:\n{self._errors.read()}")
+            raise AssertionError(f"the forking program died:\n{self._errors.read_text()}")
         return folder, json.loads(answer)["ended"]
 
     def plain(self, pair: Pair) -> References:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 from judge import Outcome, complaints
-from pair import PAIRS, Pair
+from pair import Pair
+from pairs import PAIRS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "parity-table.md"
 

@@ -7,11 +7,11 @@ them in `make parity`; with `--parity-table` what came out is written into the d
 
 from __future__ import annotations
 
-import pairs  # noqa: F401  enters every pair
 import pytest
 from judge import Outcome, complaints
 from loops import Loops
-from pair import MICRO_BATCHES, PAIRS, SAME, Refused, Same
+from pair import MICRO_BATCHES, SAME, Refused, Same
+from pairs import PAIRS
 from table import Row, keep
 
 pytestmark = pytest.mark.process

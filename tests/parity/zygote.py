@@ -14,6 +14,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -23,7 +24,8 @@ from typing import Any
 
 import plain
 import torch
-from pair import GLOBAL_BATCH, PAIRS, SEED, STEPS, Pair
+from pair import GLOBAL_BATCH, SEED, STEPS, Pair
+from pairs import PAIRS
 
 import instep
 import instep.run.session
@@ -34,6 +36,9 @@ from instep.events import read_events, read_records
 
 LIMIT_S = 60.0
 """For one request; a run takes about a second."""
+
+GRACE_S = 1.0
+"""For the others, once one has failed."""
 
 
 def run_plain(pair: Pair, request: dict[str, Any], folder: Path) -> None:
@@ -124,17 +129,24 @@ def _fork(body: Callable[[], None], folder: Path, name: str) -> int:
 
 
 def _wait(pids: list[int]) -> bool:
-    """Wait for all; whether they ended by themselves."""
-    deadline, left = time.monotonic() + LIMIT_S, set(pids)
+    """Wait for all; whether they ended in time.
+
+    As under torchrun, the others are ended where one has failed: a moment later, so that
+    they can tell what they know of it.
+    """
+    deadline, left, failed = time.monotonic() + LIMIT_S, set(pids), False
     while left and time.monotonic() < deadline:
         for pid in list(left):
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 left.remove(pid)
+            if ended and status and not failed:
+                failed, deadline = True, time.monotonic() + GRACE_S
         time.sleep(0.005)
     for pid in left:
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return not left
+    return failed or not left
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

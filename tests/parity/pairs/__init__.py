@@ -1,5 +1,7 @@
 """Every pair of model and loss, entered in the table as it is imported."""
 
+from pair import PAIRS
+
 from pairs import (  # noqa: F401
     buffers,
     contrasts,
@@ -13,3 +15,5 @@ from pairs import (  # noqa: F401
     sparse,
     tokens,
 )
+
+__all__ = ["PAIRS"]
