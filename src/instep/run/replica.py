@@ -121,7 +121,7 @@ class Replica:
         self._parts = member.job.train.micro_batches
         self._on_gpu = parameters[0].device.type == "cuda"
         exact = self._parts if member.job.train.determinism == "bits" else 0
-        self.buffers = Buffers(model, parts=exact)
+        self.buffers = Buffers(model, parts=exact, alone=self._parts == 1)
         self._ledger = (
             Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
             if comm.rank == 0
