@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 from made_up_runs import make_run, write_events
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 import instep
 from instep.cli import main
-from instep.errors import RunError
+from instep.errors import CheckpointError, RunError
 from instep.events import read_events
 from instep.formats import FORMAT, INSTEP
 from instep.report.run_folder import RunFolder
 from instep.run.folder import ID
+from instep.run.start_file import start_file
+from instep.spec import StartSpec
+from instep.state.manifest import Manifest, encode
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -85,6 +89,24 @@ def test_a_model_is_not_taken_out_of_a_run_of_another_format(tmp_path, capsys):
     words = ["run", str(tmp_path / "job.toml"), "--runs", str(tmp_path / "runs")]
     assert main(words) == RunError.exit_code
     assert f"the run in {run} was written by instep 0.1.3 in format 1" in capsys.readouterr().err
+
+
+def test_a_model_is_not_taken_out_of_a_checkpoint_of_another_format(tmp_path):
+    manifest = Manifest(version=1, step=7, instep="0.1.3", torch="2.12", files={}, facts={})
+    checkpoint = tmp_path / "step-00000007"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_bytes(encode(manifest))
+    save_file({}, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"by instep 0\.1\.3 in format 1; .* instep 0\.1 for"):
+        start_file(StartSpec(model=str(checkpoint)))
+    (checkpoint / "manifest.json").write_bytes(encode(replace(manifest, version=FORMAT)))
+    assert start_file(StartSpec(model=str(checkpoint))) == checkpoint / "model.safetensors"
+
+
+def test_a_folder_of_ones_own_with_a_job_file_is_no_run(tmp_path):
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"')
+    save_file({}, tmp_path / "model.safetensors")
+    assert start_file(StartSpec(model=str(tmp_path))) == tmp_path / "model.safetensors"
 
 
 def test_a_job_file_of_ones_own_may_name_its_format(tmp_path, capsys):
