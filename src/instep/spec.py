@@ -357,6 +357,10 @@ class CheckSpec(Section, frozen=True, kw_only=True):
     """Compare states, and gradients of micro-batches computed twice, to find the worker whose
     machine computes or remembers something wrong; needs `determinism = "bits"`."""
 
+    strict: bool = False
+    """Refuse to train unless the run is shown to give the result of one machine
+    (`same_as_one_machine` is `yes`)."""
+
 
 class JobSpec(Section, frozen=True, kw_only=True):
     """One job: what to train, on how many workers, and how they agree."""
