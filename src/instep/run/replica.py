@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
+from instep.data.balance import deal
 from instep.data.order import Position
 from instep.errors import RecipeError, SpecError, Unrepeatable
+from instep.events import Kind
 from instep.run.buffers import Buffers
 from instep.run.dealing import Dealing, Speeds
 from instep.run.ledger import Ledger
@@ -338,9 +340,10 @@ class Replica:
         step, where, speeds = self._last
         parts = parts_of(where, self.member.job.train)
         ranges = ranges_of(where, parts, len(form.members), speeds)
+        dealt = deal(parts, len(form.members), speeds)
         return [
-            (step, where.epoch, worker, form.generation, *share)
-            for worker, share in zip(form.members, ranges, strict=True)
+            (step, where.epoch, 0, form.generation, worker, Kind.RANGE, part.start, *positions)
+            for worker, part, positions in zip(form.members, dealt, ranges, strict=True)
         ]
 
     @property
