@@ -1,0 +1,15 @@
+"""Every pair of model and loss, entered in the table as it is imported."""
+
+from pairs import (  # noqa: F401
+    buffers,
+    contrasts,
+    draws,
+    hugging_face,
+    layers,
+    losses,
+    networks,
+    optimizers,
+    own_state,
+    sparse,
+    tokens,
+)
