@@ -20,6 +20,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from instep.errors import SpecError, near_miss
+from instep.formats import FORMAT, other_format
 from instep.spec import JobSpec, Section, as_table, documentation
 
 
@@ -140,6 +141,7 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         SpecError: a key or value is wrong; the text says where, what was
             given and what is wanted.
     """
+    check_format(table, source)
     _check_names(table, source)
     for place in ("arguments", "sync"):
         _check_holds(table.get(place), place, source)
@@ -148,6 +150,22 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         return msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as failure:
         raise SpecError(f"{source}: {_sentence(str(failure), table)}") from None
+
+
+def check_format(table: Mapping[str, Any], source: str, written_by: object = None) -> None:
+    """Refuse tables of another format, before a key of them is looked at.
+
+    Args:
+        table: of a whole job.
+        source: where it is from.
+        written_by: the version of instep that wrote it, if it is known.
+
+    Raises:
+        SpecError: the text says which instep reads it.
+    """
+    found = table.get("format", FORMAT)
+    if type(found) is int and found != FORMAT:
+        raise SpecError(other_format(source, found, written_by))
 
 
 def _check_names(table: Mapping[str, Any], source: str) -> None:

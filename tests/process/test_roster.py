@@ -112,9 +112,9 @@ def test_loader_processes_are_the_forks_of_a_worker_and_not_what_it_started(
 
 
 def test_a_run_has_the_roles_that_its_log_and_its_job_tell_of(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n')
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n')
     log(tmp_path, {"event": "worker_joined", "worker": 0, "pid": 40})
     assert roles_of(RunFolder(tmp_path)) == ["worker"]
     log(tmp_path, {"event": "master_started", "pid": 7})
-    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n[data]\nloaders = 2\n')
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n[data]\nloaders = 2\n')
     assert roles_of(RunFolder(tmp_path)) == ["worker", "master", "loader"]

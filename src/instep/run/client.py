@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from instep import spec_file
+from instep import __version__, spec_file
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder
@@ -328,7 +328,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
 
 def about(job: JobSpec) -> dict[str, Any]:
     """Fields of `run_started` that say where and how a run was made."""
-    names = ("instep", "torch", "numpy", "safetensors")
+    names = ("torch", "numpy", "safetensors")
+    versions = {"python": platform.python_version(), "instep": __version__}
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "host": {
@@ -339,7 +340,7 @@ def about(job: JobSpec) -> dict[str, Any]:
         },
         "recipe_sha256": recipe_sha256(job),
         "started_by": "instep",
-        "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
+        "versions": versions | {n: _version(n) for n in names},
     }
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from instep.data.keyed import states
 from instep.errors import RecipeError
+from instep.run.buffers import refuse_written
 from instep.run.forward import Forward, to_device
 from instep.run.recipe import set_generators
 from instep.run.still import Still
@@ -147,6 +148,9 @@ class _Bench:
     def __init__(self, forward: Forward, model: nn.Module, seed: int) -> None:
         self.forward, self.model, self._seed = forward, model, seed
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._frozen = [
+            (name, p, p._version) for name, p in model.named_parameters() if not p.requires_grad
+        ]
         self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
         self._owners = [
             (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
@@ -183,6 +187,7 @@ class _Bench:
             if found is None:
                 return None
             found.loss.backward()
+        refuse_written(self._frozen)
         gradients = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
             for name, p in self.parameters.items()
@@ -436,11 +441,11 @@ class _Tried:
         for name, (given, made) in both.items():
             if name not in first or name not in second or not made:
                 continue
-            alike = [
-                self._rows_same(first[name][place], second[name][place], (given, made)[place])
-                for place in (0, 1)
-            ]
-            if alike[0] and not alike[1]:
+            given_alike, made_alike = (
+                _rows_alike(first[name][place], second[name][place], tensors, self._near)
+                for place, tensors in enumerate((given, made))
+            )
+            if given_alike and made_alike is False:
                 module = self._bench.model.get_submodule(name)
                 more = sum(type(each) is type(module) for each in self._bench.model.modules()) - 1
                 others = f" (and {more} more of its kind)" if more else ""
@@ -466,21 +471,30 @@ class _Tried:
                 hook.remove()
         return found
 
-    def _rows_same(self, first: list[Tensor], second: list[Tensor], both: list[Tensor]) -> bool:
-        """Whether the tensors of both are those of the first, then those of the second."""
-        if not len(first) == len(second) == len(both):
-            return True
-        for one, other, whole in zip(first, second, both, strict=True):
-            for dim in range(min(2, whole.dim())):
-                rest = [(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (one, other, whole)]
-                fits = whole.shape[dim] == one.shape[dim] + other.shape[dim]
-                if fits and rest[0] == rest[1] == rest[2]:
-                    joined = torch.cat([one, other], dim).double()
-                    gap = float((joined - whole.double()).norm())
-                    if not gap <= self._near * float(joined.norm()) + 1e-12:
-                        return False
-                    break
-        return True
+
+def _rows_alike(
+    first: list[Tensor], second: list[Tensor], both: list[Tensor], near: float
+) -> bool | None:
+    """Whether the tensors of both are those of the first, then those of the second.
+
+    None where that cannot be told: none of them is made of rows of the others, as where
+    batches are padded to other lengths.
+    """
+    alike = None
+    for one, other, whole in zip(first, second, both, strict=False):
+        for dim in range(min(2, whole.dim())):
+            shapes = [each.shape for each in (one, other, whole)]
+            if any(len(shape) != whole.dim() for shape in shapes):
+                break
+            rests = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes]
+            fits = whole.shape[dim] == one.shape[dim] + other.shape[dim]
+            if fits and rests[0] == rests[1] == rests[2]:
+                joined = torch.cat([one, other], dim).double()
+                gap = float((joined - whole.double()).norm())
+                same = gap <= near * float(joined.norm()) + 1e-12
+                alike = same and alike is not False
+                break
+    return alike
 
 
 def _mean(passes: Sequence[_Pass], shares: Sequence[float]) -> dict[str, Tensor]:

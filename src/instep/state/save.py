@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.metadata
 import json
 import operator
 import os
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
+from instep.formats import INSTEP
 from instep.state import manifest as page
 from instep.state.best import Best, facts_of, measured
 from instep.state.retain import to_delete
@@ -272,7 +272,11 @@ class CheckpointWriter:
                 files[name] = staged.write(file)
         text = page.encode(
             page.Manifest(
-                step=step, instep=_version(), torch=str(torch.__version__), files=files, facts=facts
+                step=step,
+                instep=INSTEP,
+                torch=str(torch.__version__),
+                files=files,
+                facts=facts,
             )
         )
         with (beside / page.MANIFEST).open("wb") as file:
@@ -530,10 +534,3 @@ def _yield_to_others() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # where a sandbox forbids it, nothing is lost but a little time
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0 is the calling thread
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("instep")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # run from a source tree
