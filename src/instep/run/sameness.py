@@ -239,6 +239,7 @@ class _Tried:
         dtypes = {p.dtype for p in bench.parameters.values()}
         self._near, self._floor = max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in dtypes)
         self._differs: list[str] = []
+        self._tried = 0  # pairs of which something counts
 
     def verdict(self, spots: Iterator[Spot]) -> Trial:
         """Try spot after spot, until something differs, or enough of them have been tried."""
@@ -256,6 +257,8 @@ class _Tried:
         if self._differs:
             why = "; ".join(self._differs)
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
+        if not self._tried:
+            return _not_shown("nothing counts in the batches that were tried")
         if not self._known:
             why = (
                 f"{self._name} is your own function, and what it is a mean of may depend on what a "
@@ -338,6 +341,7 @@ class _Tried:
         apart = [each for each in passes if each is not None]
         if whole is None or not apart:
             return False
+        self._tried += 1
         moved = self._buffers(apart, list(sizes), whole)
         weights = [each.weight for each in apart]
         share = [weight / sum(weights) for weight in weights]
