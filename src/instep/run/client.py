@@ -33,6 +33,7 @@ from instep.run.launch.base import INSIDE, Switchboard
 from instep.run.live_run import seated
 from instep.run.start_file import start_file
 from instep.spec import JobSpec
+from instep.state.recorded import check_recorded
 from instep.sync import STRATEGIES
 
 if TYPE_CHECKING:
@@ -294,7 +295,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     Raises:
         SpecError: a part by that name does not exist, or is not built yet; or
             this is a process of another run.
-        CheckpointError: the model to start from is no sound safetensors file.
+        CheckpointError: the model to start from is no sound safetensors file, or not as
+            it was saved.
     """
     if INSIDE in os.environ:
         raise SpecError(
@@ -322,8 +324,9 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
     if job.launch.hosts:
         open_switchboard(job).close()
-    if not resumed:
-        start_file(job.start)
+    model = None if resumed else start_file(job.start)
+    if model is not None:
+        check_recorded(model)
 
 
 def about(job: JobSpec) -> dict[str, Any]:
