@@ -23,8 +23,8 @@ from instep.comm.messages import Refused, Welcome
 from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, failure, finish, recipe_sha256
-from instep.run.folder import BEGINNING, Origin, held, make_run_folder
+from instep.run.client import about, failure, finish, recipe_sha256, refused
+from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master, Outcome
 from instep.run.member import Member
@@ -64,11 +64,12 @@ class Host:
         self._master: Master | None = None
         self._outcome: Outcome | None = None
         self._broke: BaseException | None = None
-        self._job, self._place = job, place
+        self._job, self._place, self._origin = job, place, BEGINNING
         self._switchboard = Switchboard(placement.host_address(place))
         try:
             origin = self._take_folder(runs, resume, own_loop)
             if origin is not None:
+                self._origin = origin
                 self._master = self._make_master(origin, quiet)
             if place.size > 1:
                 placement.invite(self._meeting, self._switchboard.seat)
@@ -155,11 +156,14 @@ class Host:
                 raise self._broke
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            summary = self._summary()
+            blamed = self._outcome.blame if self._outcome is not None else None
+            if blamed is not None and refused(blamed.failed, self.folder, self._origin):
+                remove_run_folder(self.folder)
+            else:
+                summary = self._summary()
         finally:
             self._hold.close()
-        if self._outcome is not None and self._outcome.blame is not None:
-            blamed = self._outcome.blame
+        if blamed is not None:
             raise failure(blamed.worker, blamed.failed, self.folder)
         return summary
 
