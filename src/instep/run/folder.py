@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -139,3 +140,8 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
             f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
         ) from None
     return folder.resolve()
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Take away the folder of a run that was refused before it had trained anything."""
+    shutil.rmtree(folder, ignore_errors=True)
