@@ -209,6 +209,7 @@ def staged(world: World) -> Generator[None, None, None]:
         "EventLog": _Log,
         "cut_torn_record": lambda *_: None,
         "read_records": lambda *_: np.empty(0, STEPS),
+        "last_step": lambda path: len(world.truth.ledger),
     }
     of_the_questions = {
         "stack_file": lambda run, worker: _File(world),

@@ -157,6 +157,18 @@ def mend(
         ledger.close()
 
 
+def last_step(path: Path) -> int:
+    """The last step in a ledger, of which only the end is read; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END) // LEDGER.itemsize * LEDGER.itemsize
+            file.seek(max(0, size - LEDGER.itemsize))
+            tail = file.read(min(size, LEDGER.itemsize))
+    except OSError:
+        return 0
+    return int(np.frombuffer(tail, LEDGER)["step"][0]) if len(tail) == LEDGER.itemsize else 0
+
+
 def check_reaches(path: Path, size_bytes: int) -> None:
     """Refuse a file that does not reach to where it was when a checkpoint was saved.
 

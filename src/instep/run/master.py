@@ -26,7 +26,7 @@ from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
-from instep.run import endings
+from instep.run import crash_loop, endings
 from instep.run import news as mind
 from instep.run.books import Books
 from instep.run.decide import decide
@@ -136,6 +136,7 @@ class Master:
         self._state = mind.State(
             wanted=frozenset(range(self._job.workers)),
             recovers=self._hosted,
+            skips=self._job.data.unreadable == "skip",
             since=now,
             generation=origin.generations,
             origin=str(origin.checkpoint or ""),
@@ -161,7 +162,8 @@ class Master:
                 self._watch_process(
                     int(event["worker"]), int(event["pid"]), int(event.get("host", 0))
                 )
-        self._watch.step_s = self._books.take_up(folder, known.joined)
+        if (pace := self._books.take_up(folder, known.joined)) is not None:
+            self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
@@ -267,6 +269,7 @@ class Master:
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
+                marks=crash_loop.marks(self._state),
             ),
         )
         if hello.role == "host":
@@ -383,8 +386,8 @@ class Master:
                 self._think(mind.Noticed(number))
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
-            case m.Exited(number=worker, pid=pid, code=code):
-                self._exited(worker, pid, code, host=number)
+            case m.Exited(number=worker, pid=pid, code=code, place=place):
+                self._exited(worker, pid, code, host=number, place=place)
             case _:
                 raise TypeError(message)
 
@@ -508,7 +511,14 @@ class Master:
 
     # ---- who goes, and who hangs
 
-    def _exited(self, worker: int, pid: int, code: int | None, host: int = 0) -> None:
+    def _exited(
+        self,
+        worker: int,
+        pid: int,
+        code: int | None,
+        host: int = 0,
+        place: m.Whereabouts | None = None,
+    ) -> None:
         """A worker's process is gone."""
         process = self._processes.get(worker)
         if process is not None and (process.pid, self._places[worker]) != (pid, host):
@@ -537,7 +547,8 @@ class Master:
             known.pop(worker, None)
         self._watch.leaves(worker)
         self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-        self._think(mind.Ended(worker, code, self._books.in_flight(worker), self._books.committed))
+        step = (place.step if place is not None else 0) or self._books.in_flight(worker)
+        self._think(mind.Ended(worker, code, step, self._books.reached, place))
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))
@@ -574,6 +585,8 @@ class Master:
 
     def _patience_s(self, worker: int, process: Process) -> float:
         """How long it may take to find another master; an import may hold it up."""
+        if self._state.joined <= self._absent.keys():
+            return UNKNOWN_S  # where all are away, as a rule it is none of them
         at_once = worker in self._state.built or process.stopped
         return ATTACH_S if at_once else UNKNOWN_S
 
@@ -670,7 +683,7 @@ class Master:
     def _look_into(self, hang: Hang, now: float) -> None:
         process = self._processes[hang.worker]
         if not (isinstance(process, Far) and self._hosts.is_quiet(process.host)):
-            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
+            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how, loops=hang.loops)
             self._questions.ask(hung, process, now)  # else its host is to blame
 
     # ---- what follows

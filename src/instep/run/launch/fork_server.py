@@ -41,6 +41,7 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.comm.tie import PULSE_S, Tie
+from instep.data.breadcrumb import Pages, leave_in
 from instep.errors import PeerError
 from instep.run.launch.base import END, SETTINGS, Seat
 from instep.run.processes import Watched, die_with_parent, exit_code_of, is_stopped, machine
@@ -48,6 +49,9 @@ from instep.run.stacks import send
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
+
+MOST_PAGES = 256
+"""Workers of one host that leave word of where they are."""
 
 ADOPTED_S = 0.05
 """How often a server looks after workers that it did not start itself."""
@@ -132,6 +136,7 @@ class Server:
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, which may lose the master from sight.
         left: number and handle by process, of the server whose place this one takes.
+        pages: where workers leave word of where they are; shared with a spare.
     """
 
     def __init__(
@@ -142,7 +147,9 @@ class Server:
         *,
         several: bool = False,
         left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
+        pages: Pages | None = None,
     ) -> None:
+        self._pages = pages or Pages(MOST_PAGES)
         self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
@@ -211,7 +218,8 @@ class Server:
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             tie = _call(self._seat)
-            Server(tie, self._seat, self._phases, several=self._several, left=left).serve()
+            several, pages = self._several, self._pages
+            Server(tie, self._seat, self._phases, several=several, left=left, pages=pages).serve()
         except PeerError:
             pass  # no master is left either
         finally:
@@ -259,13 +267,14 @@ class Server:
                 self._given_up.add(pid)
 
     def _fork(self, order: StartWorker) -> None:
-        forked = time.time()
+        forked, page = time.time(), self._pages.free()
         try:
             pid = os.fork()
         except OSError:  # no memory, or no process, for the moment
             self._tie.send(Exited(number=order.number, pid=0, code=None))
             return
         if pid:
+            self._pages.give(page, pid)
             self._workers[pid] = order.number
             self._tell_spare(pid, order.number)
             return
@@ -277,6 +286,7 @@ class Server:
             self._tie.close()
             os.close(self._life)
             _redirect(Path(order.log))
+            leave_in(page)
             from instep.run.worker import main as work
 
             code = work(self._seat, order.number, {**self._phases, "forked": forked})
@@ -314,7 +324,8 @@ class Server:
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
-        self._tie.send(Exited(number=number, pid=pid, code=code))
+        place = self._pages.take(pid)
+        self._tie.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 
     def _kill_all(self, *, wait: bool = True) -> None:
