@@ -88,6 +88,8 @@ class Welcome(Message, frozen=True):
     """Whether the run is over: there is nothing to do in it."""
     marks: list[Mark] = []
     """Samples at which processes have ended so far."""
+    goes_on: bool = False
+    """Whether other workers hold the state of the run by now."""
 
 
 class Refused(Message, frozen=True):

@@ -270,6 +270,7 @@ class Master:
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
                 marks=crash_loop.marks(self._state),
+                goes_on=bool(self._state.holders),
             ),
         )
         if hello.role == "host":

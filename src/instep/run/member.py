@@ -96,6 +96,8 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
+        self.goes_on = welcome.goes_on
+        """Whether other workers hold the state of the run."""
         self._tie.lasting = welcome.recovers
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
