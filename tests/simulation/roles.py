@@ -104,6 +104,8 @@ class _Log:
         pass
 
     def emit(self, name: str, **fields: Any) -> dict[str, Any]:
+        if name == "warning" and "cannot use" in fields["text"]:
+            raise Violation(fields["text"])
         event = {"time": TIME.time(), "event": name, **fields}
         self.world.takes_effect()
         self.world.truth.events.append(event)

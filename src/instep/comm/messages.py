@@ -128,6 +128,8 @@ class Exited(Message, frozen=True):
     """None where it was started by another host: nobody saw how it ended."""
     place: Whereabouts | None = None
     """Where it was, if it left word."""
+    error: str = ""
+    """Why it could not be started, of which `pid` is 0; empty if it could."""
 
 
 class Signal(Message, frozen=True):

@@ -49,6 +49,7 @@ from instep.run.news import (
     State,
     Stuck,
     Tick,
+    Unborn,
     Undone,
     WentBack,
 )
@@ -85,6 +86,9 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _said(state, worker, word, now)
         case Ended(worker):
             return _ended(state, news, now)
+        case Unborn(worker, error):
+            cause = f"its process could not be started: {error}. Make room, or use fewer workers."
+            return endings.fail(state, Blame(worker, endings.failed("killed", cause, 0)), now)
         case Hung():
             return _hung(state, news)
         case Stuck(generation, seconds):

@@ -21,7 +21,7 @@ import numpy as np
 
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, read_records
-from instep.run.folder import lock, unlock
+from instep.run.folder import lock, open_own, unlock
 
 PATIENCE_S = 2.0
 """How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
@@ -55,7 +55,7 @@ class Ledger:
     ) -> None:
         self._path, self._patience_s = path, patience_s
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open_own(path, buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
         try:

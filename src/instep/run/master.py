@@ -23,11 +23,13 @@ import msgspec
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.comm.channel import LARGEST, Peer
+from instep.comm.channel import Peer
+from instep.errors import InstepError
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
 from instep.run import crash_loop, endings
 from instep.run import news as mind
+from instep.run.blame import sentence
 from instep.run.books import Books
 from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
@@ -53,6 +55,9 @@ PARENT_S = 1.0
 
 RETRY_S = 4.0
 """How long after that a host on another machine is tried again."""
+
+MOST_UNUSABLE = 3
+"""Who sends a message that the master cannot use so often, sends it again and again."""
 
 ASKED_TICK_S = 0.01
 """The same, while a process that hangs is about to tell where it stands."""
@@ -117,6 +122,7 @@ class Master:
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: dict[int, float] = {}  # since when there is none by this number
         self._gathered = False  # whether workers may be started
+        self._unusable: dict[tuple[str, int], int] = {}  # how often each sent such a message
         self._watch = Watch()
         self._interrupts: list[str] = []
         known = journal.last() if journal is not None else None
@@ -216,14 +222,13 @@ class Master:
             if message is None:
                 self._hung_up(peer)
             elif isinstance(message, m.Hello):
-                self._welcome(peer, message)
-            elif peer in self._names:
                 try:
-                    self._hear(peer, message)
-                    self._confirm(peer, message)
-                except (AssertionError, TypeError, ValueError):  # it does not know the rules
+                    self._welcome(peer, message)
+                except (TypeError, ValueError, AssertionError):  # a pid beyond all, say
                     self._hub.drop(peer)
                     self._hung_up(peer)
+            elif peer in self._names:
+                self._digest(peer, message)
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
@@ -252,7 +257,7 @@ class Master:
         if not known or hello.version != m.VERSION or hello.role not in _ROLES:
             self._hub.drop(peer)
             return
-        peer.frames.largest = LARGEST
+        self._hub.trust(peer)
         if not self._may_come(peer, hello):
             text = "the run goes on without this process: another has its place."
             self._hub.send(peer, m.Refused(kind="PeerError", text=text, exit_code=5))
@@ -357,6 +362,34 @@ class Master:
 
     # ---- what arrives
 
+    def _digest(self, peer: Peer, message: m.AnyMessage) -> None:
+        """Hear a message; one that cannot be used ends its connection, and does not come again."""
+        try:
+            self._hear(peer, message)
+            self._confirm(peer, message)
+        except (Outcome, InstepError):
+            raise
+        except Exception as error:
+            role, number = self._names.get(peer, ("", -1))
+            times = self._unusable[role, number] = self._unusable.get((role, number), 0) + 1
+            what = f"{type(message).__name__}: {sentence(error)}"
+            if times == 1:
+                text = f"{role} {number} sent a message that the master cannot use ({what})."
+                self._books.emit("warning", {"text": text})
+            if times >= MOST_UNUSABLE and role != "worker":
+                self._confirm(peer, message)  # else it would be sent again
+                return
+            self._hub.drop(peer)
+            self._hung_up(peer)
+            if times >= MOST_UNUSABLE:
+                del self._unusable[role, number]
+                how = f"sent a message that the master cannot use, {times} times ({what}),"
+                step = self._books.in_flight(number)
+                if self._state.recovers:
+                    self._think(mind.Hung(number, step, "what it tells", how))
+                else:
+                    self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
         role, number = self._names[peer]
         if role == "client":
@@ -387,6 +420,8 @@ class Master:
                 self._think(mind.Noticed(number))
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
+            case m.Exited(number=worker, pid=0, error=error) if error:
+                self._think(mind.Unborn(worker, error))
             case m.Exited(number=worker, pid=pid, code=code, place=place):
                 self._exited(worker, pid, code, host=number, place=place)
             case _:

@@ -70,6 +70,14 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Unborn:
+    """A worker's process could not be started, however often it was tried."""
+
+    worker: int
+    error: str
+
+
+@dataclass(frozen=True)
 class HostLost:
     """The process that starts workers has ended, and no other takes its place."""
 
@@ -179,6 +187,7 @@ News: TypeAlias = (
     | Formed
     | Said
     | Ended
+    | Unborn
     | HostLost
     | Hung
     | Stuck
