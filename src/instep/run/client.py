@@ -37,6 +37,9 @@ from instep.spec import JobSpec
 from instep.state.recorded import check_recorded
 from instep.sync import STRATEGIES
 
+WILDCARDS = ("::", "::0", "[::]", "*")
+"""What else than 0.0.0.0 stands for every address of a machine."""
+
 if TYPE_CHECKING:
     from instep.run.launch.base import Launcher
 
@@ -281,7 +284,15 @@ def open_switchboard(job: JobSpec) -> Switchboard:
         return Switchboard()
     address = job.launch.address
     try:
-        found = socket.gethostbyname(address or socket.gethostname())
+        wild = address in WILDCARDS  # of which some are no names of IPv4
+        found = "0.0.0.0" if wild else socket.gethostbyname(address or socket.gethostname())
+        if found == "0.0.0.0":
+            what = f"launch.address = {address!r}" if address else f"this machine's name, {found},"
+            raise SpecError(
+                f"{what} means every address of this machine: the run would listen on all its "
+                "networks, and no host could be told where to call. Give the one address that the "
+                "hosts reach, such as 10.0.0.1."
+            )
         if not address and found.startswith("127."):
             raise SpecError(
                 f"this machine's name leads to {found}, which other hosts cannot reach. Say "

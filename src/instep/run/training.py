@@ -20,6 +20,7 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import Pulse
+from instep.data import breadcrumb
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
@@ -78,6 +79,7 @@ class Training:
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
+        self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
@@ -130,6 +132,8 @@ class Training:
             augment=recipe.augment if train else None,
             processes=self.job.data.loaders,
             unreadable=self.job.data.unreadable,
+            name="training" if train else "validation",
+            marks=self.member.marks,
         )
 
     def join(self) -> None:
@@ -168,6 +172,7 @@ class Training:
         taken = replica.strategy.progress if replica is not None else 0
         return Pulse(
             step=self.step,
+            steps=self._done,
             phase=self.phase,
             progress=self._forward.batches + taken,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
@@ -210,6 +215,8 @@ class Training:
             PeerError: a member went away meanwhile.
         """
         member, built, standing = self.member, self._built, self._standing
+        for loader in self._loaders:
+            loader.mark(member.marks)
         comm = make_comm(member, self.device, address_towards(member.master_host))
         self._comm = comm
         try:
@@ -234,6 +241,7 @@ class Training:
             comm.close()
             raise
         self.step = standing.carried.step
+        breadcrumb.at_step(self.step)
         self.sized(comm.size)
         standing.formed()
         if self._stopping is None:
@@ -425,7 +433,9 @@ class Training:
         try:
             for where, share in self._plan(first):
                 self.step += 1
+                breadcrumb.at_step(self.step)
                 done = self._standing.commit(self._one_step(where, share, loads), where)
+                self._done += 1
                 step, ends = self._settle(done)
                 yield step
                 self._regroups &= not ends

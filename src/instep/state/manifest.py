@@ -84,7 +84,7 @@ def file_name(group: str) -> str:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has the name of a checkpoint."""
-    return _FOLDER.fullmatch(folder.name) is not None
+    return FOLDER.fullmatch(folder.name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:
