@@ -23,7 +23,7 @@ JOB: dict[str, Any] = {
     "seed": 5,
     "quiet": True,
     "train": {"epochs": 6, "global_batch": 16, "determinism": "bits"},
-    "checkpoint": {"every_steps": 5},
+    "checkpoint": {"every": 5},
 }  # 42 steps, 7 an epoch
 
 
@@ -79,9 +79,7 @@ def test_a_stopped_run_goes_on_with_the_next_batch_at_another_size(
     run: Path, undisturbed: Path
 ) -> None:
     assert RunFolder(run).last_step == 10
-    done = instep.resume(
-        run, workers=3, quiet=True, data={"loaders": 1}, checkpoint={"every_steps": 3}
-    )
+    done = instep.resume(run, workers=3, quiet=True, data={"loaders": 1}, checkpoint={"every": 3})
     assert done.exit_code == 0
     check_same(run, undisturbed)
     folder = RunFolder(run)
@@ -114,7 +112,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
     job.write_text(
         f'name = "killed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\nseed = 5\n'
         '[train]\nepochs = 6\nglobal_batch = 16\ndeterminism = "bits"\n'
-        "[checkpoint]\nevery_steps = 5\n"
+        "[checkpoint]\nevery = 5\n"
     )
     program = start("-m", "instep", "run", job)
     program.until(lambda: program.is_training() and program.ledger["step"].max() >= 18, "far")
@@ -131,6 +129,46 @@ def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
     assert resumed["resumed_step"] % 5 == 0
     assert 0 <= before - resumed["resumed_step"] <= 10  # one interval, and the save under way
     assert json.loads(again.stdout.splitlines()[-1])["steps"] == 42
+
+
+def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_killed(
+    start: Start, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (run / "model.safetensors").is_file()
+    forever = ("--set", "train.epochs=1000000", "--set", "checkpoint.every_steps=0")
+    program = start("-m", "instep", "resume", run, *forever)
+    program.until(lambda: RunFolder(run).last_step > 10, "beyond step 10")
+    assert not (run / "model.safetensors").exists()
+    for process in program.processes():
+        process.send_signal(signal.SIGKILL)
+    program.check_no_process_is_left(soon_s=SOON_S)
+    target = run.parent / "m.safetensors"
+    assert main(["export", str(run), "--to", str(target)]) == 6
+    assert "has no model: the run is unfinished" in capsys.readouterr().err
+    assert main(["export", str(run), "--step", "10", "--to", str(target)]) == 0
+
+
+def test_a_run_that_does_not_go_on_keeps_its_model(run: Path) -> None:
+    with pytest.raises(SpecError, match="cannot become"):
+        instep.resume(run, quiet=True, seed=8)
+    with pytest.raises(SpecError, match="stop_after_steps"):
+        instep.resume(run, quiet=True, train={"stop_after_steps": 10})
+    assert (run / "model.safetensors").is_file()
+
+
+def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
+    run: Path, undisturbed: Path
+) -> None:
+    newest = run / "checkpoints" / "step-00000010" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    before = (run / "model.safetensors").read_bytes()
+    instep.resume(run, quiet=True)
+    check_same(run, undisturbed)
+    assert (run / "model-of-step-10.safetensors").read_bytes() == before
+    (warning,) = [
+        e["text"] for e in RunFolder(run).named("warning") if "model-of-step" in e["text"]
+    ]
+    assert "the model of step 10" in warning
 
 
 def test_a_run_that_somebody_runs_is_left_alone(start: Start, tmp_path: Path) -> None:
@@ -189,7 +227,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     instep.resume(run, quiet=True)
     check_same(run, undisturbed)
     folder = RunFolder(run)
-    (warning,) = folder.named("warning")
+    warning, _ = folder.named("warning")  # the other is of the model, see above
     assert "step-00000010/model.safetensors" in warning["text"]
     assert "An earlier checkpoint is used." in warning["text"]
     assert folder.last("run_started")["resumed_step"] == 5
@@ -256,7 +294,7 @@ def test_nothing_is_ever_unpickled(start: Start, tmp_path: Path) -> None:
     job.write_text(
         f'name = "plain"\nrecipe = "{RECIPES / "no_pickle.py"}:recipe"\n'
         "[train]\nepochs = 2\nglobal_batch = 16\nstop_after_steps = 9\n"
-        "[checkpoint]\nevery_steps = 4\n[data]\nloaders = 1\n"
+        "[checkpoint]\nevery = 4\n[data]\nloaders = 1\n"
     )
     first = start("-m", "instep", "run", job)
     assert first.end() == 0, first.stderr

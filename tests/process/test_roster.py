@@ -139,11 +139,11 @@ def test_a_spare_is_the_fork_of_a_host_that_calls_itself_so(
 
 
 def test_a_run_has_the_roles_that_its_log_and_its_job_tell_of(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n')
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n')
     log(tmp_path, {"event": "worker_joined", "worker": 0, "pid": 40})
     assert roles_of(RunFolder(tmp_path)) == ["worker"]
     log(tmp_path, {"event": "master_started", "pid": 7})
-    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n[data]\nloaders = 2\n')
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n[data]\nloaders = 2\n')
     assert roles_of(RunFolder(tmp_path)) == ["worker", "master", "loader"]
     log(tmp_path, {"event": "host_joined", "pid": 8})
     spare = ["spare"] if sys.platform == "linux" else []

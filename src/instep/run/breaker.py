@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from instep.errors import RunError
-from instep.events import LEDGER
+from instep.events import LEDGER, LEDGER_START
 from instep.report.run_folder import RunFolder
 from instep.report.summary import finite
 from instep.report.verdict import Fall, Injected, judge
@@ -296,10 +296,11 @@ def last_committed(ledger: Path) -> int:
     """The step of the last whole record of a ledger; 0 where there is none."""
     try:
         with ledger.open("rb") as file:
-            whole = os.fstat(file.fileno()).st_size // LEDGER.itemsize
-            if not whole:
+            whole = (os.fstat(file.fileno()).st_size - LEDGER_START) // LEDGER.itemsize
+            if whole < 1:
                 return 0
-            data = os.pread(file.fileno(), LEDGER.itemsize, (whole - 1) * LEDGER.itemsize)
+            place = LEDGER_START + (whole - 1) * LEDGER.itemsize
+            data = os.pread(file.fileno(), LEDGER.itemsize, place)
     except OSError:
         return 0
     record = np.frombuffer(data, LEDGER) if len(data) == LEDGER.itemsize else np.zeros(1, LEDGER)

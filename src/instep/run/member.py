@@ -11,7 +11,7 @@ import os
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from instep.comm.messages import (
     Form,
     Formed,
     Hello,
+    Mark,
     Notice,
     Pulse,
     Records,
@@ -99,7 +100,11 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
+        self.goes_on = welcome.goes_on
+        """Whether other workers hold the state of the run."""
         self._tie.lasting = not welcome.complete  # the master is lost, and another answers
+        self.marks: Sequence[Mark] = welcome.marks
+        """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None
         self.phase = "recipe"
         """What this worker is at while it gets ready."""
@@ -155,6 +160,7 @@ class Member:
             self._take(answer)
         self._tie.wait_for_lease()
         self.form, self._next = self._next, None
+        self.marks = self.form.marks
         return self.form
 
     def _take(self, form: Form) -> None:
