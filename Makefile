@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-slow simulate check format bench chaos chaos-hosts clean
+.PHONY: help setup demo test test-slow parity parity-table simulate check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -25,6 +25,12 @@ test: setup      ## the whole suite; under ten minutes on two cores
 
 test-slow: setup ## what takes longer
 	$(BIN)/python -m pytest -m slow
+
+parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes)
+	$(BIN)/python -m pytest -n 2 -m parity tests/parity
+
+parity-table: setup ## the same, and the table of the documents is written
+	$(BIN)/python -m pytest -n 2 -m parity --parity-table tests/parity
 
 simulate: setup  ## ten thousand stories of the control plane (two to five minutes on two cores)
 	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
+from instep.formats import FORMAT
 from instep.units import seconds_in
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -363,6 +364,10 @@ class CheckSpec(Section, frozen=True, kw_only=True):
 
 class JobSpec(Section, frozen=True, kw_only=True):
     """One job: what to train, on how many workers, and how they agree."""
+
+    format: Positive = FORMAT
+    """Of the file itself. A run writes it into its folder; a file of your own needs none, or
+    gives that of this version, so that another refuses it."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its folder: letters, digits, `.`, `_` and `-`."""

@@ -1,5 +1,7 @@
 """A run that fails begins its message with the cause, and points at the user's own line."""
 
+from pathlib import Path
+
 import pytest
 from started import RECIPES, Start, Started
 
@@ -23,6 +25,19 @@ def failing(run: Start, recipe: str, *settings: str) -> Started:
     assert program.summary["outcome"] == "failed"
     assert len(program.events("worker_failed")) == 1
     program.check_nothing_is_left()
+    return program
+
+
+def refused(run: Start, recipe: str, *settings: str) -> Started:
+    """A run whose recipe was refused: there is a sentence, and nothing else."""
+    program = run(recipe, "train.epochs=1", "train.global_batch=8", *settings)
+    assert program.end() != 0
+    assert program.stderr.count("instep: ") == 1
+    assert "Traceback" not in program.stderr + program.stdout
+    assert "everything else" not in program.error
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+    assert list(program.work.iterdir()) == []
     return program
 
 
@@ -70,7 +85,7 @@ def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -
 
 
 def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> None:
-    program = failing(run, "typing_mistake.py:recipe")
+    program = refused(run, "typing_mistake.py:recipe")
     first, second, *_ = program.error.splitlines()
     assert "failed, in recipe: " in first
     assert "NameError: name 'tinny' is not defined" in first
@@ -87,7 +102,7 @@ def test_a_recipe_file_that_ends_the_program_when_imported_is_named(run: Start) 
 
 
 def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) -> None:
-    program = failing(run, "trains_at_import.py:recipe")
+    program = refused(run, "trains_at_import.py:recipe")
     first, second, *_ = program.error.splitlines()
     assert "a run was started while the recipe's file was being imported." in first
     assert "`if __name__ == '__main__':`" in first
@@ -96,17 +111,26 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
 
 
 def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start) -> None:
-    program = failing(run, "differs.py:recipe")
+    program = refused(run, "differs.py:recipe")
     first = program.error.splitlines()[0]
     assert "worker 1 failed, in joining: '2.bias' has other values on worker 1 than on" in first
     assert program.process.returncode == 3
 
 
 def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> None:
-    program = failing(run, "uneven_data.py:recipe")
+    program = refused(run, "uneven_data.py:recipe")
     first = program.error.splitlines()[0]
     assert "worker 1 failed, in joining: Recipe.train has" in first
     assert program.process.returncode == 3
+
+
+def test_a_refused_recipe_leaves_what_was_there_before(run: Start, tmp_path: Path) -> None:
+    runs = tmp_path / "program-0" / "work" / "runs"
+    (runs / "tested").mkdir(parents=True)
+    program = run("typing_mistake.py:recipe")
+    assert program.end() == 3
+    assert [path.name for path in runs.iterdir()] == ["tested"]
+    assert list((runs / "tested").iterdir()) == []
 
 
 def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -83,12 +84,12 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def open_own(path: Path, *, buffering: int = -1) -> IO[bytes]:
-    """Open a file for appending that only its owner may open: whoever may read it may lock it.
+    """Open a file to read and append that only its owner may open: a reader may lock it too.
 
     Raises:
         OSError: it cannot be opened for writing.
     """
-    file = open(path, "ab", buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
+    file = open(path, "a+b", buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
     with suppress(OSError):  # it is another user's, or the file system knows no modes
         if os.fstat(file.fileno()).st_mode & 0o077:
             os.fchmod(file.fileno(), OWNERS)
@@ -161,3 +162,8 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
             f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
         ) from None
     return folder.resolve()
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Take away the folder of a run that was refused before it had trained anything."""
+    shutil.rmtree(folder, ignore_errors=True)

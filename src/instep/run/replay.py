@@ -27,7 +27,7 @@ from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import asked_for, check_target, copy_file
+from instep.state.export import asked_for, check_target, copy_own
 from instep.state.manifest import published
 from instep.state.sound import check
 
@@ -81,7 +81,7 @@ def replay(
             warnings += _other_start(run, computed[0])
         if to is not None:
             with asked_for(to):
-                copy_file(computed[-1].path / "model.safetensors", to)
+                copy_own(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
         said = (*refused, *warnings, *found.warnings)
         return replace(found, warnings=said, model=to)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,9 @@ from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
+
+_SPOTS = 32
+"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
 
 @dataclass(frozen=True)
@@ -301,14 +305,15 @@ class Training:
         slices = self._spots()
         if not slices:
             return NOTHING_TO_TRY
-        reads = list(self._loader.read(part for spot in slices for part in spot))
-        spots = [
+        reads = self._loader.read(part for spot in slices for part in spot)
+        spots = (
             Spot(first.batch, second.batch, both.batch, (first.size, second.size))
-            for first, second, both in zip(reads[::3], reads[1::3], reads[2::3], strict=True)
+            for first, second, both in zip(reads, reads, reads, strict=True)
             if first.size and second.size and both.size
-        ]
+        )
         seed = key(self.job.seed, OF_PASS, 0)
-        trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
+        with closing(reads):
+            trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge != "auto":
             reason = f"train.merge = {train.merge!r}"
             return trial._replace(merge=train.merge == "always", reason=reason)
@@ -318,18 +323,18 @@ class Training:
         return trial
 
     def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
-        """Pairs of neighbouring micro-batches, and both as one: from the first step of an epoch
-        and from its middle. The order being random, their samples are from all over the dataset."""
+        """Pairs of neighbouring micro-batches, and both as one, from all over an epoch."""
         train = self.job.train
-        middle = steps_in_epoch(self.samples, train.global_batch) // 2 + 1
-        spots: list[tuple[Slice, Slice, Slice]] = []
-        for step, place in ((1, 0), (middle, -2)):
-            where = position(step, self.samples, train.global_batch)
+        steps = steps_in_epoch(self.samples, train.global_batch)
+        spots: dict[Slice, tuple[Slice, Slice, Slice]] = {}
+        for number in range(_SPOTS):
+            where = position(1 + number * steps // _SPOTS, self.samples, train.global_batch)
             parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
-            if len(parts) > 1 and (step > 1 or not spots or len(parts) > 3):
-                first, second = (part.samples for part in parts[place:][:2])
-                spots.append((first, second, first._replace(stop=second.stop)))
-        return spots
+            if len(parts) > 1:  # another pair of each step, as there may be but one
+                place = 2 * number % (len(parts) - 1)
+                first, second = (part.samples for part in parts[place : place + 2])
+                spots[first] = first, second, first._replace(stop=second.stop)
+        return list(spots.values())
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so; all go on with the trial of rank 0."""
@@ -535,8 +540,7 @@ class Training:
             skipped += [] if part.repeats else read.skipped
             if not read.size:
                 continue
-            if not self._trial.merge:
-                set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+            set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             found = self._forward.loss(read.batch, read.size)
             if found is None:  # nothing in it counts: as if it had not been

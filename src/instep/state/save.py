@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import operator
 import os
@@ -35,8 +34,10 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
+from instep.formats import INSTEP
 from instep.state import manifest as page
 from instep.state.best import Best, facts_of, measured
+from instep.state.recorded import BLANK, KEY
 from instep.state.retain import to_delete
 from instep.state.snapshot import (
     DTYPES,
@@ -285,7 +286,11 @@ class CheckpointWriter:
                 files[name] = staged.write(file)
         text = page.encode(
             page.Manifest(
-                step=step, instep=_version(), torch=str(torch.__version__), files=files, facts=facts
+                step=step,
+                instep=INSTEP,
+                torch=str(torch.__version__),
+                files=files,
+                facts=facts,
             )
         )
         with (beside / page.MANIFEST).open("wb") as file:
@@ -299,7 +304,8 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     """Write parameters and persistent buffers as one safetensors file, whole or not at all.
 
     Tied weights are kept once; the other names stand in the metadata, each
-    with the name that is kept, as `safetensors.torch.load_model` expects it.
+    with the name that is kept, as `safetensors.torch.load_model` expects it. The
+    metadata has the file's own hash as well, for whoever reads it (`recorded.py`).
 
     Args:
         metadata: plain strings for the file's header; `format` is set to `pt`.
@@ -311,13 +317,16 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
         CheckpointError: the model cannot be kept, or the file not be written.
     """
     tensors = model_tensors(model)
-    staged = _Staged(tensors, {"format": "pt", **metadata})
+    staged = _Staged(tensors, {"format": "pt", **metadata, KEY: BLANK})
     staged.copy(tensors)
     beside = path.with_name(f"{SAVING}{path.name}")
     try:
         _check_room(path.parent, staged.size_bytes)
         with beside.open("wb") as file:
             entry = staged.write(file)
+            file.seek(staged.place_of(f'"{KEY}":"') + len(KEY) + 4)
+            file.write(entry.sha256.encode("ascii"))
+            _sync(file)
         beside.rename(path)
         _sync_path(path.parent)
     except OSError as error:
@@ -357,6 +366,10 @@ class _Staged:
     def size_bytes(self) -> int:
         """How large the file will be."""
         return len(self._header) + len(self._data)
+
+    def place_of(self, text: str) -> int:
+        """Where in the file a piece of the header stands."""
+        return self._header.index(text.encode("ascii"))
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether names, types, shapes and ties are still those laid out for."""
@@ -598,10 +611,3 @@ def _yield_to_others() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # where a sandbox forbids it, nothing is lost but a little time
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0 is the calling thread
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("instep")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # run from a source tree

@@ -29,7 +29,7 @@ def next_books(tmp_path):
     made = []
 
     def take_up(*workers):
-        (tmp_path / "job.toml").write_text('name = "net"\nrecipe = "a.py:recipe"\n')
+        (tmp_path / "job.toml").write_text('format = 2\nname = "net"\nrecipe = "a.py:recipe"\n')
         made.append(Books(tmp_path, []))
         made[-1].lately = made[-1].take_up(RunFolder(tmp_path), workers)
         return made[-1]
