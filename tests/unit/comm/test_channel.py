@@ -270,10 +270,10 @@ try:
         full.append(open("/dev/null"))
 except OSError:
     pass
-began, used = time.monotonic(), time.process_time()
+began, turns = time.monotonic(), 0
 while time.monotonic() - began < 1.0:
-    list(hub.receive(0.1))
-print(time.process_time() - used)
+    turns += len(list(hub.receive(0.1))) + 1
+print(turns)
 known.send(Release())
 arrived = [message for _ in range(3) for _, message in hub.receive(0.1)]
 print(len(arrived), peer in hub.peers())
@@ -293,7 +293,7 @@ def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_who_is_t
         [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    spent_s, served, later = done.stdout.split("\n")[:3]
-    assert float(spent_s) < 0.5
+    turns, served, later = done.stdout.split("\n")[:3]
+    assert int(turns) < 50
     assert served == "1 True"
     assert later == "True"
