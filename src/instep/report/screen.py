@@ -52,7 +52,7 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"worker {event['worker']} failed at step {event['step']} ({event['phase']})"
     if what == "corruption_found":
         return f"corruption: {corruption_in_words(event)}"
-    if what == "stop_requested" and event["by"] == "master":
+    if what == "stop_requested" and event["rule"] != "interrupted":
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
