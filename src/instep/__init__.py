@@ -9,15 +9,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from instep.formats import INSTEP
+
 if TYPE_CHECKING:
     from instep.errors import InstepError
     from instep.run.client import Run, resume, train
     from instep.run.recipe import Recipe
     from instep.run.session import Session, join
+    from instep.run.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
 
-__version__ = "0.1.0"
+__version__ = INSTEP
 
 _HOME = {
     "InstepError": "instep.errors",
@@ -25,6 +28,7 @@ _HOME = {
     "Recipe": "instep.run.recipe",
     "Run": "instep.run.client",
     "Session": "instep.run.session",
+    "WeightedLoss": "instep.run.weights",
     "join": "instep.run.session",
     "load_model": "instep.state.load",
     "resume": "instep.run.client",
@@ -37,6 +41,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Session",
+    "WeightedLoss",
     "join",
     "load_model",
     "resume",

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f"workers={args.workers}")
     if args.name is not None:
         overrides.append(f'name="{args.name}"')
+    if args.strict:
+        overrides.append("check.strict=true")
     job = spec_file.load(Path(args.job), overrides)
     if args.check_determinism:
         return _check_determinism(job, args)
@@ -328,6 +330,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only train a few steps at two sizes, and say whether they give the same bits",
     )
+    one.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse to train unless the result is shown to be that of one machine",
+    )
     one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
     one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")
 
@@ -359,11 +366,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--kills", type=int, default=10, help="processes to kill (default: %(default)s)"
     )
-    one.add_argument("--hangs", type=int, default=0, help="workers to stop without a word")
+    one.add_argument("--hangs", type=int, default=0, help="processes to stop without a word")
     one.add_argument(
         "--partitions", type=int, default=0, help="cut hosts off: workers are on emulated ones then"
     )
-    one.add_argument("--roles", help="whose processes are killed, such as worker,loader")
+    one.add_argument("--roles", help="whose processes, such as worker,loader")
     one.add_argument("--seed", type=int, default=0, help="what is broken when follows from it")
     one.add_argument(
         "--over",

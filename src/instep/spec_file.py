@@ -21,6 +21,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from instep.errors import SpecError, near_miss
+from instep.formats import FORMAT, other_format
 from instep.spec import JobSpec, Section, as_table, documentation
 
 
@@ -72,6 +73,13 @@ def read_table(path: Path) -> dict[str, Any]:
 
 _EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
 
+_RENAMED = {
+    "train.clip_norm": "train.max_grad_norm. It means the same: write it so.",
+    "checkpoint.every_steps": "checkpoint.every. Give it a number of steps, a time such as '5m', "
+    "or 'never' for what was 0.",
+}
+"""Keys of earlier versions: what each is called now, and what to write."""
+
 
 def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     """Lay `section.key=value` strings over `table`, in order, in place.
@@ -111,7 +119,7 @@ def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "
     """
     for key, value in changes.items():
         where = f"{section}.{key}".lstrip(".")
-        if value is None:
+        if value is None and where not in _RENAMED:
             table.pop(key, None)
         elif isinstance(value, Mapping):
             under = table.get(key)
@@ -157,6 +165,8 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         SpecError: a key or value is wrong; the text says where, what was
             given and what is wanted.
     """
+    check_format(table, source)
+    _check_names(table, source)
     for place in ("arguments", "sync"):
         _check_holds(table.get(place), place, source)
     _check_text(table, source)
@@ -164,6 +174,31 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         return msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as failure:
         raise SpecError(f"{source}: {_sentence(str(failure), table)}") from None
+
+
+def check_format(table: Mapping[str, Any], source: str, written_by: object = None) -> None:
+    """Refuse tables of another format, before a key of them is looked at.
+
+    Args:
+        table: of a whole job.
+        source: where it is from.
+        written_by: the version of instep that wrote it, if it is known.
+
+    Raises:
+        SpecError: the text says which instep reads it.
+    """
+    found = table.get("format", FORMAT)
+    if type(found) is int and found != FORMAT:
+        raise SpecError(other_format(source, found, written_by))
+
+
+def _check_names(table: Mapping[str, Any], source: str) -> None:
+    """Answer the name that a key had in an earlier version with the one that it has now."""
+    for old, new in _RENAMED.items():
+        section, _, key = old.partition(".")
+        under = table.get(section)
+        if isinstance(under, Mapping) and key in under:
+            raise SpecError(f"{source}: {old} is now called {new}")
 
 
 def _check_holds(value: Any, where: str, source: str) -> None:

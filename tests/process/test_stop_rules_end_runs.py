@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_sta
         "spoils.py:recipe",
         "train.epochs=3",
         "train.global_batch=8",
-        "checkpoint.every_steps=1",
+        "checkpoint.every=1",
         "checkpoint.keep_last=1",
     )
     assert program.end() == DIVERGED, program.stderr
@@ -120,14 +120,14 @@ def test_a_loss_of_the_very_last_step_that_is_not_finite_shows_too(run: Start) -
 
 
 def test_a_norm_that_is_not_finite_ends_the_run_where_it_is_computed_anyway(run: Start) -> None:
-    program = run("explodes.py:recipe", "train.clip_norm=1.0", "train.epochs=3")
+    program = run("explodes.py:recipe", "train.max_grad_norm=1.0", "train.epochs=3")
     assert program.end() == DIVERGED, program.stderr
     assert last_step(program, 2) == 1
     assert "\nrule    the norm of the gradient was inf, at step 1\n" in program.stdout
 
 
 def test_a_small_gradient_ends_the_run_at_the_step_after_it(run: Start) -> None:
-    program = run("tiny.py:recipe", *SHORT, "stop.gradient_norm=0.2", "train.clip_norm=0.5")
+    program = run("tiny.py:recipe", *SHORT, "stop.gradient_norm=0.2", "train.max_grad_norm=0.5")
     assert program.end() == 0, program.stderr
     found = norms(program.run)
     (asked,) = program.events("stop_requested")

@@ -30,7 +30,7 @@ def begin(start: Start, folder: Path, workers: int = 3, *settings: str) -> Start
         f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\n'
         f"workers = {workers}\nseed = 5\n"
         f"[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\n"
-        'determinism = "bits"\nvalidate_every = 40\n[checkpoint]\nevery_steps = 25\n'
+        'determinism = "bits"\nvalidate_every = 40\n[checkpoint]\nevery = 25\n'
         f"[arguments]\npause_s = {0.0012 * workers}\n"
     )
     sets = [part for setting in settings for part in ("--set", setting)]
@@ -140,6 +140,25 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(
     assert hung["how"].startswith("gave no sign of life for")
     (lost,) = program.events("worker_lost")
     assert "gave no sign of life" in lost["cause"]
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_all_stand_still_for_a_while_are_waited_for(
+    start: Start, tmp_path: Path, undisturbed: Path, workers: int
+) -> None:
+    program = begin(start, tmp_path, workers)
+    program.until(lambda: step_of(program) > 60, "training")
+    pids = newest_pids(program).values()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    since = time.monotonic()
+    program.until(lambda: time.monotonic() - since > 4.0, "four seconds later")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert program.end() == 0, program.stderr
+    for name in ("worker_hung", "worker_lost", "went_back"):
+        assert program.events(name) == []
     check_as_if_nothing_had_been(program, undisturbed)
 
 

@@ -7,15 +7,18 @@ readers run a `Fetch` wherever they like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from instep.data import keyed
+from instep.comm.messages import Mark
+from instep.data import breadcrumb, keyed
 from instep.data.blame import odd_one_out, told
+from instep.data.breadcrumb import files_of
 from instep.data.order import Indices, Order, key
 from instep.data.unreadable import tried
 from instep.errors import DataError
@@ -49,6 +52,7 @@ class Fetch:
         augment: (sample, generator) to sample; the generator is keyed by
             (seed, epoch, index).
         skip: leave out a sample that cannot be read; else it is an error.
+        name: `training` or `validation`, under which the process leaves word of what it reads.
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
@@ -63,8 +67,12 @@ class Fetch:
         collate: Collate | None = None,
         augment: Augment | None = None,
         skip: bool = False,
+        name: str = "training",
     ) -> None:
         self.samples = _length(dataset)
+        self.name, self._file_of = name, files_of(dataset)
+        self._left_out: dict[int, str] = {}
+        self._suspected: set[int] = set()
         self.draws = False
         """Whether reading a sample draws from the global generators; set by who saw it."""
         self._dataset, self._seed, self._augment, self._skip = dataset, seed, augment, skip
@@ -98,14 +106,27 @@ class Fetch:
             return np.arange(part.first, part.stop, dtype=np.int64)
         return self._order.indices(*part)
 
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Leave these samples out, or be careful with them: processes have ended there.
+
+        The marks of other datasets are not looked at; those of before no longer count.
+        """
+        own = [mark for mark in marks if mark.dataset == self.name]
+        self._left_out = {mark.sample: mark.cause for mark in own if mark.cause}
+        self._suspected = {mark.sample for mark in own if not mark.cause}
+
     def _batch(self, part: Slice) -> tuple[Any, Missed]:
         indices, missed = self.indices(part), Missed()
-        if self._whole is not None and not self.draws:
-            return self._together(part.epoch, indices, self._whole, missed), missed
-        if self._many and not self.draws:
-            samples = self._read_many(part.epoch, indices, missed)
-        else:
-            samples = self._read_apart(part.epoch, indices.tolist(), missed)
+        trail = breadcrumb.trail(self.name)
+        try:
+            if self._whole is not None and not self.draws:
+                return self._together(part.epoch, indices, self._whole, missed), missed
+            if self._many and not self.draws:
+                samples = self._read_many(part.epoch, indices, missed)
+            else:
+                samples = self._read_apart(part.epoch, indices.tolist(), missed)
+        finally:
+            trail.ends()
         if not samples:
             return None, missed
         names = _without(indices, missed).tolist()
@@ -119,11 +140,16 @@ class Fetch:
         self, epoch: int, indices: Indices, read: Callable[[Indices], Any], missed: Missed
     ) -> Any:
         """What `read` gives for many samples at once; None where none of them can be read."""
+        first, trail = int(indices[0]), breadcrumb.trail(self.name)
         try:
-            return read(indices)
+            if not self._has_marked(indices):
+                trail.begins_many(first, len(indices))
+                return read(indices)
         except Exception:
-            for index in indices.tolist():  # which of them is it?
-                self._one(epoch, index, missed)
+            pass
+        trail.ends()
+        for index in indices.tolist():  # which of them is it?
+            self._one(epoch, index, missed)
         readable = _without(indices, missed)
         if not len(readable):
             return None
@@ -155,8 +181,22 @@ class Fetch:
                 samples.append(self._augmented(epoch, index, sample))
         return samples
 
+    def _has_marked(self, indices: Indices) -> bool:
+        marked = [*self._left_out, *self._suspected]
+        return bool(marked) and bool(np.isin(indices, marked).any())
+
     def _one(self, epoch: int, index: int, missed: Missed) -> list[Any]:
         """The sample, alone in a list; an empty one where it is left out."""
+        if index in self._left_out:
+            missed.append((index, self._left_out[index]))
+            return []
+        trail = breadcrumb.trail(self.name)
+        if index in self._suspected:
+            while trail.ahead:
+                time.sleep(0.001)  # until it is waited for: then nothing else can be to blame
+            trail.begins_named(index, self._file_of(index))
+        else:
+            trail.begins(index)
         try:
             return [tried(lambda: self._sample(epoch, index))]
         except Exception as error:

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, Literal
 from weakref import WeakSet
 
+from instep.comm.messages import Mark
 from instep.data.choose import choose
 from instep.data.fetch import Augment, Collate, Fetch, Slice
 from instep.data.readers import Ahead, Inline, Reader
@@ -36,6 +37,8 @@ class Loader:
             (seed, epoch, index).
         processes: loader processes; 0 reads in this process, `"auto"` measures.
         unreadable: `"skip"` leaves out samples that cannot be read, `"stop"` raises.
+        name: `training` or `validation`, for whoever asks what a process that died was reading.
+        marks: samples at which processes have ended before.
 
     Raises:
         DataError: the dataset is empty or not map-style, or its first sample
@@ -59,6 +62,8 @@ class Loader:
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
         unreadable: Literal["stop", "skip"] = "stop",
+        name: str = "training",
+        marks: Iterable[Mark] = (),
     ) -> None:
         self._fetch = Fetch(
             dataset,
@@ -67,7 +72,9 @@ class Loader:
             collate=collate,
             augment=augment,
             skip=unreadable == "skip",
+            name=name,
         )
+        self._fetch.mark(marks)
         self.mode, self.why, self._pool = choose(self._fetch, processes)
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
@@ -91,6 +98,10 @@ class Loader:
     def pids(self) -> list[int]:
         """Process numbers of the loader processes; none in the other modes."""
         return self._pool.pids if self._pool else []
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Leave samples out, or be careful with them, from the next `read` on (`Fetch.mark`)."""
+        self._fetch.mark(marks)
 
     def load(self, slices: Iterable[Slice]) -> Generator[Any]:
         """The batch of each slice, in order; None for an empty slice.

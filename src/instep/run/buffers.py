@@ -18,6 +18,8 @@ on taken to move in every pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -35,9 +37,10 @@ class Buffers:
         model: whose.
         parts: 0 for means that are equal to rounding; else the passes of a
             step, at most, and the mean has the same bits whoever runs which.
+        alone: whether each step is one pass, which may do what one machine may.
     """
 
-    def __init__(self, model: nn.Module, *, parts: int = 0) -> None:
+    def __init__(self, model: nn.Module, *, parts: int = 0, alone: bool = False) -> None:
         self._rows = parts or 1
         owners = [
             (module, name, buffer)
@@ -52,7 +55,9 @@ class Buffers:
             if buffer is None
         ]
         self._frozen = [
-            (name, p, p._version) for name, p in model.named_parameters() if not p.requires_grad
+            (name, p, p._version)
+            for name, p in model.named_parameters()
+            if not (p.requires_grad or alone)
         ]
         unique = {id(buffer): (module, name, buffer) for module, name, buffer in owners}
         self._owners = [(module, name) for module, name, _ in unique.values()]
@@ -60,6 +65,7 @@ class Buffers:
         self._committed = [buffer.detach().clone() for buffer in self._live]
         self._versions = [buffer._version for buffer in self._live]
         self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
+        self._agreed: tuple[list[int], Tensor] | None = None  # staged until `apply`
         self._uncounted: set[int] = set()
         self.moved: set[int] = set()
         """The identity (`id`) of each buffer that a committed step has moved."""
@@ -73,11 +79,15 @@ class Buffers:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything.
 
         Args:
-            weight: what the pass counts in the step.
+            weight: what the pass counts in the step; at 0 what it did is undone, and no more.
             number: of the pass, among all of the step.
         """
         self._refuse()
         moved = self._moved()
+        if not weight:
+            for index in moved:
+                self._restore(index)
+            return False
         for index in moved:
             module, name = self._owners[index]
             now = module._buffers[name]
@@ -103,12 +113,7 @@ class Buffers:
                     f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
                     "which was None: run one batch through the model in the recipe."
                 )
-        for name, parameter, version in self._frozen:
-            if parameter._version != version:
-                raise RecipeError(
-                    f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
-                    "(register_buffer), so that workers can agree on it."
-                )
+        refuse_written(self._frozen)
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
@@ -144,20 +149,21 @@ class Buffers:
         return [1.0 if index in self._proposed else 0.0 for index in range(len(self._live))]
 
     def forget(self) -> None:
-        """Drop what the passes proposed: they run again."""
+        """Drop what the passes proposed, and what was agreed on: they run again."""
         self._proposed.clear()
+        self._agreed = None
 
     @torch.no_grad()
     def undo(self) -> None:
         """Give every buffer its committed value: a pass may have ended in the middle."""
-        self._proposed.clear()
+        self.forget()
         for index, (module, name) in enumerate(self._owners):
             if module._buffers[name] is not None:
                 self._restore(index)
 
     @torch.no_grad()
-    def commit(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
-        """Agree on every buffer that some rank's passes moved.
+    def exchange(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
+        """Agree on every buffer that some rank's passes moved; they move with `apply`.
 
         Args:
             marks: those of all ranks, summed; equal on each.
@@ -183,10 +189,15 @@ class Buffers:
             mean = mean + row
         if read < 1:
             mean = mean / read
-        self._write(moved, mean)
         self._proposed.clear()
+        self._agreed = moved, mean
 
-    def _write(self, moved: list[int], flat: Tensor) -> None:
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Give the buffers the values agreed on, with the parameters of the same step."""
+        if self._agreed is None:
+            return
+        (moved, flat), self._agreed = self._agreed, None
         at = 0
         for index in moved:
             committed = self._committed[index]
@@ -198,3 +209,20 @@ class Buffers:
             self.moved.add(id(self._live[index]))
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)
+
+
+def refuse_written(frozen: Iterable[tuple[str, nn.Parameter, int]]) -> None:
+    """Refuse a pass that wrote to a frozen parameter, which workers would not agree on.
+
+    Args:
+        frozen: name, parameter, and its version before the pass.
+
+    Raises:
+        RecipeError: it did.
+    """
+    for name, parameter, version in frozen:
+        if parameter._version != version:
+            raise RecipeError(
+                f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
+                "(register_buffer), so that workers can agree on it."
+            )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from instep import spec_file
+from instep import __version__, spec_file
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
@@ -36,6 +36,9 @@ from instep.run.start_file import start_file
 from instep.spec import JobSpec
 from instep.state.recorded import check_recorded
 from instep.sync import STRATEGIES
+
+WILDCARDS = ("::", "::0", "[::]", "*")
+"""What else than 0.0.0.0 stands for every address of a machine."""
 
 if TYPE_CHECKING:
     from instep.run.launch.base import Launcher
@@ -281,7 +284,15 @@ def open_switchboard(job: JobSpec) -> Switchboard:
         return Switchboard()
     address = job.launch.address
     try:
-        found = socket.gethostbyname(address or socket.gethostname())
+        wild = address in WILDCARDS  # of which some are no names of IPv4
+        found = "0.0.0.0" if wild else socket.gethostbyname(address or socket.gethostname())
+        if found == "0.0.0.0":
+            what = f"launch.address = {address!r}" if address else f"this machine's name, {found},"
+            raise SpecError(
+                f"{what} means every address of this machine: the run would listen on all its "
+                "networks, and no host could be told where to call. Give the one address that the "
+                "hosts reach, such as 10.0.0.1."
+            )
         if not address and found.startswith("127."):
             raise SpecError(
                 f"this machine's name leads to {found}, which other hosts cannot reach. Say "
@@ -341,7 +352,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
 
 def about(job: JobSpec) -> dict[str, Any]:
     """Fields of `run_started` that say where and how a run was made."""
-    names = ("instep", "torch", "numpy", "safetensors")
+    names = ("torch", "numpy", "safetensors")
+    versions = {"python": platform.python_version(), "instep": __version__}
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "host": {
@@ -352,7 +364,7 @@ def about(job: JobSpec) -> dict[str, Any]:
         },
         "recipe_sha256": recipe_sha256(job),
         "started_by": "instep",
-        "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
+        "versions": versions | {n: _version(n) for n in names},
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import Pulse
-from instep.data.loader import Loader, Read, Skipped
-from instep.data.order import Position, key, position
+from instep.data import breadcrumb
+from instep.data.loader import Loader, Read, Skipped, Slice
+from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.run.clean_copy import CleanCopy
@@ -29,10 +31,11 @@ from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
-from instep.run.passes import OF_PASS, Merging, Pass, Share, may_merge, parts_of, plan, share_of
+from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
-from instep.run.replica import Agreement, Replica, check_lengths, make_comm
+from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
+from instep.run.sameness import NOTHING_TO_TRY, Spot, Trial, try_out
 from instep.run.saving import Saver
 from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
@@ -42,6 +45,9 @@ from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
+
+_SPOTS = 32
+"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Training:
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
+        self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
@@ -93,7 +100,7 @@ class Training:
             built.scheduler,
             built.parameters,
             seed=self.job.seed,
-            clip_norm=self.job.train.clip_norm,
+            max_grad_norm=self.job.train.max_grad_norm,
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
@@ -107,9 +114,7 @@ class Training:
         self._teller = Teller(member)
         self._comm: Comm | None = None  # of a group that forms, or has
         self._regroups = False
-        self._standing = Standing(
-            member, built.model, self._update, Merging(False, "not tried yet")
-        )
+        self._standing = Standing(member, built.model, self._update)
         self._guard: Guard | None = None
         if self.job.check.corruption:
             copy = CleanCopy(built.model, self._update, self._standing)
@@ -127,6 +132,8 @@ class Training:
             augment=recipe.augment if train else None,
             processes=self.job.data.loaders,
             unreadable=self.job.data.unreadable,
+            name="training" if train else "validation",
+            marks=self.member.marks,
         )
 
     def join(self) -> None:
@@ -140,7 +147,8 @@ class Training:
         self._clock = cpu_clock()
         self.member.at, self.member.interrupt = self._pulse, self._interrupt
         self.member.hold = self._hold
-        self._standing.merging = self._try_merging()
+        if not self.member.goes_on:  # else the others tell
+            self._standing.trial = self._try()
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()
@@ -164,6 +172,7 @@ class Training:
         taken = replica.strategy.progress if replica is not None else 0
         return Pulse(
             step=self.step,
+            steps=self._done,
             phase=self.phase,
             progress=self._forward.batches + taken,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
@@ -206,6 +215,8 @@ class Training:
             PeerError: a member went away meanwhile.
         """
         member, built, standing = self.member, self._built, self._standing
+        for loader in self._loaders:
+            loader.mark(member.marks)
         comm = make_comm(member, self.device, address_towards(member.master_host))
         self._comm = comm
         try:
@@ -213,6 +224,7 @@ class Training:
                 raise PeerError("the members changed while the group was forming.")
             check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
             given = standing.begin(comm)
+            self._agree_on_trial(comm)
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
             strategy.load_state(standing.carried.strategy)
             self._replica = Replica(
@@ -229,6 +241,7 @@ class Training:
             comm.close()
             raise
         self.step = standing.carried.step
+        breadcrumb.at_step(self.step)
         self.sized(comm.size)
         standing.formed()
         if self._stopping is None:
@@ -286,28 +299,62 @@ class Training:
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try_merging(self) -> Merging:
-        """Whether this worker may run its micro-batches as one pass; the same on every worker."""
-        train = self.job.train
+    def _try(self) -> Trial:
+        """Whether cutting a global batch into micro-batches changes the result."""
+        train, self.phase = self.job.train, "trying a batch"
+        slices = self._spots()
+        if not slices:
+            return NOTHING_TO_TRY
+        reads = self._loader.read(part for spot in slices for part in spot)
+        spots = (
+            Spot(first.batch, second.batch, both.batch, (first.size, second.size))
+            for first, second, both in zip(reads, reads, reads, strict=True)
+            if first.size and second.size and both.size
+        )
+        seed = key(self.job.seed, OF_PASS, 0)
+        with closing(reads):
+            trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge != "auto":
-            return Merging(train.merge == "always", f"train.merge = {train.merge!r}")
+            reason = f"train.merge = {train.merge!r}"
+            return trial._replace(merge=train.merge == "always", reason=reason)
         if train.determinism == "bits":
-            return Merging(False, "determinism = 'bits' computes each micro-batch apart")
-        if train.micro_batches == 1:
-            return Merging(True, "there is one micro-batch")
-        self.phase = "trying a batch"
-        whole = position(1, self.samples, train.global_batch)
-        parts = share_of(whole, parts_of(whole, train), 1, 0, merge=False).passes[:2]
-        if len(parts) < 2:
-            return Merging(True, "no step has two micro-batches")
-        slices = [part.samples for part in parts]
-        both = slices[0]._replace(stop=slices[1].stop)
-        first, second, together = self._loader.read([*slices, both])
-        if not (first.size and second.size and together.size):
-            return Merging(False, "the first samples cannot be read, to try it with them")
-        set_generators(key(self.job.seed, OF_PASS, 0))
-        apart, sizes = [first.batch, second.batch], [first.size, second.size]
-        return may_merge(self._forward, self._built.model, apart, sizes, together.batch)
+            reason = "determinism = 'bits' computes each micro-batch apart"
+            return trial._replace(merge=False, reason=reason)
+        return trial
+
+    def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
+        """Pairs of neighbouring micro-batches, and both as one, from all over an epoch."""
+        train = self.job.train
+        steps = steps_in_epoch(self.samples, train.global_batch)
+        spots: dict[Slice, tuple[Slice, Slice, Slice]] = {}
+        for number in range(_SPOTS):
+            where = position(1 + number * steps // _SPOTS, self.samples, train.global_batch)
+            parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
+            if len(parts) > 1:  # another pair of each step, as there may be but one
+                place = 2 * number % (len(parts) - 1)
+                first, second = (part.samples for part in parts[place : place + 2])
+                spots[first] = first, second, first._replace(stop=second.stop)
+        return list(spots.values())
+
+    def _agree_on_trial(self, comm: Comm) -> None:
+        """Merge only where every member's trial says so; all go on with the trial of rank 0."""
+        trial = self._standing.trial or self._try()
+        self._forward.derive(trial.derived)
+        merge = torch.tensor([float(trial.merge)], device=self.device)
+        comm.all_reduce(merge).wait()
+        if trial.merge and float(merge) < comm.size:
+            trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
+        self._standing.trial = trial
+        if self.job.check.strict and not trial.same:
+            raise SpecError(
+                f"check.strict = true, and the run is not shown to give the result of one machine: "
+                f"{trial.verdict}."
+            )
+
+    @property
+    def _trial(self) -> Trial:
+        assert self._standing.trial is not None, "join() comes first"
+        return self._standing.trial
 
     def _announce(self) -> None:
         member, loader = self.member, self._loader
@@ -322,12 +369,10 @@ class Training:
         parameters = sum(p.numel() for p in self._built.parameters)
         if self._built.loaded is not None and self.replica.comm.rank == 0:
             member.emit("model_loaded", **self._built.loaded.fields())
-        member.emit(
-            "passes_chosen",
-            worker=member.number,
-            merged=self._standing.merging.merge,
-            reason=self._standing.merging.reason,
-        )
+        trial = self._trial
+        member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
+        if self.replica.comm.rank == 0 and not member.goes_on:
+            member.emit("same_as_one_machine", verdict=trial.verdict)
         member.emit(
             "worker_ready",
             worker=member.number,
@@ -388,7 +433,9 @@ class Training:
         try:
             for where, share in self._plan(first):
                 self.step += 1
+                breadcrumb.at_step(self.step)
                 done = self._standing.commit(self._one_step(where, share, loads), where)
+                self._done += 1
                 step, ends = self._settle(done)
                 yield step
                 self._regroups &= not ends
@@ -456,7 +503,7 @@ class Training:
             first,
             self.last_step,
             self.replica.comm,
-            merge=self._standing.merging.merge,
+            merge=self._trial.merge,
             speeds=self.replica.dealing.speeds,
         )
         if self._guard is None:
@@ -485,7 +532,7 @@ class Training:
         """Run this worker's passes, and agree on what came of them."""
         replica, clock, guard = self.replica, self.replica.clock, self._guard
         batch_size = where.stop - where.first
-        losses: dict[int, float] = {}
+        losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
         if guard is not None:
             guard.begin(self.step, where)
@@ -499,22 +546,24 @@ class Training:
             skipped += [] if part.repeats else read.skipped
             if not read.size:
                 continue
-            weight = 0.0 if part.repeats else read.size / batch_size
-            if not self._standing.merging.merge:
-                set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+            set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
-            loss = self._forward.loss(read.batch)
+            found = self._forward.loss(read.batch, read.size)
+            if found is None:  # nothing in it counts: as if it had not been
+                replica.after_pass(0.0, part.number)
+                continue
+            weight = 0.0 if part.repeats else found.weight
             if not part.repeats:
-                losses[part.number] = weight * float(loss.detach())
+                losses[part.number] = Weighed(float(found.loss.detach()), weight)
             since = clock.lap(since, "forward")
             self.phase = "backward"
-            replica.before_backward(weight, last=number == len(share.passes) - 1)
+            replica.before_backward(weight / batch_size, last=number == len(share.passes) - 1)
             if guard is not None:
                 guard.hear(part)
-            self._update.scaler.scale(loss).backward()
+            self._update.scaler.scale(found.loss).backward()
             if guard is not None:
                 guard.heard(part)
-            replica.after_pass(weight, part.number)
+            replica.after_pass(0.0 if part.repeats else read.size / batch_size, part.number)
             clock.lap(since, "backward")
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
         self._waits()
@@ -524,11 +573,12 @@ class Training:
     def _repeat(self, part: Pass, factor: float) -> None:
         """One more pass of the present step, its loss times a factor, of which nothing stays."""
         self.replica.abandon()
-        (batch,) = self._loader.load([part.samples])
+        (read,) = self._loader.read([part.samples])
         set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-        loss = self._forward.loss(batch)
+        found = self._forward.loss(read.batch, read.size)
+        assert found is not None, "a pass in which nothing counts has no gradient to repeat"
         self.replica.before_backward(0.0, last=False)
-        self._update.scaler.scale(loss * factor).backward()
+        self._update.scaler.scale(found.loss * factor).backward()
         self.replica.abandon()
 
     def _warn_of_loss(self, loss: float) -> None:

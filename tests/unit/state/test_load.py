@@ -261,8 +261,10 @@ def test_the_checkpoint_of_another_run_is_read_and_not_restored(whole, tmp_path)
 
 def test_a_folder_of_a_newer_format_is_refused_with_both_versions(whole):
     path = whole / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 2'))
-    with pytest.raises(CheckpointError, match=r"has format version 2; this instep reads version 1"):
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b'"version": 2', b'"version": 3'))
+    assert path.read_bytes() != text
+    with pytest.raises(CheckpointError, match=r"in format 3; this is instep .* reads format 2\."):
         load(whole)
 
 

@@ -1,0 +1,19 @@
+"""Every pair of model and loss, entered in the table as it is imported."""
+
+from pair import PAIRS
+
+from pairs import (  # noqa: F401
+    buffers,
+    contrasts,
+    draws,
+    hugging_face,
+    layers,
+    losses,
+    networks,
+    optimizers,
+    own_state,
+    sparse,
+    tokens,
+)
+
+__all__ = ["PAIRS"]
