@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
-        "6 run folder, 7 checkpoint, 130 interrupted.",
+        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)

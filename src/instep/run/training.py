@@ -27,7 +27,7 @@ from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
-from instep.run.endings import TOLD
+from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
@@ -473,7 +473,7 @@ class Training:
                 metrics=metrics,
             )
         if done.ends:
-            self._why(done.told)
+            self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
         self._standing.settled = done.step
         return Step(done.step, where.epoch, done.loss, metrics), done.ends
 
@@ -487,8 +487,12 @@ class Training:
                 samples=self._standing.carried.epoch_samples,
             )
 
-    def _why(self, told: bool) -> None:
+    def _why(self, told: bool, not_finite: str = "") -> None:
         if self.step == self.last_step:
+            return
+        if not_finite:
+            self.rule = NOT_FINITE
+            self.stopping.tell_of(not_finite, self.step)
             return
         self.rule = TOLD if told else "stop_after_steps"
 
@@ -516,10 +520,12 @@ class Training:
         self._regroups = agreed.regroups
         self.phase, samples = "update", share.stop - share.first
         norm = self.replica.advance(self._update, self.step, where, samples, agreed.loss)
-        stops = self.job.stop.non_finite and self.step != self.last_step
-        if not (math.isfinite(agreed.loss) or stops):
+        spoilt = bool(self.stopping.not_finite(agreed.loss, norm))
+        if not (math.isfinite(agreed.loss) or spoilt):
             self._warn_of_loss(agreed.loss)
-        ends = agreed.stop or self.step in (self.last_step, self.job.train.stop_after_steps)
+        ends = (
+            agreed.stop or spoilt or self.step in (self.last_step, self.job.train.stop_after_steps)
+        )
         return Committed(self.step, agreed.loss, norm, agreed.stop, ends, agreed.skipped)
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
@@ -627,12 +633,17 @@ class Training:
         self.phase = "saving"
         if self._saver is not None and not self.member.fenced:
             self._saver.finish(self.step)
-        if self.member.fenced or not self.member.done(self.step, self.rule):
+        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
             self._leave()
             self._regroup()
             return False
         self.close()
         return True
+
+    @property
+    def _finite(self) -> bool:
+        last = self._standing.last
+        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def released(self) -> None:
         """The run goes on without this worker: what it has begun to save, it saves."""
