@@ -339,11 +339,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--kills", type=int, default=10, help="processes to kill (default: %(default)s)"
     )
-    one.add_argument("--hangs", type=int, default=0, help="workers to stop without a word")
+    one.add_argument("--hangs", type=int, default=0, help="processes to stop without a word")
     one.add_argument(
         "--partitions", type=int, default=0, help="cut hosts off: workers are on emulated ones then"
     )
-    one.add_argument("--roles", help="whose processes are killed, such as worker,loader")
+    one.add_argument("--roles", help="whose processes, such as worker,loader")
     one.add_argument("--seed", type=int, default=0, help="what is broken when follows from it")
     one.add_argument(
         "--over",

@@ -132,7 +132,7 @@ EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
     "resumed_step where a run goes on",
     "worker_joined": "worker, pid, host, seconds",
-    "master_started": "pid, again (whether it takes the place of one that was lost)",
+    "master_started": "pid, again (whether it takes the place of one that was lost), why (it was)",
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "scaled": "before, workers",

@@ -66,7 +66,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
     if what == "scaled":
         return f"from {event['before']} to {event['workers']} workers at one of the next commits"
     if what == "master_started" and event["again"]:
-        return "the master was lost; another has taken its place"
+        why = f" ({event['why']})" if event.get("why") else ""
+        return f"the master was lost{why}; another has taken its place"
     if what == "went_back":
         return f"nobody was left: back to step {event['resumed_step']}"
     if what == "model_loaded":

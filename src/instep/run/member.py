@@ -54,6 +54,10 @@ FLUSH_S = 0.25
 TRAFFIC_S = 1.0
 """How often the kernel is asked for the bytes sent and received."""
 
+LAST_WORD_S = 20.0
+"""How long a worker that cannot go on waits for a master that hears why: one that was stopped is
+replaced in less."""
+
 
 class Released(Exception):
     """The run has no more use for this worker; no error."""
@@ -97,7 +101,7 @@ class Member:
         self.recovers, self.complete = welcome.recovers, welcome.complete
         self.goes_on = welcome.goes_on
         """Whether other workers hold the state of the run."""
-        self._tie.lasting = welcome.recovers
+        self._tie.lasting = not welcome.complete  # the master is lost, and another answers
         self.form: Form | None = None
         self.phase = "recipe"
         """What this worker is at while it gets ready."""
@@ -316,9 +320,10 @@ class Member:
         self._tie.send(Emit(name="traffic", fields=fields))
 
     def failed(self, word: Failed) -> None:
-        """The last word of a worker that cannot go on."""
+        """The last word of a worker that cannot go on; a master that is lost is waited for."""
         self.flush()
         self._tie.send(word)
+        self._tie.wait_until_heard(LAST_WORD_S)
 
     def done(self, step: int, rule: str) -> bool:
         """Say that all is done, and wait until everyone else is: peers may still read from us.

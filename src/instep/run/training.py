@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,8 @@ from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
 
-_SPOTS = 4
-"""Places in an epoch at which it is tried whether cutting a batch changes the result."""
+_SPOTS = 32
+"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +297,15 @@ class Training:
         slices = self._spots()
         if not slices:
             return NOTHING_TO_TRY
-        reads = list(self._loader.read(part for spot in slices for part in spot))
-        spots = [
+        reads = self._loader.read(part for spot in slices for part in spot)
+        spots = (
             Spot(first.batch, second.batch, both.batch, (first.size, second.size))
-            for first, second, both in zip(reads[::3], reads[1::3], reads[2::3], strict=True)
+            for first, second, both in zip(reads, reads, reads, strict=True)
             if first.size and second.size and both.size
-        ]
+        )
         seed = key(self.job.seed, OF_PASS, 0)
-        trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
+        with closing(reads):
+            trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge != "auto":
             reason = f"train.merge = {train.merge!r}"
             return trial._replace(merge=train.merge == "always", reason=reason)

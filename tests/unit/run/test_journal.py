@@ -60,6 +60,18 @@ def test_a_new_session_begins_with_an_empty_journal(tmp_path, begun):
     again.close()
 
 
+def test_what_members_have_left_for_each_other_is_there_until_the_next_generation(begun, tmp_path):
+    begun.keep("a/b", b"\x00 first")
+    begun.keep("a/b", b"\x00 second")
+    begun.keep("c", b"")
+    begun.close()
+    another = Journal(tmp_path)
+    assert sorted(another.kept()) == [("a/b", b"\x00 second"), ("c", b"")]
+    another.forget()
+    assert another.kept() == []
+    another.close()
+
+
 def test_every_state_of_a_story_survives(begun):
     state = State(wanted=frozenset({0, 1}), recovers=True)
     news = [Joined(0), Joined(1), Built(0), Built(1), Formed(0, 1), Ended(1, -signal.SIGKILL, 4, 3)]

@@ -86,7 +86,7 @@ def test_a_spare_has_handles_of_the_workers_as_soon_as_its_server_has_ended():
         for told in ((gone, 2), (pid, 3), (gone, fork_server._GONE)):
             os.write(write, fork_server._WORKER.pack(*told))
         os.close(write)
-        left = fork_server._hear_of_workers(read)
+        left = fork_server._hear_of_workers(read, pid)
         os.close(read)
         [(number, process)] = left.values()
         assert (list(left), number, process.ended) == ([pid], 3, False)

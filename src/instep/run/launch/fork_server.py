@@ -6,8 +6,9 @@ user's recipe file is imported before the fork too, so that its own imports are
 paid once; if that leaves threads or CUDA behind, the server starts itself
 again and leaves that import to the workers.
 
-It may be killed: a spare that it forked first, and that sleeps until then,
-takes its place at once, and watches over the workers that are there. Both end,
+It may be killed: a spare that it forked first, and that waits until then,
+takes its place at once, and watches over the workers that are there. The two look after
+each other: one that was stopped, or does not go on, is killed by the other. Both end,
 and end all workers, when the client has them, or once no master can come any more.
 """
 
@@ -43,8 +44,18 @@ from instep.comm.messages import (
 from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
 from instep.run.launch.base import END, SETTINGS, Seat
-from instep.run.processes import Watched, die_with_parent, exit_code_of, is_stopped, machine
+from instep.run.lease import Lease
+from instep.run.processes import (
+    SPARE,
+    Watched,
+    call_itself,
+    die_with_parent,
+    exit_code_of,
+    is_stopped,
+    machine,
+)
 from instep.run.stacks import send
+from instep.run.watch import FLOOR_S
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
@@ -151,6 +162,8 @@ class Server:
         self._ending = False
         self._life = -1  # open as long as this server lives; its workers are told there
         self._spare = 0
+        self._spare_stopped_at: float | None = None
+        self._shown_at = 0.0
 
     def serve(self) -> None:
         """Until no master can come any more."""
@@ -166,8 +179,8 @@ class Server:
             while not self._ending:
                 self._reap()
                 self._look_after_adopted()
-                if self._several:
-                    self._tie.show(self._pulse)
+                self._look_after_spare()
+                self._tie.show(self._pulse)
                 self._obey()  # before waiting: messages may have come together with the welcome
                 self._wait()
         except PeerError:
@@ -180,13 +193,14 @@ class Server:
 
     def _wait(self) -> None:
         """For a message, a signal, or the time to look after something."""
-        tick_s = ADOPTED_S if self._adopted else PULSE_S / 2 if self._several else None
+        tick_s = ADOPTED_S if self._adopted else PULSE_S / 2
         ends = [end for end in (self._tie.fileno(), self._wake_read) if end >= 0]
         select.select(ends, [], [], tick_s)
 
     def _have_a_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
         theirs, self._life = os.pipe()
+        server, self._spare_stopped_at = os.getpid(), None
         self._spare = 0  # the one before is gone, and its number may be another's
         try:
             self._spare = os.fork()
@@ -206,8 +220,10 @@ class Server:
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._tie.close()
-            left = _hear_of_workers(theirs)
+            name = call_itself(SPARE)
+            left = _hear_of_workers(theirs, server)
             os.close(theirs)
+            call_itself(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             tie = _call(self._seat)
@@ -216,6 +232,23 @@ class Server:
             pass  # no master is left either
         finally:
             os._exit(0)
+
+    def _look_after_spare(self) -> None:
+        """Show it that this process lives; end it where it was stopped, for another to be forked.
+
+        It only waits, so it can hang in no other way.
+        """
+        now = time.monotonic()
+        if not self._spare or now - self._shown_at < PULSE_S:
+            return
+        self._shown_at = now
+        self._tell_spare(0, _GONE)
+        if not is_stopped(self._spare):
+            self._spare_stopped_at = None
+        elif self._spare_stopped_at is None:
+            self._spare_stopped_at = now
+        elif now - self._spare_stopped_at > FLOOR_S:
+            os.kill(self._spare, signal.SIGKILL)  # our child, which nobody has reaped yet
 
     def _tell_spare(self, pid: int, number: int) -> None:
         """Have the spare know of a worker; of one that has ended, by the number `_GONE`."""
@@ -336,13 +369,23 @@ _WORKER, _GONE = struct.Struct("ii"), -1
 """What a server tells its spare: a process, and the number of the worker that it is."""
 
 
-def _hear_of_workers(pipe: int) -> dict[int, tuple[int, Watched]]:
+def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
     """Wait until the server at the other end has ended; its workers then, by process.
 
-    With handles made at that moment: until a master answers, a number may be another's.
+    With handles made at that moment: until a master answers, a number may be another's. A
+    server that says nothing for too long is ended.
     """
     workers: dict[int, int] = {}
-    while data := os.read(pipe, 512 * _WORKER.size):
+    lease = Lease(server, time.monotonic())
+    while True:
+        if not select.select([pipe], [], [], PULSE_S)[0]:
+            if lease.turn(time.monotonic()) and os.getppid() == server:
+                os.kill(server, signal.SIGKILL)
+            continue
+        data = os.read(pipe, 512 * _WORKER.size)
+        if not data:
+            break
+        lease.hears(time.monotonic())
         for pid, number in _WORKER.iter_unpack(data):
             workers[pid] = number
     return {pid: (n, Watched(pid)) for pid, n in workers.items() if n != _GONE}

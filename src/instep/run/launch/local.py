@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instep.errors import RunError
 from instep.run.launch.base import END, SETTINGS, Seat, host_log
-from instep.run.processes import end_group
+from instep.run.processes import end_group, is_stopped
 
 PATIENCE_S = 5.0
 """How long a fork server may take to end its workers and itself, before it is killed."""
@@ -74,6 +74,11 @@ class LocalLauncher:
         """The exit code of the fork server that was started last, or None while it runs."""
         assert self._process is not None
         return self._process.poll()
+
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Kill the fork server that was started last, if it was stopped."""
+        if self._process is not None and is_stopped(self._process.pid):
+            self._process.kill()
 
     def ask_to_stop(self) -> None:
         """Have the fork server kill its workers and end."""
