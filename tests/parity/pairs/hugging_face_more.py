@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pair import SAMPLES, Parts, pair, said, samples_of
+from pair import SAMPLES, Parts, honest, pair, said, samples_of
 
 from pairs.common import first_of_each_step, gentle_adamw
 from pairs.hugging_face import (
@@ -77,7 +77,7 @@ def bert_spans():
     return spans(texts())
 
 
-@pair("BERT, spans of answers", needs=BERT)
+@pair("BERT, spans of answers", honest("weight"), needs=BERT)
 def bert_spans_of_one_length():
     return spans([torch.randint(3, 40, (9,)) for _ in range(SAMPLES)])
 

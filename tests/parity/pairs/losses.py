@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from pair import SAMPLES, Parts, pair, refused, said, samples_of
+from torch import nn
+from torch.nn import functional as F
 
 from pairs.common import classes, first_of_each_step, images, lengths, mlp, regression
 
