@@ -98,15 +98,15 @@ def roles_of(run: RunFolder) -> list[str]:
 
 
 def _loaders_of(worker: Known) -> Iterator[Known]:
-    """The worker's children that are forks of it; what else it started is left alone."""
+    """Forks of the worker, and forks of those; what else it started is left alone."""
     with contextlib.suppress(psutil.Error):
         if not _is(worker):
             return
         parent = psutil.Process(worker.pid)
-        for child in sorted(parent.children(), key=lambda each: each.pid):
+        for child in sorted(parent.children(recursive=True), key=lambda each: each.pid):
             with contextlib.suppress(psutil.Error):
                 if child.cmdline() == parent.cmdline():
-                    yield Known("loader", worker.number, child.pid, time.time(), worker.pid)
+                    yield Known("loader", worker.number, child.pid, time.time(), child.ppid())
 
 
 def send(known: Known, number: signal.Signals) -> bool:

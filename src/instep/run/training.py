@@ -87,6 +87,8 @@ class Training:
             self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
         )
         self._loaders = [self._loader, *([self._validation] if self._validation else [])]
+        for loader in self._loaders:
+            loader.begin()
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._update = Update(
             built.optimizer,
