@@ -43,12 +43,12 @@ bench: setup     ## every benchmark, one after the other (an hour)
 	for name in against_ddp startup loader checkpoint bits lattice recovery slow_worker; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 chaos: setup     ## 100 kills and 5 hangs of a run on the digits, and of a small GPT; the bits must be those of an undisturbed one
-	$(BIN)/instep chaos examples/01_digits/job.toml --kills 100 --hangs 5 --seed 1 --workers 3 --set train.determinism=bits --set checkpoint.every_steps=50
-	$(BIN)/instep chaos examples/02_gpt/job.toml --kills 100 --hangs 5 --seed 2 --workers 3 --set train.determinism=bits --set checkpoint.every_steps=50 \
+	$(BIN)/instep chaos examples/01_digits/job.toml --kills 100 --hangs 5 --seed 1 --workers 3 --set train.determinism=bits --set checkpoint.every=50
+	$(BIN)/instep chaos examples/02_gpt/job.toml --kills 100 --hangs 5 --seed 2 --workers 3 --set train.determinism=bits --set checkpoint.every=50 \
 		--set train.steps=400 --set arguments.steps=400 --set arguments.layers=2 --set arguments.width=128 --set arguments.length=64 --set arguments.dropout=0.1
 
 chaos-hosts: setup ## the digits on emulated hosts that are killed, stopped and cut off; needs root
-	$(BIN)/instep chaos examples/01_digits/job.toml --kills 40 --hangs 5 --partitions 20 --seed 3 --workers 5 --set train.determinism=bits --set checkpoint.every_steps=50
+	$(BIN)/instep chaos examples/01_digits/job.toml --kills 40 --hangs 5 --partitions 20 --seed 3 --workers 5 --set train.determinism=bits --set checkpoint.every=50
 
 clean:           ## remove what make and the runs left
 	rm -rf .venv runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

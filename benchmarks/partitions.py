@@ -63,7 +63,7 @@ class Broken:
             f'network = "private"\n[train]\n{train}\nsteps = 1000000\n'
             f"[launch]\nhosts = {json.dumps(hosts)}\n"
             f'address = "{network.address(OUTSIDE)}"\n'
-            f'[checkpoint]\nevery_steps = 100\n[arguments]\nfolder = "{self.moves}"\n'
+            f'[checkpoint]\nevery = 100\n[arguments]\nfolder = "{self.moves}"\n'
         )
         with (folder / "said").open("w") as said:
             command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(folder)]

@@ -152,7 +152,8 @@ def train(
         if agreed is None:  # the gradients did not fit the lattice
             buffers.forget()
             agreed = passes(where, share)
-        buffers.commit(agreed[micro_batches:].tolist(), comm)
+        buffers.exchange(agreed[micro_batches:].tolist(), comm)
+        buffers.apply()
         if clip is not None:
             nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()

@@ -75,9 +75,9 @@ IN_A_JOB_FILE = [
         '[train]\ndevice = "gpu"',
         ['train.device = "gpu": needs to be ', "'auto'", "'cpu'", "'cuda'"],
     ),
-    Job("[train]\nclip_norm = 0.0", ["train.clip_norm = 0.0: needs to be above 0"]),
-    Job("[train]\nclip_norm = nan", ["train.clip_norm = NaN: needs to be "]),
-    Job("[train]\nclip_norm = inf", ["clip_norm = inf: needs to be a finite number"]),
+    Job("[train]\nmax_grad_norm = 0.0", ["train.max_grad_norm = 0.0: needs to be above 0"]),
+    Job("[train]\nmax_grad_norm = nan", ["train.max_grad_norm = NaN: needs to be "]),
+    Job("[train]\nmax_grad_norm = inf", ["max_grad_norm = inf: needs to be a finite number"]),
     Job("[train]\nthreads = -2", ["train.threads = -2: needs to be at least 0"]),
     Job("[stop]\npatience = -1", ["stop.patience = -1: needs to be at least 0"]),
     Job("[stop]\npatients = 3", ["[stop] has no key 'patients'", "Did you mean 'patience'?"]),
@@ -101,10 +101,16 @@ IN_A_JOB_FILE = [
     Job('[data]\nloaders = "many"', ['data.loaders = "many": needs to be', "'auto'"]),
     Job("[data]\nloaders = -1", ["data.loaders = -1: needs to be at least 0"]),
     Job("[checkpoint]\nkeep_last = 0", ["checkpoint.keep_last = 0: needs to be at least 1"]),
+    Job('[checkpoint]\nevery = "soon"', ["every = 'soon': needs to be", "'5m'", "or 'never'"]),
+    Job('[checkpoint]\nevery = "5"', ["every = '5': needs to be a number of steps, a time above"]),
     Job(
-        "[checkpoint]\nevery_steps = 300\nkeep_every = 1000",
-        ["keep_every = 1000 but every_steps = 300", "a multiple of every_steps"],
+        '[checkpoint]\nevery = "0s"', ["every = '0s': needs to be a number of steps, a time above"]
     ),
+    Job("[checkpoint]\nevery = 0", ["checkpoint.every = 0: needs to be at least 1", '"never"']),
+    Job(
+        "[checkpoint]\nevery_steps = 9", ["checkpoint.every_steps is now called checkpoint.every."]
+    ),
+    Job("[train]\nclip_norm = 1.0", ["train.clip_norm is now called train.max_grad_norm."]),
     Job(
         '[checkpoint]\nbest_mode = "largest"',
         ['checkpoint.best_mode = "largest": needs to be ', "'auto'", "'min'", "'max'"],
@@ -377,8 +383,8 @@ def take_a_step(reference: str, arguments: Mapping[str, Any]) -> None:
     loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
     forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
     (batch,) = loader.load([Slice(0, 0, 4)])
-    forward.loss(batch)
-    forward.measure(batch)
+    forward.loss(batch, 1)
+    forward.measure(batch, 1)
 
 
 @pytest.mark.usefixtures("own_modules")

@@ -46,6 +46,7 @@ def recipe(
     return instep.Recipe(
         model=GPT(layers, width, heads, length),
         loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        weight=lambda batch: batch[1].numel(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
         train=TensorDataset(tokens[:, :-1], tokens[:, 1:]),
     )

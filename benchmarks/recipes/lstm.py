@@ -23,6 +23,7 @@ def recipe(samples: int = 4000, width: int = 256, length: int = 64) -> instep.Re
     return instep.Recipe(
         model=Reader(width),
         loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        weight=lambda batch: batch[1].numel(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         train=TensorDataset(tokens[:, :-1], tokens[:, 1:]),
     )

@@ -72,6 +72,7 @@ def recipe(
     return instep.Recipe(
         model=GPT(layers, width, length, dropout),
         loss=lambda outputs, target: F.cross_entropy(outputs.flatten(0, 1), target.flatten()),
+        weight=lambda batch: batch[1].numel(),  # a mean over characters
         parameters=groups,
         optimizer=lambda groups: torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95)),
         scheduler=lambda optimizer: warm_up_and_cosine(optimizer, steps),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from instep.run.client import Run, resume, train
     from instep.run.recipe import Recipe
     from instep.run.session import Session, join
+    from instep.run.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
 
@@ -25,6 +26,7 @@ _HOME = {
     "Recipe": "instep.run.recipe",
     "Run": "instep.run.client",
     "Session": "instep.run.session",
+    "WeightedLoss": "instep.run.weights",
     "join": "instep.run.session",
     "load_model": "instep.state.load",
     "resume": "instep.run.client",
@@ -37,6 +39,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Session",
+    "WeightedLoss",
     "join",
     "load_model",
     "resume",

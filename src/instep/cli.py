@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f"workers={args.workers}")
     if args.name is not None:
         overrides.append(f'name="{args.name}"')
+    if args.strict:
+        overrides.append("check.strict=true")
     job = spec_file.load(Path(args.job), overrides)
     if args.check_determinism:
         return _check_determinism(job, args)
@@ -300,6 +302,11 @@ def _parser() -> argparse.ArgumentParser:
         "--check-determinism",
         action="store_true",
         help="only train a few steps at two sizes, and say whether they give the same bits",
+    )
+    one.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse to train unless the result is shown to be that of one machine",
     )
     one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
     one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")

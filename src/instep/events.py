@@ -77,6 +77,7 @@ EVENTS = {
     "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
     "sha256, text",
     "passes_chosen": "worker, merged, reason",
+    "same_as_one_machine": "verdict (yes; no: what differs; not shown: why)",
     "work_dealt": "generation, step (the first that is dealt so), members, micro_batches "
     "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
     "loaders_started": "worker, pids (of its loader processes; one that is killed is replaced)",

@@ -62,7 +62,7 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the forward pass (autocast); `float16` scales the loss and needs CUDA."""
 
-    clip_norm: Annotated[float, Meta(gt=0)] | None = None
+    max_grad_norm: Annotated[float, Meta(gt=0)] | None = None
     """Largest global norm of the gradient; longer ones are scaled down to it."""
 
     validate_every: Natural = 0
@@ -98,8 +98,8 @@ class TrainSpec(Section, frozen=True, kw_only=True):
                 "merge = 'always' with determinism = 'bits': the same bits need each micro-batch "
                 "computed apart. Leave merge out."
             )
-        if self.clip_norm is not None and not math.isfinite(self.clip_norm):
-            raise ValueError(f"clip_norm = {self.clip_norm}: needs to be a finite number.")
+        if self.max_grad_norm is not None and not math.isfinite(self.max_grad_norm):
+            raise ValueError(f"max_grad_norm = {self.max_grad_norm}: needs to be a finite number.")
         if self.micro_batches > self.global_batch:
             raise ValueError(
                 f"micro_batches = {self.micro_batches} but global_batch = {self.global_batch}: "
@@ -263,18 +263,20 @@ class StartSpec(Section, frozen=True, kw_only=True):
 class CheckpointSpec(Section, frozen=True, kw_only=True):
     """What is kept while training goes on; a run always saves where it ends."""
 
-    every_steps: Natural = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    every: str | Positive = "5m"
+    """Steps between checkpoints, or a time: `"90s"`, `"5m"`, `"1h30m"`; `"never"` saves only at
+    the end."""
 
     keep_last: Positive = 2
     """Checkpoints to keep; older ones are deleted once a newer one is whole."""
 
     keep_every: Natural = 0
-    """Above 0: checkpoints of steps that are multiples of it are kept for good."""
+    """Above 0: each step that is a multiple of it is saved, whatever `every` says, and kept for
+    good."""
 
     keep_best: Natural = 0
     """How many of the best are kept too; a validation that is among the best so far
-    is saved at once, whatever `every_steps` says."""
+    is saved at once, whatever `every` says."""
 
     best_metric: str = "loss"
     """What tells the best: `loss`, of the validation, or a metric of the recipe."""
@@ -282,12 +284,28 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
     best_mode: Literal["auto", "min", "max"] = "auto"
     """Whether small or large is good; `auto` takes the smallest loss, the largest of all else."""
 
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between checkpoints; None where steps are counted, or none is saved."""
+        if isinstance(self.every, int) or self.every == "never":
+            return None
+        return seconds_in(self.every)
+
+    def due(self, step: int) -> bool:
+        """Whether the number of a step alone says that a checkpoint follows it."""
+        rhythms = (self.every, self.keep_every)
+        return any(isinstance(n, int) and n > 0 and step % n == 0 for n in rhythms)
+
     def __post_init__(self) -> None:
-        if self.keep_every and (not self.every_steps or self.keep_every % self.every_steps):
+        try:
+            bare = isinstance(self.every, str) and self.every.strip()[-1:].isdigit()
+            sensible = not bare and (self.every_s is None or self.every_s > 0)
+        except ValueError:
+            sensible = False
+        if not sensible:
             raise ValueError(
-                f"keep_every = {self.keep_every} but every_steps = {self.every_steps}: no "
-                "checkpoint is saved at some of these steps. Make keep_every a multiple of "
-                "every_steps."
+                f"every = {self.every!r}: needs to be a number of steps, a time above 0 such as "
+                "'90s', '5m' or '1h30m', or 'never'."
             )
 
 
@@ -337,6 +355,10 @@ class CheckSpec(Section, frozen=True, kw_only=True):
     corruption: bool = False
     """Compare states, and gradients of micro-batches computed twice, to find the worker whose
     machine computes or remembers something wrong; needs `determinism = "bits"`."""
+
+    strict: bool = False
+    """Refuse to train unless the run is shown to give the result of one machine
+    (`same_as_one_machine` is `yes`)."""
 
 
 class JobSpec(Section, frozen=True, kw_only=True):

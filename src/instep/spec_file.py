@@ -71,6 +71,13 @@ def read_table(path: Path) -> dict[str, Any]:
 
 _EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
 
+_RENAMED = {
+    "train.clip_norm": "train.max_grad_norm. It means the same: write it so.",
+    "checkpoint.every_steps": "checkpoint.every. Give it a number of steps, a time such as '5m', "
+    "or 'never' for what was 0.",
+}
+"""Keys of earlier versions: what each is called now, and what to write."""
+
 
 def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     """Lay `section.key=value` strings over `table`, in order, in place.
@@ -107,7 +114,7 @@ def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "
     """
     for key, value in changes.items():
         where = f"{section}.{key}".lstrip(".")
-        if value is None:
+        if value is None and where not in _RENAMED:
             table.pop(key, None)
         elif isinstance(value, Mapping):
             under = table.get(key)
@@ -133,6 +140,7 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         SpecError: a key or value is wrong; the text says where, what was
             given and what is wanted.
     """
+    _check_names(table, source)
     for place in ("arguments", "sync"):
         _check_holds(table.get(place), place, source)
     _check_text(table, source)
@@ -140,6 +148,15 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
         return msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as failure:
         raise SpecError(f"{source}: {_sentence(str(failure), table)}") from None
+
+
+def _check_names(table: Mapping[str, Any], source: str) -> None:
+    """Answer the name that a key had in an earlier version with the one that it has now."""
+    for old, new in _RENAMED.items():
+        section, _, key = old.partition(".")
+        under = table.get(section)
+        if isinstance(under, Mapping) and key in under:
+            raise SpecError(f"{source}: {old} is now called {new}")
 
 
 def _check_holds(value: Any, where: str, source: str) -> None:

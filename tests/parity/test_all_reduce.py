@@ -151,7 +151,7 @@ def test_how_gradients_travel_does_not_change_what_they_are(options):
 def models_of_workers(tmp_path_factory):
     """The model that real processes leave behind, by their number."""
     runs = tmp_path_factory.mktemp("runs")
-    train_ = {"epochs": 3, "global_batch": 12, "micro_batches": 4, "clip_norm": 0.5}
+    train_ = {"epochs": 3, "global_batch": 12, "micro_batches": 4, "max_grad_norm": 0.5}
     return {
         workers: load_file(
             instep.train(

@@ -25,7 +25,7 @@ def job_file(folder: Path, steps: int, loaders: int = 0, **train: Any) -> Path:
     lines = "\n".join(f"{key} = {value}" for key, value in keys.items())
     job.write_text(
         f'name = "net"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nseed = 5\n'
-        f"[train]\n{lines}\n[checkpoint]\nevery_steps = 10\n[data]\nloaders = {loaders}\n"
+        f"[train]\n{lines}\n[checkpoint]\nevery = 10\n[data]\nloaders = {loaders}\n"
     )
     return job
 

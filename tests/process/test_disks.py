@@ -44,7 +44,7 @@ class OnDisk:
         job.write_text(
             f'name = "run"\nrecipe = "{RECIPES}/unreadable.py:recipe"\nworkers = 2\nseed = 5\n'
             f'[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeterminism = "bits"\n'
-            "validate_every = 40\n[data]\nloaders = 0\n[checkpoint]\nevery_steps = 10\n"
+            "validate_every = 40\n[data]\nloaders = 0\n[checkpoint]\nevery = 10\n"
             "[arguments]\n" + "".join(f"{name} = {value}\n" for name, value in ARGUMENTS.items())
         )
         runs = (disk.path if disk else folder) / "runs"

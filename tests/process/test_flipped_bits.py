@@ -74,7 +74,7 @@ def test_where_nobody_has_a_copy_the_run_begins_again_before_the_fault(
     file = tmp_path / "faulty"
     settings = [f"train.{key}={value}" for key, value in TRAIN.items()]
     settings += ["seed=5", "workers=2", "check.corruption=true"]
-    settings += ["checkpoint.every_steps=3", "checkpoint.keep_last=9"]
+    settings += ["checkpoint.every=3", "checkpoint.keep_last=9"]
     settings += ["arguments.fault=inverted", f"arguments.file={file}", f"arguments.steps={SOUND}"]
     settings += ["arguments.lost=2"]  # who takes its place sees no comparison before the fault
     program = start(*instep_run(tmp_path, RECIPE, *settings))

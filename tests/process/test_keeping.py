@@ -17,7 +17,7 @@ TINY = ("seed=5", "train.epochs=3", "train.global_batch=16", "train.threads=1")
 def test_the_best_of_a_run_stay_and_can_be_exported(
     run: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keep = ("keep_last=1", "keep_best=2", "best_metric=accuracy", "every_steps=7", "keep_every=14")
+    keep = ("keep_last=1", "keep_best=2", "best_metric=accuracy", "every=7", "keep_every=14")
     settings = (*TINY, "train.validate_every=2", *(f"checkpoint.{key}" for key in keep))
     program = run("tiny.py:recipe", *settings, options=("--workers", "1"))
     assert program.end() == 0, program.stderr

@@ -41,7 +41,7 @@ def begin(
         f'name = "disturbed"\nrecipe = "{RECIPES / recipe}:recipe"\n'
         f'workers = {workers}\nseed = 5\nnetwork = "private"\n'
         f'[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\ndeterminism = "bits"\n'
-        "validate_every = 40\n[checkpoint]\nevery_steps = 25\n"
+        "validate_every = 40\n[checkpoint]\nevery = 25\n"
         f'[launch]\nhosts = {json.dumps(hosts)}\naddress = "{address}"\n'
     )
     sets = [word for setting in more for word in ("--set", setting)]

@@ -32,7 +32,7 @@ def begin(start: Start, folder: Path, workers: int, recipe: str = "slow_tiny.py"
     job.write_text(
         f'name = "disturbed"\nrecipe = "{RECIPES / recipe}:recipe"\nworkers = {workers}\nseed = 5\n'
         f'[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeterminism = "bits"\nvalidate_every = 40\n'
-        "[checkpoint]\nevery_steps = 25\n"
+        "[checkpoint]\nevery = 25\n"
         f"[arguments]\npause_s = {0.0013 * workers}\n"
     )
     return start("-m", "instep", "run", job)

@@ -24,8 +24,8 @@ MODEL = "model.safetensors"
 
 
 def begin(runs: Path, name: str, recipe: str = "tiny.py", **changes: Any) -> Path:
-    train = {"steps": 24, "global_batch": 16, "clip_norm": 1.0, "determinism": "bits"}
-    job = {"seed": 5, "workers": 2, "checkpoint": {"every_steps": 6, "keep_last": 2}, **changes}
+    train = {"steps": 24, "global_batch": 16, "max_grad_norm": 1.0, "determinism": "bits"}
+    job = {"seed": 5, "workers": 2, "checkpoint": {"every": 6, "keep_last": 2}, **changes}
     job["train"] = train | changes.get("train", {})
     return instep.train(f"{RECIPES / recipe}:recipe", name=name, runs=runs, quiet=True, **job).path
 
@@ -149,7 +149,7 @@ def test_a_run_is_replayed_while_it_goes_on_and_ctrl_c_leaves_nothing(
     job.write_text(
         f'name = "slow"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nseed = 5\n'
         '[train]\nsteps = 5000\nglobal_batch = 16\ndeterminism = "bits"\n'
-        "[checkpoint]\nevery_steps = 2\n[data]\nloaders = 0\n"
+        "[checkpoint]\nevery = 2\n[data]\nloaders = 0\n"
     )
     going = start("-m", "instep", "run", job)
     going.until(going.is_training, "training")

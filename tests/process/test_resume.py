@@ -23,7 +23,7 @@ JOB: dict[str, Any] = {
     "seed": 5,
     "quiet": True,
     "train": {"epochs": 6, "global_batch": 16, "determinism": "bits"},
-    "checkpoint": {"every_steps": 5},
+    "checkpoint": {"every": 5},
 }  # 42 steps, 7 an epoch
 
 
@@ -79,9 +79,7 @@ def test_a_stopped_run_goes_on_with_the_next_batch_at_another_size(
     run: Path, undisturbed: Path
 ) -> None:
     assert RunFolder(run).last_step == 10
-    done = instep.resume(
-        run, workers=3, quiet=True, data={"loaders": 1}, checkpoint={"every_steps": 3}
-    )
+    done = instep.resume(run, workers=3, quiet=True, data={"loaders": 1}, checkpoint={"every": 3})
     assert done.exit_code == 0
     check_same(run, undisturbed)
     folder = RunFolder(run)
@@ -114,7 +112,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
     job.write_text(
         f'name = "killed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = 2\nseed = 5\n'
         '[train]\nepochs = 6\nglobal_batch = 16\ndeterminism = "bits"\n'
-        "[checkpoint]\nevery_steps = 5\n"
+        "[checkpoint]\nevery = 5\n"
     )
     program = start("-m", "instep", "run", job)
     program.until(lambda: program.is_training() and program.ledger["step"].max() >= 18, "far")
@@ -256,7 +254,7 @@ def test_nothing_is_ever_unpickled(start: Start, tmp_path: Path) -> None:
     job.write_text(
         f'name = "plain"\nrecipe = "{RECIPES / "no_pickle.py"}:recipe"\n'
         "[train]\nepochs = 2\nglobal_batch = 16\nstop_after_steps = 9\n"
-        "[checkpoint]\nevery_steps = 4\n[data]\nloaders = 1\n"
+        "[checkpoint]\nevery = 4\n[data]\nloaders = 1\n"
     )
     first = start("-m", "instep", "run", job)
     assert first.end() == 0, first.stderr

@@ -149,7 +149,7 @@ def test_a_loop_of_ones_own_leaves_them_out_as_well(start: Start) -> None:
 def test_what_ended_a_run_can_be_skipped_when_it_goes_on(run: Start, start: Start) -> None:
     program = run(
         "unreadable.py:recipe",
-        *("seed=5", "train.global_batch=16", "train.epochs=2", "checkpoint.every_steps=1"),
+        *("seed=5", "train.global_batch=16", "train.epochs=2", "checkpoint.every=1"),
         *(f"arguments.bad={BAD}", "arguments.bad_validation=[]"),
     )
     assert program.end() == 4

@@ -77,7 +77,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_sta
         "train.epochs=3",
         "train.global_batch=8",
         "stop.non_finite=true",
-        "checkpoint.every_steps=1",
+        "checkpoint.every=1",
         "checkpoint.keep_last=1",
     )
     assert program.end() == 0, program.stderr
@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_sta
 
 
 def test_a_small_gradient_ends_the_run_at_the_step_after_it(run: Start) -> None:
-    program = run("tiny.py:recipe", *SHORT, "stop.gradient_norm=0.2", "train.clip_norm=0.5")
+    program = run("tiny.py:recipe", *SHORT, "stop.gradient_norm=0.2", "train.max_grad_norm=0.5")
     assert program.end() == 0, program.stderr
     found = norms(program.run)
     (asked,) = program.events("stop_requested")

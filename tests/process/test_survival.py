@@ -30,7 +30,7 @@ def begin(start: Start, folder: Path, workers: int = 3, *settings: str) -> Start
         f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\n'
         f"workers = {workers}\nseed = 5\n"
         f"[train]\nsteps = {STEPS_OF_A_RUN}\nglobal_batch = 16\n"
-        'determinism = "bits"\nvalidate_every = 40\n[checkpoint]\nevery_steps = 25\n'
+        'determinism = "bits"\nvalidate_every = 40\n[checkpoint]\nevery = 25\n'
         f"[arguments]\npause_s = {0.0012 * workers}\n"
     )
     sets = [part for setting in settings for part in ("--set", setting)]

@@ -42,7 +42,7 @@ TRAIN = some(
     merge=st.sampled_from(["auto", "always", "never"]),
     determinism=st.sampled_from(["order", "bits"]),
     precision=st.sampled_from(["float32", "bfloat16", "float16"]),
-    clip_norm=st.floats(1e-300, 1e300) | st.integers(1, 9),
+    max_grad_norm=st.floats(1e-300, 1e300) | st.integers(1, 9),
     validate_every=NATURAL,
     stop_after_steps=NATURAL,
     threads=NATURAL,
@@ -82,7 +82,8 @@ JOBS = st.fixed_dictionaries(
             learning_rates=st.dictionaries(TEXT, st.floats(1e-9, 1e9), max_size=3),
         ),
         "checkpoint": some(
-            every_steps=NATURAL,
+            every=COUNT | st.sampled_from(["5m", "1h 30m", "never"]),
+            keep_every=NATURAL,
             keep_last=COUNT,
             keep_best=NATURAL,
             best_metric=TEXT,
@@ -103,7 +104,7 @@ def test_a_job_that_was_dumped_is_read_back_unchanged(table):
 def test_a_dump_gives_every_key_but_those_without_a_value():
     table = tomllib.loads(dump(build(RECIPE, source="test")))
     assert set(table) == set(JobSpec.__struct_fields__)
-    assert {"epochs", "steps", "clip_norm"}.isdisjoint(table["train"])
+    assert {"epochs", "steps", "max_grad_norm"}.isdisjoint(table["train"])
     assert table["train"]["global_batch"] == 64
 
 
@@ -146,16 +147,17 @@ MISTAKES = [
     ({"train": {"epochs": 0}}, ["train.epochs = 0", "at least 1"]),
     ({"train": {"epochs": "ten"}}, ['train.epochs = "ten"', "a whole number"]),
     ({"train": {"epochs": 1, "steps": 1}}, ["[train]", "epochs = 1", "steps = 1", "one length"]),
-    ({"train": {"clip_norm": 0}}, ["train.clip_norm = 0", "above 0"]),
-    ({"train": {"clip_norm": float("inf")}}, ["clip_norm = inf", "finite"]),
-    ({"train": {"clip_norm": float("nan")}}, ["train.clip_norm = NaN"]),
+    ({"train": {"max_grad_norm": 0}}, ["train.max_grad_norm = 0", "above 0"]),
+    ({"train": {"max_grad_norm": float("inf")}}, ["max_grad_norm = inf", "finite"]),
+    ({"train": {"max_grad_norm": float("nan")}}, ["train.max_grad_norm = NaN"]),
     ({"train": {"merge": "maybe"}}, ['train.merge = "maybe"', "'auto'", "'never'"]),
     ({"train": {"precision": 16}}, ["train.precision = 16", "'float32' or 'bfloat16'"]),
     ({"train": {"micro_batches": 65}}, ["micro_batches = 65", "global_batch = 64", "at most 64"]),
     ({"workers": 9}, ["workers = 9", "micro_batches = 8", "to 9 or more"]),
     ({"data": {"loaders": "many"}}, ['data.loaders = "many"', "a whole number", "'auto'"]),
     ({"data": {"loaders": -1}}, ["data.loaders = -1", "at least 0"]),
-    ({"checkpoint": {"keep_every": 5}}, ["keep_every = 5 but every_steps = 0", "a multiple"]),
+    ({"checkpoint": {"every": 2.5}}, ["checkpoint.every = 2.5", "a whole number"]),
+    ({"checkpoint": {"every": "1m1m"}}, ["every = '1m1m'", "a number of steps", "'5m'", "'never'"]),
     ({"launch": {"hosts": ["ssh a"]}}, ["launch.hosts names hosts", 'say network = "private"']),
     ({"launch": {"hosts": [""]}}, ["[launch] hosts has ''", "such as 'ssh node2'"]),
     ({"launch": {"hosts": ["sh -c 'x"]}}, ["[launch]", "No closing quotation", "as in a shell"]),
@@ -229,7 +231,7 @@ def test_a_file_that_is_not_text_a_folder_and_no_file_are_refused(tmp_path):
     [
         ("workers=3", ["workers"], 3),
         ("train.epochs = 2", ["train", "epochs"], 2),
-        ("train.clip_norm=1e-2", ["train", "clip_norm"], 0.01),
+        ("train.max_grad_norm=1e-2", ["train", "max_grad_norm"], 0.01),
         ("train.merge=never", ["train", "merge"], "never"),
         ('name="7"', ["name"], "7"),
         ("arguments.sizes=[1, 2]", ["arguments", "sizes"], [1, 2]),
@@ -276,7 +278,7 @@ def test_tables_are_laid_over_a_table_key_by_key_and_none_takes_a_key_away():
         "workers": 2,
         "stop": {"target": 0.5, "patience": 3},
         "train": {"global_batch": 16, "micro_batches": 4},
-        "checkpoint": {"every_steps": 9},
+        "checkpoint": {"every": 9},
     }
     changes = {
         "recipe": Path("b.py:f"),
@@ -354,3 +356,35 @@ def test_a_job_goes_over_the_wire_as_plain_data():
     job = build({**RECIPE, "arguments": {"a": [1, 2.5, "x", {"b": True}]}}, source="test")
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(job)))
     assert build(again, source="wire") == job
+
+
+@pytest.mark.parametrize(
+    ("section", "old", "value", "new"),
+    [
+        ("train", "clip_norm", 1.0, "train.max_grad_norm"),
+        ("checkpoint", "every_steps", 500, "checkpoint.every"),
+    ],
+)
+def test_a_key_that_was_renamed_answers_with_its_new_name(tmp_path, section, old, value, new):
+    says = rf"{section}\.{old} is now called {new}\."
+    (tmp_path / "job.toml").write_text('recipe = "a.py:f"')
+    with pytest.raises(SpecError, match=says):
+        load(tmp_path / "job.toml", [f"{section}.{old}={value}"])
+    for change in (value, None):  # from Python, None takes a key away
+        table = dict(RECIPE)
+        lay_over(table, {section: {old: change}})
+        with pytest.raises(SpecError, match=says):
+            build(table, source="changes")
+
+
+def test_when_a_checkpoint_is_due_is_said_in_steps_in_time_or_never():
+    def due(**kept):
+        spec = build({**RECIPE, "checkpoint": kept}, source="test").checkpoint
+        return spec.every_s, [step for step in range(1, 13) if spec.due(step)]
+
+    assert due() == (300, [])
+    assert due(every="1m30s") == (90, [])
+    assert due(every="never") == (None, [])
+    assert due(every=5) == (None, [5, 10])
+    assert due(every=5, keep_every=4) == (None, [4, 5, 8, 10, 12])
+    assert due(every="never", keep_every=6) == (None, [6, 12])

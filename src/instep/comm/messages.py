@@ -59,6 +59,8 @@ class Welcome(Message, frozen=True):
     """Whether a worker that is lost is replaced, and the others go on with it."""
     complete: bool = False
     """Whether the run is over: there is nothing to do in it."""
+    goes_on: bool = False
+    """Whether other workers hold the state of the run by now."""
 
 
 class Refused(Message, frozen=True):

@@ -50,6 +50,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"warning: {event['text']}"
     if what == "worker_failed":
         return f"worker {event['worker']} failed at step {event['step']} ({event['phase']})"
+    if what == "same_as_one_machine":
+        return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":
         return f"corruption: {corruption_in_words(event)}"
     if what == "stop_requested" and event["by"] == "master":

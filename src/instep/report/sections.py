@@ -225,6 +225,8 @@ def configuration(folder: RunFolder) -> Html:
         "training samples": ready.get("samples"),
         "validation samples": ready.get("validation_samples"),
     }
+    if verdict := folder.last("same_as_one_machine").get("verdict"):
+        facts["same as one machine"] = verdict
     if loaded := folder.last("model_loaded"):
         facts["started from"] = start_in_words(loaded)
     known = {key: value for key, value in facts.items() if value is not None}

@@ -49,6 +49,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "repeated_samples": proof.repeated + proof.stray,
         "missing_samples": proof.missing,
         "skipped_samples": len(folder.skipped),
+        "same_as_one_machine": folder.last("same_as_one_machine").get("verdict"),
         "corruptions": len(folder.named("corruption_found")),
     }
     cleaned: dict[str, Any] = finite(summary)
@@ -141,6 +142,8 @@ def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     why = [f"rule    {summary['rule_text']}"] if summary["rule_text"] else []
     lines = [_ending(summary), *why, *_causes(folder), *(line for line in figures if line)]
     lines += [f"wrong   {corruption_in_words(e)}" for e in folder.named("corruption_found")]
+    if same := summary["same_as_one_machine"]:
+        lines.append(f"same    as one machine: {same}")
     if loaded := folder.last("model_loaded"):
         lines.append(f"start   {start_in_words(loaded)}")
     model = folder.path / "model.safetensors"

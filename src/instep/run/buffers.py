@@ -60,6 +60,7 @@ class Buffers:
         self._committed = [buffer.detach().clone() for buffer in self._live]
         self._versions = [buffer._version for buffer in self._live]
         self._proposed: dict[int, dict[int, tuple[float, Tensor]]] = {}  # buffer, row
+        self._agreed: tuple[list[int], Tensor] | None = None  # staged until `apply`
         self._uncounted: set[int] = set()
         self.moved: set[int] = set()
         """The identity (`id`) of each buffer that a committed step has moved."""
@@ -73,11 +74,15 @@ class Buffers:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything.
 
         Args:
-            weight: what the pass counts in the step.
+            weight: what the pass counts in the step; at 0 what it did is undone, and no more.
             number: of the pass, among all of the step.
         """
         self._refuse()
         moved = self._moved()
+        if not weight:
+            for index in moved:
+                self._restore(index)
+            return False
         for index in moved:
             module, name = self._owners[index]
             now = module._buffers[name]
@@ -144,20 +149,21 @@ class Buffers:
         return [1.0 if index in self._proposed else 0.0 for index in range(len(self._live))]
 
     def forget(self) -> None:
-        """Drop what the passes proposed: they run again."""
+        """Drop what the passes proposed, and what was agreed on: they run again."""
         self._proposed.clear()
+        self._agreed = None
 
     @torch.no_grad()
     def undo(self) -> None:
         """Give every buffer its committed value: a pass may have ended in the middle."""
-        self._proposed.clear()
+        self.forget()
         for index, (module, name) in enumerate(self._owners):
             if module._buffers[name] is not None:
                 self._restore(index)
 
     @torch.no_grad()
-    def commit(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
-        """Agree on every buffer that some rank's passes moved.
+    def exchange(self, marks: list[float], comm: Comm, *, read: float = 1.0) -> None:
+        """Agree on every buffer that some rank's passes moved; they move with `apply`.
 
         Args:
             marks: those of all ranks, summed; equal on each.
@@ -183,10 +189,15 @@ class Buffers:
             mean = mean + row
         if read < 1:
             mean = mean / read
-        self._write(moved, mean)
         self._proposed.clear()
+        self._agreed = moved, mean
 
-    def _write(self, moved: list[int], flat: Tensor) -> None:
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Give the buffers the values agreed on, with the parameters of the same step."""
+        if self._agreed is None:
+            return
+        (moved, flat), self._agreed = self._agreed, None
         at = 0
         for index in moved:
             committed = self._committed[index]

@@ -90,7 +90,7 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
             job.train, determinism="bits", merge="auto", stop_after_steps=STEPS
         ),
         stop=StopSpec(),
-        checkpoint=msgspec.structs.replace(job.checkpoint, every_steps=1, keep_last=STEPS),
+        checkpoint=msgspec.structs.replace(job.checkpoint, every=1, keep_last=STEPS),
     )
     try:
         done = run_job(small, runs, named=False, quiet=True)

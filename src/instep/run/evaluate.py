@@ -16,7 +16,7 @@ import torch
 from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Loader, Skipped, Slice
-from instep.errors import DataError
+from instep.errors import DataError, RecipeError
 from instep.run.forward import Forward
 
 
@@ -42,6 +42,8 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
+    The mean of the loss is by weight, over what it is a mean of; that of a metric by samples.
+
     Args:
         forward: computes one batch.
         loader: of the dataset, in its natural order.
@@ -53,10 +55,12 @@ def evaluate(
 
     Raises:
         DataError: no sample could be read.
+        RecipeError: the loss is a mean over nothing.
     """
     names = ["loss", *forward.recipe.metrics]
     count = -(-samples // batch)
-    table = torch.zeros(count, len(names) + 1, dtype=torch.float64)  # the last: samples read
+    # the last two columns: samples read, and the weight of the loss
+    table = torch.zeros(count, len(names) + 2, dtype=torch.float64)
     skipped: list[Skipped] = []
     own = list(deal(count, comm.size, speeds)[comm.rank])
     was_training = forward.model.training
@@ -66,20 +70,26 @@ def evaluate(
         for number, read in zip(own, reads, strict=True):
             skipped += read.skipped
             if read.size:
-                values = forward.measure(read.batch)
-                row = [*(values[name] for name in names), read.size]
+                values, weight = forward.measure(read.batch, read.size)
+                row = [*(values[name] for name in names), read.size, weight]
                 table[number] = torch.tensor(row, dtype=torch.float64)
     finally:
         forward.model.train(was_training)
     shared = table.to(forward.device)
     arrived()
     comm.all_reduce(shared).wait()
-    table, sizes = shared.to("cpu").split([len(names), 1], dim=1)
+    table, sizes, weights = shared.to("cpu").split([len(names), 1, 1], dim=1)
     read_in_all = int(sizes.sum())
     if not read_in_all:
         example = f"; of sample {skipped[0].sample}: {skipped[0].cause}" if skipped else ""
         raise DataError(f"none of the {samples} samples to validate on can be read{example}.")
+    if not float(weights.sum()):
+        raise RecipeError(
+            f"the {read_in_all} samples to validate on have the weight 0 together: there is "
+            "nothing that the loss could be a mean of."
+        )
     means = (table * sizes).sum(0) / read_in_all
+    means[0] = (table[:, :1] * weights).sum() / weights.sum()
     return Evaluation(dict(zip(names, means.tolist(), strict=True)), read_in_all, skipped)
 
 

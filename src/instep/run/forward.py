@@ -6,15 +6,33 @@ precision, and nothing of workers or steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError
 from instep.run.recipe import Recipe, a_or_an
+from instep.run.weights import DERIVED, WeightedLoss, as_weight, weighing
+
+
+class Found(NamedTuple):
+    """The loss of a batch, and how much it counts."""
+
+    loss: Tensor
+    """The mean over the batch, a scalar that can be differentiated."""
+    weight: float
+    """Of what the loss is a mean of, so much is in the batch; above 0."""
+
+
+class Measured(NamedTuple):
+    """Loss and metrics of one batch."""
+
+    values: dict[str, float]
+    weight: float
+    """Of the loss; the metrics count by samples. At 0 the loss is 0."""
 
 
 class Forward:
@@ -31,6 +49,9 @@ class Forward:
     ) -> None:
         self.recipe, self.model, self.device = recipe, model, device
         self._precision = precision
+        self._weigh = weighing(recipe.weight, recipe.loss).weigh
+        self.weighs_itself = False
+        """Whether `compute_loss` has given a `WeightedLoss`."""
         self.phase = "forward"
         """What is being done: `forward`, `loss` or a metric's name."""
         self.batches = 0
@@ -42,42 +63,77 @@ class Forward:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self._precision))
 
-    def loss(self, batch: Any) -> Tensor:
-        """The mean loss of a batch, a scalar that can be differentiated.
+    def derive(self, name: str) -> None:
+        """Weigh batches by one of `weights.DERIVED`; by samples where the name is empty."""
+        self._weigh = DERIVED[name] if name else self._weigh
+
+    @contextmanager
+    def on(self, model: nn.Module, precision: str) -> Iterator[None]:
+        """For a while, compute with another model, in another precision."""
+        before = self.model, self._precision
+        self.model, self._precision = model, precision
+        try:
+            yield
+        finally:
+            self.model, self._precision = before
+
+    def loss(self, batch: Any, samples: int) -> Found | None:
+        """The mean loss of a batch and its weight; None where it holds nothing that counts.
+
+        Args:
+            batch: as the loader gave it.
+            samples: in it.
 
         Raises:
-            RecipeError: the batch is no (inputs, target), or the loss no such scalar.
+            RecipeError: the batch is no (inputs, target), or the loss no such scalar, or the
+                weight no number of 0 or more.
         """
-        loss, _, _ = self._outputs(batch)
-        return loss
+        weight = self._weight(batch, samples)
+        if not weight:
+            return None
+        loss, own, _, _ = self._outputs(batch)
+        weight = weight if own is None else own
+        return Found(loss, weight) if weight else None
 
-    def _outputs(self, batch: Any) -> tuple[Tensor, Any, Any]:
+    def _weight(self, batch: Any, samples: int) -> float:
+        if self._weigh is None:
+            return float(samples)
+        if self.recipe.loss is not None:
+            _pair(batch)
+        return self._weigh(batch)
+
+    def _outputs(self, batch: Any) -> tuple[Tensor, float | None, Any, Any]:
+        """Loss, the weight that it brings along, outputs and target."""
         self.phase = "forward"
         self.batches += 1
         batch = to_device(batch, self.device)
         with self.autocast():
             if self.recipe.compute_loss is not None:
                 self.phase = "compute_loss"
-                return (
-                    checked(self.recipe.compute_loss(self.model, batch), "compute_loss"),
-                    None,
-                    None,
-                )
+                found = self.recipe.compute_loss(self.model, batch)
+                if not isinstance(found, WeightedLoss):
+                    return checked(found, "compute_loss"), None, None, None
+                self.weighs_itself = True
+                weight = as_weight(found.weight, "WeightedLoss.weight")
+                total = checked(found.total, "compute_loss")
+                return total / (weight or 1.0), weight, None, None
             inputs, target = _pair(batch)
             outputs = self.model(inputs)
             self.phase = "loss"
             assert self.recipe.loss is not None
-            return checked(self.recipe.loss(outputs, target), "loss"), outputs, target
+            return checked(self.recipe.loss(outputs, target), "loss"), None, outputs, target
 
-    def measure(self, batch: Any) -> dict[str, float]:
+    def measure(self, batch: Any, samples: int) -> Measured:
         """Loss and metrics of one batch, in the order of the recipe."""
+        weight = self._weight(batch, samples)
         with torch.set_grad_enabled(self.recipe.compute_loss is not None):  # it may need some
-            loss, outputs, target = self._outputs(batch)
-        values = {"loss": float(loss.detach())}
+            loss, own, outputs, target = self._outputs(batch)
+        weight = weight if own is None else own
+        values = {"loss": float(loss.detach()) if weight else 0.0}
         for name, metric in self.recipe.metrics.items():
             self.phase = f"metric {name}"
             values[name] = _number(metric(outputs, target), name)
-        return values
+        return Measured(values, weight)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -98,7 +154,15 @@ def checked(loss: Any, name: str) -> Tensor:
             (while gradients are recorded) does not depend on the parameters.
     """
     if not isinstance(loss, Tensor):
-        raise RecipeError(f"Recipe.{name} returned {a_or_an(loss)}, but a scalar tensor is wanted.")
+        hint = (
+            " A loss that is a mean of something else than samples is an "
+            "instep.WeightedLoss(total, weight)."
+            if name == "compute_loss" and isinstance(loss, tuple)
+            else ""
+        )
+        raise RecipeError(
+            f"Recipe.{name} returned {a_or_an(loss)}, but a scalar tensor is wanted.{hint}"
+        )
     if loss.numel() != 1:
         raise RecipeError(
             f"Recipe.{name} returned a tensor of shape {list(loss.shape)}, but a scalar is wanted: "

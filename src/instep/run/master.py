@@ -267,6 +267,7 @@ class Master:
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
+                goes_on=bool(self._state.holders),
             ),
         )
         if hello.role == "host":

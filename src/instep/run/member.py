@@ -95,6 +95,8 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
+        self.goes_on = welcome.goes_on
+        """Whether other workers hold the state of the run."""
         self._tie.lasting = welcome.recovers
         self.form: Form | None = None
         self.phase = "recipe"

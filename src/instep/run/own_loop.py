@@ -23,7 +23,7 @@ from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
 from instep.run.recipe import check_optimizer, set_generators
-from instep.run.replica import Replica, check_lengths, make_comm
+from instep.run.replica import Replica, Weighed, check_lengths, make_comm
 from instep.run.saving import Saver, taken_up
 from instep.run.skipping import Teller
 from instep.run.stopping import Stopping
@@ -74,7 +74,7 @@ class OwnLoop:
             scheduler,
             parameters,
             seed=self.job.seed,
-            clip_norm=self.job.train.clip_norm,
+            max_grad_norm=self.job.train.max_grad_norm,
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
@@ -103,7 +103,7 @@ class OwnLoop:
         self._where = Position(0, 0, 0)
         if self.step:  # nothing may follow it but the end
             self._where = position(self.step, self.samples, self.job.train.global_batch)
-        self._losses: dict[int, float] = {}  # of each pass of the step, weighted
+        self._losses: dict[int, Weighed] = {}  # of each pass of the step
         self._teller = Teller(member)
         self._skipped: list[Skipped] = []  # samples of its passes that could not be read
         self._count = 0  # samples of the present pass that were
@@ -209,7 +209,7 @@ class OwnLoop:
         if not self._in_pass:
             raise SpecError("record() was called after optimizer.step(): call it before.")
         part = self._pending[0]
-        self._losses[part.number] = self._weight * loss
+        self._losses[part.number] = Weighed(loss, self._count)
 
     @property
     def stopped(self) -> bool:
@@ -236,8 +236,10 @@ class OwnLoop:
         if not self._in_pass:
             raise SpecError("optimizer.step() was called twice for one batch of the loader.")
         self._in_pass = False
+        part = self._pending[0].number
+        self._losses.setdefault(part, Weighed(0.0, self._count))
         self.replica.clock.lap(self._since, "forward")
-        self.replica.after_pass(self._weight, self._pending[0].number)
+        self.replica.after_pass(self._weight, part)
         self._pass_over()
 
     def _pass_over(self) -> None:

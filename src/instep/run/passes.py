@@ -2,28 +2,18 @@
 
 One larger pass is faster, and the same to rounding unless something in the
 model sees the other samples of its batch (BatchNorm), draws random numbers
-(dropout), or weighs samples unevenly in the loss. No list of layers can know
-what a user's own layer does, so it is tried: two micro-batches, apart and
-together, must give the same loss, move no buffer and draw no number.
+(dropout), or weighs samples unevenly in the loss. `sameness.py` finds out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import NamedTuple
 
 from instep.comm.base import Comm
 from instep.data.balance import deal
-from instep.data.keyed import states
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch, position
-from instep.run.buffers import Buffers
-from instep.run.forward import Forward
 from instep.spec import JobSpec, TrainSpec
 
 OF_PASS = 1
@@ -125,66 +115,3 @@ def plan(
         where = position(step, samples, job.train.global_batch)
         parts = parts_of(where, job.train)
         yield where, share_of(where, parts, comm.size, comm.rank, merge=merge, speeds=speeds)
-
-
-class Merging(NamedTuple):
-    """Whether micro-batches may be merged, and why."""
-
-    merge: bool
-    reason: str
-
-
-_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
-
-
-def may_merge(
-    forward: Forward, model: nn.Module, apart: Sequence[Any], sizes: Sequence[int], together: Any
-) -> Merging:
-    """Try whether any layer can tell `together` from the batches `apart`.
-
-    Args:
-        forward: how a loss is computed.
-        model: is tried in training mode, and left as it was found.
-        apart: two batches.
-        sizes: their samples.
-        together: the same samples as one batch.
-    """
-    buffers = Buffers(model)
-    before, on_cuda = states(), _draws()
-    with _training(model):  # with gradients, as a loss may be made of some
-        losses = [float(forward.loss(batch).detach()) for batch in apart]
-        whole = float(forward.loss(together).detach())
-    moved = buffers.after_pass(1.0, 0)
-    drew = not (states().same(before) and all(map(torch.equal, _draws(), on_cuda)))
-    if moved:
-        return Merging(False, "the model's buffers follow its batches, as BatchNorm's do")
-    if drew:
-        return Merging(False, "the forward pass draws random numbers, as dropout does")
-    mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
-    tolerance = _TOLERANCE.get(next(model.parameters()).dtype, 2e-2)
-    if not math.isclose(mean, whole, rel_tol=tolerance, abs_tol=tolerance):
-        return Merging(
-            False, f"two micro-batches lose {mean:.8g} apart and {whole:.8g} as one batch"
-        )
-    return Merging(True, "a trial showed that no layer can tell the difference")
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """The mode in which it will train: a pretrained model often comes in that of evaluation."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _draws() -> list[Tensor]:
-    """What a draw on any GPU changes."""
-    return torch.cuda.get_rng_state_all() if _on_cuda() else []
-
-
-def _on_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -44,10 +44,17 @@ class Recipe:
     """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
 
     loss: Callable[[Any, Any], Tensor] | None = None
-    """`loss(model(inputs), target)`, the mean over the samples of a batch."""
+    """`loss(model(inputs), target)`, a mean over the batch: of its samples, unless `weight` says
+    what else."""
 
     compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
-    """Instead of `loss`, where a batch is not (inputs, target): `compute_loss(model, batch)`."""
+    """Instead of `loss`, where a batch is not (inputs, target): `compute_loss(model, batch)`, a
+    scalar or an `instep.WeightedLoss`."""
+
+    weight: Callable[[Any], float] | None = None
+    """`weight(batch)`: how much of what the loss is a mean of a batch holds, such as its tokens
+    that count; its samples otherwise. A loss of torch knows its own (class weights,
+    `ignore_index`), and a `compute_loss` may return an `instep.WeightedLoss` instead."""
 
     validate: Any = None
     """Dataset to validate on; each sample counts once."""
@@ -88,7 +95,7 @@ class Recipe:
         _check_dataset("train", self.train)
         if self.validate is not None:
             _check_dataset("validate", self.validate)
-        for name in ("optimizer", "collate", "augment", "scheduler", "parameters"):
+        for name in ("optimizer", "weight", "collate", "augment", "scheduler", "parameters"):
             given = getattr(self, name)
             if given is not None and not callable(given):
                 hint = _HINTS.get(name, "")

@@ -143,7 +143,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
         train=msgspec.structs.replace(given.train, device=device, stop_after_steps=0),
         data=given.data,
         stop=StopSpec(non_finite=given.stop.non_finite, gradient_norm=given.stop.gradient_norm),
-        checkpoint=CheckpointSpec(keep_last=1),
+        checkpoint=CheckpointSpec(every="never", keep_last=1),
         report=ReportSpec(),
         launch=LaunchSpec(),  # here, wherever the run was
         network="loopback",

@@ -37,11 +37,20 @@ if TYPE_CHECKING:  # it builds on checkpoints, and those on this
     from instep.run.corruption import Guard
 
 
+class Weighed(NamedTuple):
+    """What one pass gave."""
+
+    loss: float
+    """Its mean."""
+    weight: float
+    """How much of what the loss is a mean of it holds: samples, unless the recipe says else."""
+
+
 class Agreement(NamedTuple):
     """What the workers agreed on beside the gradient."""
 
     loss: float
-    """Mean over the global batch."""
+    """Mean over the global batch, by weight."""
     stop: bool
     """Whether any worker has been told to stop."""
     regroups: bool
@@ -127,7 +136,8 @@ class Replica:
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             computing=comm.size,  # how long each rank's passes took, seconds
             skipped=1,  # samples that could not be read
-            losses=self._parts,  # weighted loss of each pass: a place of its own, for one order
+            losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
+            weights=self._parts,
             buffers=len(self.buffers),  # who moved each
             corruption=guard.size if guard is not None else 0,
         )
@@ -139,15 +149,15 @@ class Replica:
         strategy.start(parameters, comm, notes=self._notes.size, parts=exact)
 
     def before_backward(self, weight: float, *, last: bool) -> None:
-        """A backward pass of `weight` (share of the global batch) is about to run."""
+        """A backward pass is about to run that counts `weight`, over the samples of the step."""
         self.strategy.before_backward(weight, last=last)
 
-    def after_pass(self, weight: float, number: int) -> bool:
-        """A pass is over, of micro-batches from `number` on; True if it moved buffers."""
-        if not weight:  # another's, repeated before all of this worker's own
-            self.buffers.undo()
-            return False
-        return self.buffers.after_pass(weight, number)
+    def after_pass(self, share: float, number: int) -> None:
+        """A pass is over, of micro-batches from `number` on, with this share of the samples.
+
+        At 0 it leaves nothing: it was another's, repeated, or nothing in it counts.
+        """
+        self.buffers.after_pass(share, number)
 
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""
@@ -159,7 +169,7 @@ class Replica:
 
     def agree(
         self,
-        losses: Mapping[int, float],
+        passes: Mapping[int, Weighed],
         *,
         stop: bool,
         leaving: bool = False,
@@ -169,7 +179,7 @@ class Replica:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
         Args:
-            losses: number of each of this worker's passes to weight times mean loss.
+            passes: number of each of this worker's passes to its loss and weight.
             stop: whether this worker has been told to stop.
             leaving: whether this worker has no further step; then all must have none.
             skipped: samples that its passes lack, since they could not be read.
@@ -182,6 +192,7 @@ class Replica:
         Raises:
             SpecError: some workers leave and some have another step.
             DataError: no sample of the global batch could be read.
+            RecipeError: nothing in the global batch counts.
             PeerError: another worker went away.
         """
         if self.guard is not None:
@@ -194,8 +205,8 @@ class Replica:
         own["arrived"][self.comm.rank] = arrived - self._base
         own["computing"][self.comm.rank] = self.clock.computing
         own["skipped"] = [float(skipped)]
-        for number, loss in losses.items():
-            own["losses"][number] = loss
+        for number, (loss, weight) in passes.items():
+            own["losses"][number], own["weights"][number] = weight * loss, weight
         own["buffers"] = self.buffers.marks()
         if self.guard is not None:
             own["corruption"] = self.guard.notes()
@@ -220,9 +231,16 @@ class Replica:
             self.guard.judge(agreed["corruption"], self.strategy.state)
         missed = round(agreed["skipped"][0])
         share = share_read(missed, samples)
-        if missed:
-            scale_gradients(self.model.parameters(), 1 / share)
-        self.buffers.commit(agreed["buffers"], self.comm, read=share)
+        weight = sum(agreed["weights"])
+        if samples and not weight:
+            raise RecipeError(
+                f"the weight of the whole global batch of {samples} samples is 0: there is nothing "
+                "in it that the loss could be a mean of (all targets are ignored, say). Leave such "
+                "samples out of the dataset, or use a larger train.global_batch."
+            )
+        if weight != samples:
+            scale_gradients(self.model.parameters(), samples / weight)
+        self.buffers.exchange(agreed["buffers"], self.comm, read=share)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed["arrived"])
         self._base = latest
@@ -230,7 +248,7 @@ class Replica:
         self.clock.wire = blocked - self.clock.wait
         self._computing = agreed["computing"]
         return Agreement(
-            sum(agreed["losses"]) / share,
+            sum(agreed["losses"]) / (weight or 1.0),
             agreed["stop"][0] > 0,
             regroups=agreed["regroups"][0] > 0,
             skipped=missed,
@@ -253,6 +271,7 @@ class Replica:
         """
         self.member.check_lease()  # before anything moves
         since = time.perf_counter()
+        self.buffers.apply()
         norm = update.apply(step)
         if self.guard is not None:
             self.guard.committed()

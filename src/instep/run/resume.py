@@ -49,7 +49,7 @@ FIXED = {
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.determinism": "bits would be neither those of one nor of the other",
     "train.precision": "every value is rounded by it",
-    "train.clip_norm": "every step is scaled by it",
+    "train.max_grad_norm": "every step is scaled by it",
 }
 """What may not change when a run goes on, and why."""
 

@@ -6,8 +6,10 @@ same commit, all that a run needs to go on.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from instep.run.update import Update
 from instep.spec_file import dump
 from instep.state.best import Best, facts_of
 from instep.state.load import load
-from instep.state.manifest import published, reason
+from instep.state.manifest import MANIFEST, published, reason
 from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import (
@@ -142,14 +144,23 @@ class Saver:
         model: of this worker.
         update: moves it; has the optimizer, the scheduler and the scaler of the loss.
         best: which checkpoints are kept for their validation.
+        now: a clock that never goes back, in seconds.
     """
 
     def __init__(
-        self, member: Member, model: nn.Module, update: Update, best: Best | None = None
+        self,
+        member: Member,
+        model: nn.Module,
+        update: Update,
+        best: Best | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._member, self._model, self._update = member, model, update
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
-        self._every = member.job.checkpoint.every_steps
+        self._due = member.job.checkpoint.due
+        self._every_s, self._now = member.job.checkpoint.every_s, now
+        self._saved_s = now() - _unsaved_s(member.run)
         self._pack_optimizer = Packer()
         self._newest = self._last = 0  # saved by this start; to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
@@ -183,8 +194,9 @@ class Saver:
             epoch_so_far: of an unfinished epoch, loss times samples, and samples.
             metrics: of the validation that followed this step, if one did.
         """
-        due = last or (self._every and step % self._every == 0)
-        if due or self._writer.is_best(step, metrics):
+        late = self._every_s is not None and self._now() - self._saved_s >= self._every_s
+        if last or late or self._due(step) or self._writer.is_best(step, metrics):
+            self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
                 since = time.perf_counter()
                 self._member.flush()  # else the records would lag behind the checkpoint
@@ -291,6 +303,19 @@ class Saver:
         self._member.emit(
             "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
         )
+
+
+def _unsaved_s(run: Path) -> float:
+    """Seconds since the last save, or since training began, for a worker that takes over saving.
+
+    Whoever saved before may be dead, so files tell: `job.toml` is written where a session begins.
+    """
+    checkpoints = sorted((run / "checkpoints").glob(f"*/{MANIFEST}"))
+    written = []
+    for file in [run / "job.toml", *checkpoints]:
+        with suppress(OSError):  # deleted meanwhile
+            written.append(file.stat().st_mtime)
+    return max(0.0, time.time() - max(written, default=math.inf))
 
 
 def _why(cause: BaseException | None) -> str:

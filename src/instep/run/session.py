@@ -201,7 +201,7 @@ class Session:
         the parameters and commits. With `train={"merge": "never"}` an
         iteration is one micro-batch, and the optimizer moves at the last one
         of a step; layers that see their batch (BatchNorm, dropout) then give
-        the same at any number of workers. Clip with `train={"clip_norm": 1.0}`:
+        the same at any number of workers. Clip with `train={"max_grad_norm": 1.0}`:
         gradients are agreed on inside `optimizer.step()`, not before it. With
         `"bits"` the batches of a step may come a second time.
 

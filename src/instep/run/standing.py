@@ -22,8 +22,8 @@ from instep.data.order import Position
 from instep.run.catch_up import NOWHERE, Place, beginning
 from instep.run.ledger import mend
 from instep.run.member import Member
-from instep.run.passes import Merging
 from instep.run.replica import Replica
+from instep.run.sameness import Trial
 from instep.run.saving import TakenUp, aside, gather, take_up, taken_up
 from instep.run.update import Update
 from instep.state import peers
@@ -52,13 +52,13 @@ class Standing:
         member: its tie to the run.
         model: as the recipe builds it.
         update: with the optimizer as the recipe makes it.
-        merging: whether micro-batches may run as one; a newcomer takes over what the others do.
     """
 
-    def __init__(self, member: Member, model: nn.Module, update: Update, merging: Merging) -> None:
+    def __init__(self, member: Member, model: nn.Module, update: Update) -> None:
         self._member, self._model, self._update = member, model, update
         self._device = next(model.parameters()).device
-        self.merging = merging
+        self.trial: Trial | None = None
+        """Whether cutting a batch changes the result; a newcomer is told by the others."""
         self.carried = TakenUp()
         self.last: Committed | None = None
         """Of this session; None before its first step."""
@@ -119,14 +119,14 @@ class Standing:
             own = gather(self.carried, self._model, self._update, Packer())
             own.tensors["aside"] = aside(self._model, own.tensors["model"])
             own.facts["last"] = pack_state(list(self.last or ()))[1]
-            own.facts["merging"] = list(self.merging)
+            own.facts["trial"] = list(self.trial or ())
         taken = peers.share(own, comm, root, self._device)
         if comm.rank == root or (self._holds and taken.step == self.carried.step):
             return
         self.carried = take_up(taken, "a peer's state", self._model, self._update)
         last = unpack_state({}, taken.facts["last"])
         self.last = Committed(*last) if last else None
-        self.merging = Merging(*taken.facts["merging"])
+        self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
 
     def formed(self) -> None:
         """The group holds together: this worker is one of those who have the state."""

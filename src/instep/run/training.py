@@ -19,8 +19,8 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import Pulse
-from instep.data.loader import Loader, Read, Skipped
-from instep.data.order import Position, key, position
+from instep.data.loader import Loader, Read, Skipped, Slice
+from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.run.clean_copy import CleanCopy
@@ -29,10 +29,11 @@ from instep.run.endings import TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
-from instep.run.passes import OF_PASS, Merging, Pass, Share, may_merge, parts_of, plan, share_of
+from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
-from instep.run.replica import Agreement, Replica, check_lengths, make_comm
+from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
+from instep.run.sameness import NOTHING_TO_TRY, Spot, Trial, try_out
 from instep.run.saving import Saver
 from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
@@ -95,7 +96,7 @@ class Training:
             built.scheduler,
             built.parameters,
             seed=self.job.seed,
-            clip_norm=self.job.train.clip_norm,
+            max_grad_norm=self.job.train.max_grad_norm,
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
@@ -109,9 +110,7 @@ class Training:
         self._teller = Teller(member)
         self._comm: Comm | None = None  # of a group that forms, or has
         self._regroups = False
-        self._standing = Standing(
-            member, built.model, self._update, Merging(False, "not tried yet")
-        )
+        self._standing = Standing(member, built.model, self._update)
         self._guard: Guard | None = None
         if self.job.check.corruption:
             copy = CleanCopy(built.model, self._update, self._standing)
@@ -142,7 +141,8 @@ class Training:
         self._clock = cpu_clock()
         self.member.at, self.member.interrupt = self._pulse, self._interrupt
         self.member.hold = self._hold
-        self._standing.merging = self._try_merging()
+        if not self.member.goes_on:  # else the others tell
+            self._standing.trial = self._try()
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()
@@ -215,6 +215,7 @@ class Training:
                 raise PeerError("the members changed while the group was forming.")
             check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
             given = standing.begin(comm)
+            self._agree_on_trial(comm)
             strategy = make_strategy(self.job.sync.name, self.job.sync.options)
             strategy.load_state(standing.carried.strategy)
             self._replica = Replica(
@@ -288,28 +289,61 @@ class Training:
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try_merging(self) -> Merging:
-        """Whether this worker may run its micro-batches as one pass; the same on every worker."""
-        train = self.job.train
+    def _try(self) -> Trial:
+        """Whether cutting a global batch into micro-batches changes the result."""
+        train, self.phase = self.job.train, "trying a batch"
+        slices = self._spots()
+        if not slices:
+            return NOTHING_TO_TRY
+        reads = list(self._loader.read(part for spot in slices for part in spot))
+        spots = [
+            Spot(first.batch, second.batch, both.batch, (first.size, second.size))
+            for first, second, both in zip(reads[::3], reads[1::3], reads[2::3], strict=True)
+            if first.size and second.size and both.size
+        ]
+        seed = key(self.job.seed, OF_PASS, 0)
+        trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge != "auto":
-            return Merging(train.merge == "always", f"train.merge = {train.merge!r}")
+            reason = f"train.merge = {train.merge!r}"
+            return trial._replace(merge=train.merge == "always", reason=reason)
         if train.determinism == "bits":
-            return Merging(False, "determinism = 'bits' computes each micro-batch apart")
-        if train.micro_batches == 1:
-            return Merging(True, "there is one micro-batch")
-        self.phase = "trying a batch"
-        whole = position(1, self.samples, train.global_batch)
-        parts = share_of(whole, parts_of(whole, train), 1, 0, merge=False).passes[:2]
-        if len(parts) < 2:
-            return Merging(True, "no step has two micro-batches")
-        slices = [part.samples for part in parts]
-        both = slices[0]._replace(stop=slices[1].stop)
-        first, second, together = self._loader.read([*slices, both])
-        if not (first.size and second.size and together.size):
-            return Merging(False, "the first samples cannot be read, to try it with them")
-        set_generators(key(self.job.seed, OF_PASS, 0))
-        apart, sizes = [first.batch, second.batch], [first.size, second.size]
-        return may_merge(self._forward, self._built.model, apart, sizes, together.batch)
+            reason = "determinism = 'bits' computes each micro-batch apart"
+            return trial._replace(merge=False, reason=reason)
+        return trial
+
+    def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
+        """Pairs of neighbouring micro-batches, and both as one: from the first step of an epoch
+        and from its middle. The order being random, their samples are from all over the dataset."""
+        train = self.job.train
+        middle = steps_in_epoch(self.samples, train.global_batch) // 2 + 1
+        spots: list[tuple[Slice, Slice, Slice]] = []
+        for step, place in ((1, 0), (middle, -2)):
+            where = position(step, self.samples, train.global_batch)
+            parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
+            if len(parts) > 1 and (step > 1 or not spots or len(parts) > 3):
+                first, second = (part.samples for part in parts[place:][:2])
+                spots.append((first, second, first._replace(stop=second.stop)))
+        return spots
+
+    def _agree_on_trial(self, comm: Comm) -> None:
+        """Merge only where every member's trial says so; all go on with the trial of rank 0."""
+        trial = self._standing.trial or self._try()
+        self._forward.derive(trial.derived)
+        merge = torch.tensor([float(trial.merge)], device=self.device)
+        comm.all_reduce(merge).wait()
+        if trial.merge and float(merge) < comm.size:
+            trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
+        self._standing.trial = trial
+        if self.job.check.strict and not trial.same:
+            raise SpecError(
+                f"check.strict = true, and the run is not shown to give the result of one machine: "
+                f"{trial.verdict}."
+            )
+
+    @property
+    def _trial(self) -> Trial:
+        assert self._standing.trial is not None, "join() comes first"
+        return self._standing.trial
 
     def _announce(self) -> None:
         member, loader = self.member, self._loader
@@ -324,12 +358,10 @@ class Training:
         parameters = sum(p.numel() for p in self._built.parameters)
         if self._built.loaded is not None and self.replica.comm.rank == 0:
             member.emit("model_loaded", **self._built.loaded.fields())
-        member.emit(
-            "passes_chosen",
-            worker=member.number,
-            merged=self._standing.merging.merge,
-            reason=self._standing.merging.reason,
-        )
+        trial = self._trial
+        member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
+        if self.replica.comm.rank == 0 and not member.goes_on:
+            member.emit("same_as_one_machine", verdict=trial.verdict)
         member.emit(
             "worker_ready",
             worker=member.number,
@@ -454,7 +486,7 @@ class Training:
             first,
             self.last_step,
             self.replica.comm,
-            merge=self._standing.merging.merge,
+            merge=self._trial.merge,
             speeds=self.replica.dealing.speeds,
         )
         if self._guard is None:
@@ -481,7 +513,7 @@ class Training:
         """Run this worker's passes, and agree on what came of them."""
         replica, clock, guard = self.replica, self.replica.clock, self._guard
         batch_size = where.stop - where.first
-        losses: dict[int, float] = {}
+        losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
         if guard is not None:
             guard.begin(self.step, where)
@@ -495,22 +527,25 @@ class Training:
             skipped += [] if part.repeats else read.skipped
             if not read.size:
                 continue
-            weight = 0.0 if part.repeats else read.size / batch_size
-            if not self._standing.merging.merge:
+            if not self._trial.merge:
                 set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
-            loss = self._forward.loss(read.batch)
+            found = self._forward.loss(read.batch, read.size)
+            if found is None:  # nothing in it counts: as if it had not been
+                replica.after_pass(0.0, part.number)
+                continue
+            weight = 0.0 if part.repeats else found.weight
             if not part.repeats:
-                losses[part.number] = weight * float(loss.detach())
+                losses[part.number] = Weighed(float(found.loss.detach()), weight)
             since = clock.lap(since, "forward")
             self.phase = "backward"
-            replica.before_backward(weight, last=number == len(share.passes) - 1)
+            replica.before_backward(weight / batch_size, last=number == len(share.passes) - 1)
             if guard is not None:
                 guard.hear(part)
-            self._update.scaler.scale(loss).backward()
+            self._update.scaler.scale(found.loss).backward()
             if guard is not None:
                 guard.heard(part)
-            replica.after_pass(weight, part.number)
+            replica.after_pass(0.0 if part.repeats else read.size / batch_size, part.number)
             clock.lap(since, "backward")
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
         self._waits()
@@ -520,11 +555,12 @@ class Training:
     def _repeat(self, part: Pass, factor: float) -> None:
         """One more pass of the present step, its loss times a factor, of which nothing stays."""
         self.replica.abandon()
-        (batch,) = self._loader.load([part.samples])
+        (read,) = self._loader.read([part.samples])
         set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-        loss = self._forward.loss(batch)
+        found = self._forward.loss(read.batch, read.size)
+        assert found is not None, "a pass in which nothing counts has no gradient to repeat"
         self.replica.before_backward(0.0, last=False)
-        self._update.scaler.scale(loss * factor).backward()
+        self._update.scaler.scale(found.loss * factor).backward()
         self.replica.abandon()
 
     def _warn_of_loss(self, loss: float) -> None:

@@ -30,7 +30,7 @@ class Update:
         scheduler: of the learning rate, or None.
         parameters: those that a limit on the norm looks at.
         seed: of the job.
-        clip_norm: largest global norm of the gradient, or None.
+        max_grad_norm: largest global norm of the gradient, or None.
         scaler: of the loss, for float16.
         measure: whether the norm of the gradient is wanted even where nothing clips it.
     """
@@ -42,13 +42,13 @@ class Update:
         parameters: Sequence[nn.Parameter],
         *,
         seed: int,
-        clip_norm: float | None,
+        max_grad_norm: float | None,
         scaler: torch.amp.GradScaler,
         measure: bool = False,
     ) -> None:
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self._parameters, self._seed = list(parameters), seed
-        self._clip_norm, self._measure = clip_norm, measure
+        self._max_grad_norm, self._measure = max_grad_norm, measure
 
     def apply(self, step: int) -> float | None:
         """Move the parameters by their `.grad`; `step` is the one that this ends.
@@ -67,12 +67,12 @@ class Update:
         return None if skipped else norm
 
     def _norm_and_clip(self) -> float | None:
-        if self._clip_norm is None and not self._measure:
+        if self._max_grad_norm is None and not self._measure:
             return None
         self.scaler.unscale_(self.optimizer)
-        if self._clip_norm is None:
+        if self._max_grad_norm is None:
             return global_norm(self._parameters)
-        return float(nn.utils.clip_grad_norm_(self._parameters, self._clip_norm))
+        return float(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> float:

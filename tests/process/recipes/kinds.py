@@ -232,7 +232,7 @@ KINDS = {
     )
 }
 TRAIN: dict[str, dict[str, object]] = {
-    "groups": {"clip_norm": 0.5},
+    "groups": {"max_grad_norm": 0.5},
     "mixed": {"precision": "bfloat16"},
 }
 """What a kind wants in its job beside the usual."""

@@ -29,7 +29,8 @@ class Counter(nn.Module):
 
 def committed(model, buffers):
     """One step of one rank."""
-    buffers.commit(buffers.marks(), AloneComm())
+    buffers.exchange(buffers.marks(), AloneComm())
+    buffers.apply()
     return model
 
 
@@ -114,7 +115,8 @@ def test_buffers_that_nothing_moves_stay_as_they_are_and_cost_no_message():
     model(torch.randn(4, 2))
     assert not buffers.after_pass(1.0, 0)
     assert buffers.marks() == [0.0] * 3
-    buffers.commit(buffers.marks(), Silent())
+    buffers.exchange(buffers.marks(), Silent())
+    buffers.apply()
 
 
 def test_a_constant_mask_of_infinities_survives_beside_buffers_that_move():
@@ -166,7 +168,8 @@ def test_ranks_with_different_passes_and_with_none_hold_the_same_buffers():
             buffers.after_pass(0.25, 0)
         marks = torch.tensor(buffers.marks())
         comm.all_reduce(marks).wait()
-        buffers.commit(marks.tolist(), comm)
+        buffers.exchange(marks.tolist(), comm)
+        buffers.apply()
         return torch.cat([model.running_mean, model.running_var, model.num_batches_tracked[None]])
 
     (alone,) = run_ranks(1, body)
@@ -249,6 +252,7 @@ def test_what_was_left_out_of_a_step_falls_to_the_passes_that_were_run(parts):
     for number, (value, weight) in enumerate(((6.0, 0.25), (2.0, 0.5))):
         model(torch.full((4, 2), value))
         buffers.after_pass(weight, number)
-    buffers.commit(buffers.marks(), AloneComm(), read=0.75)
+    buffers.exchange(buffers.marks(), AloneComm(), read=0.75)
+    buffers.apply()
     torch.testing.assert_close(model.mean, torch.full((2,), (8 + 2 * 6) / 3))
     assert int(model.count) == 1

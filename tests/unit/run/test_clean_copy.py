@@ -45,7 +45,7 @@ class Worker:
             torch.optim.lr_scheduler.StepLR(optimizer, 2),
             parameters,
             seed=0,
-            clip_norm=None,
+            max_grad_norm=None,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
         self.standing = Standing()

@@ -74,7 +74,7 @@ class Rank:
             None,
             self.parameters,
             seed=0,
-            clip_norm=None,
+            max_grad_norm=None,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
         self.member, self.copy = Tie(comm.size, told, recovers), Copy()

@@ -32,9 +32,9 @@ def figures(comm, speeds=None):
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
     measure = forward.measure
 
-    def counted(batch):
-        taken.append(len(batch[0]))
-        return measure(batch)
+    def counted(batch, samples):
+        taken.append(samples)
+        return measure(batch, samples)
 
     forward.measure = counted
     try:

@@ -83,7 +83,7 @@ class Worker:
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         self.update = Update(
-            optimizer, None, self.parameters, seed=0, clip_norm=None, scaler=scaler
+            optimizer, None, self.parameters, seed=0, max_grad_norm=None, scaler=scaler
         )
         self.form()
         self.interrupts.clear()  # before the first answer there was no lease

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import instep
 from instep.errors import RecipeError
 from instep.run.forward import Forward, checked, to_device
 from instep.run.recipe import Recipe
@@ -66,20 +67,21 @@ BATCH = (torch.ones(4, 2), torch.zeros(4, 1))
 )
 def test_a_batch_that_is_no_inputs_and_target_is_refused_with_the_way_out(batch, words):
     with pytest.raises(RecipeError) as error:
-        forward().loss(batch)
+        forward().loss(batch, 4)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_compute_loss_gets_the_batch_as_it_is():
     batch = {"x": torch.ones(4, 2), "text": "as it is"}
     one = forward(loss=None, compute_loss=lambda model, b: model(b["x"]).mean() * len(b["text"]))
-    assert one.loss(batch).requires_grad
+    assert one.loss(batch, 4).loss.requires_grad
     assert one.phase == "compute_loss"
 
 
 def test_metrics_come_after_the_loss_in_their_order_and_need_no_gradient():
     metrics = {"b": lambda o, t: 2, "a": lambda o, t: torch.tensor([3.0])}
-    values = forward(metrics=metrics).measure(BATCH)
+    values, weight = forward(metrics=metrics).measure(BATCH, 4)
+    assert weight == 4
     assert list(values) == ["loss", "b", "a"]
     assert (values["b"], values["a"]) == (2.0, 3.0)
 
@@ -90,7 +92,7 @@ def test_metrics_come_after_the_loss_in_their_order_and_need_no_gradient():
 )
 def test_a_metric_that_is_no_number_is_refused_by_its_name(value, words):
     with pytest.raises(RecipeError, match=r"Recipe\.metrics\['quality'\]") as error:
-        forward(metrics={"quality": lambda o, t: value}).measure(BATCH)
+        forward(metrics={"quality": lambda o, t: value}).measure(BATCH, 4)
     assert words in str(error.value)
 
 
@@ -100,11 +102,11 @@ def test_the_phase_says_what_was_being_done_when_something_broke():
 
     one = forward(loss=broken)
     with pytest.raises(ZeroDivisionError):
-        one.loss(BATCH)
+        one.loss(BATCH, 4)
     assert one.phase == "loss"
     one = forward(metrics={"m": broken})
     with pytest.raises(ZeroDivisionError):
-        one.measure(BATCH)
+        one.measure(BATCH, 4)
     assert one.phase == "metric m"
 
 
@@ -118,7 +120,7 @@ def test_autocast_computes_in_the_lower_precision_and_float32_does_not():
 
     recipe = Recipe(model=model, loss=loss, train=[0], optimizer=lambda p: None)
     for precision in ("float32", "bfloat16"):
-        Forward(recipe, model, CPU, precision).loss(BATCH)
+        Forward(recipe, model, CPU, precision).loss(BATCH, 4)
     assert seen == [torch.float32, torch.bfloat16]
 
 
@@ -130,3 +132,52 @@ def test_every_tensor_of_a_nested_batch_moves_and_the_rest_stays():
     assert (moved["a"][1], moved["b"].y, moved["c"][0]) == ("text", 3, None)
     assert type(moved["b"]) is Point
     assert to_device(batch, CPU) is batch
+
+
+IGNORED = (torch.ones(4, 2), torch.full((4,), -100))
+
+
+def test_a_batch_in_which_nothing_counts_gives_no_loss_and_is_not_computed():
+    one = forward(loss=nn.CrossEntropyLoss())
+    assert one.loss(IGNORED, 4) is None
+    assert one.batches == 0
+    values, weight = one.measure((torch.ones(4, 2), torch.full((4,), -100)), 4)
+    assert (values["loss"], weight) == (0.0, 0.0)
+
+
+def test_a_weighted_loss_of_weight_zero_gives_no_loss_though_it_is_nan():
+    def nothing(model, batch):
+        return instep.WeightedLoss(model(batch[0]).sum() * torch.nan, torch.tensor(0))
+
+    assert forward(loss=None, compute_loss=nothing).loss(BATCH, 4) is None
+
+
+def test_a_weighted_loss_is_its_total_over_its_weight():
+    def two(model, batch):
+        return instep.WeightedLoss(model(batch[0]).sum() * 0 + 6.0, 4)
+
+    found = forward(loss=None, compute_loss=two).loss(BATCH, 4)
+    assert (found.loss.item(), found.weight) == (1.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (lambda batch: None, "returned a NoneType, but one number is wanted"),
+        (lambda batch: torch.ones(3), "returned a Tensor, but one number is wanted"),
+        (lambda batch: -1, "returned -1.0, but a number of 0 or more"),
+        (lambda batch: float("nan"), "returned nan"),
+    ],
+)
+def test_a_weight_that_is_no_number_of_zero_or_more_is_refused(weight, words):
+    with pytest.raises(RecipeError, match=r"^Recipe\.weight ") as error:
+        forward(weight=weight).loss(BATCH, 4)
+    assert words in str(error.value)
+
+
+def test_a_bare_tuple_is_refused_with_the_name_of_what_is_wanted():
+    def pair(model, batch):
+        return model(batch[0]).sum(), 4
+
+    with pytest.raises(RecipeError, match=r"instep\.WeightedLoss\(total, weight\)"):
+        forward(loss=None, compute_loss=pair).loss(BATCH, 4)

@@ -1,20 +1,13 @@
-"""Shares cover a step exactly, and merging is refused where a layer could tell."""
+"""Shares cover a step exactly, at any number of workers and any deal."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from instep.comm.alone import AloneComm
 from instep.data.order import Position
-from instep.run.forward import Forward
-from instep.run.passes import may_merge, parts_of, plan, ranges_of, share_of
-from instep.run.recipe import Recipe
+from instep.run.passes import parts_of, plan, ranges_of, share_of
 from instep.spec import JobSpec, TrainSpec
-
-CPU = torch.device("cpu")
-
 
 SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
 
@@ -88,99 +81,6 @@ def test_a_plan_goes_through_epochs_without_a_gap():
     ]
     later = list(plan(job, 37, 4, 6, AloneComm(), merge=True))
     assert later == steps[3:]
-
-
-class CentredByBatch(nn.Module):
-    """A layer of the user's own that no list of layers could know."""
-
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-class NoisyByTorch(nn.Module):
-    def forward(self, x):
-        return x + 0.0 * torch.rand(x.shape)
-
-
-def verdict(*layers, loss=nn.functional.mse_loss, dtype=torch.float32, precision="float32"):
-    torch.manual_seed(0)
-    model = nn.Sequential(*layers).to(dtype)
-    inputs, targets = torch.randn(7, 1, 4, 4, dtype=dtype), torch.randn(7, 2, dtype=dtype)
-    recipe = Recipe(model=model, loss=loss, train=[0], optimizer=lambda p: None)
-    apart = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modes = [module.training for module in model.modules()]
-    result = may_merge(
-        Forward(recipe, model, CPU, precision), model, apart, [4, 3], (inputs, targets)
-    )
-    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    assert modes == [module.training for module in model.modules()]
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return result
-
-
-def mlp(*between):
-    return [nn.Flatten(), nn.Linear(16, 6), *between, nn.ReLU(), nn.Linear(6, 2)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "layers",
-    [
-        mlp(),
-        mlp(nn.LayerNorm(6)),
-        [nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), *mlp()[:1], nn.Linear(12, 2)],
-        mlp(nn.Dropout(0.0)),
-    ],
-    ids=["MLP", "LayerNorm", "convolution", "dropout of nothing"],
-)
-def test_layers_that_treat_samples_apart_may_be_merged(layers, dtype):
-    result = verdict(*layers, dtype=dtype)
-    assert result.merge, result.reason
-
-
-@pytest.mark.parametrize(
-    ("layers", "reason"),
-    [
-        (mlp(nn.BatchNorm1d(6)), "buffers"),
-        ([nn.BatchNorm2d(1), *mlp()], "buffers"),
-        (mlp(nn.BatchNorm1d(6, track_running_stats=False)), "apart"),
-        (mlp(nn.Dropout(0.5)), "random"),
-        (mlp(NoisyByTorch()), "random"),
-        (mlp(CentredByBatch()), "apart"),
-    ],
-    ids=["BatchNorm", "BatchNorm2d", "BatchNorm untracked", "dropout", "noise", "own layer"],
-)
-def test_layers_that_see_their_batch_or_draw_numbers_may_not_be_merged(layers, reason):
-    result = verdict(*layers)
-    assert not result.merge
-    assert reason in result.reason
-
-
-def test_a_loss_that_weighs_samples_unevenly_may_not_be_merged():
-    def over_words(outputs, target):
-        words = target.abs()
-        return ((outputs - target) ** 2 * words).sum() / words.sum()
-
-    result = verdict(*mlp(), loss=over_words)
-    assert not result.merge
-    assert "two micro-batches lose" in result.reason
-
-
-def test_a_loss_that_is_a_sum_may_not_be_merged():
-    assert not verdict(*mlp(), loss=lambda o, t: ((o - t) ** 2).sum()).merge
-
-
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(6)])
-def test_a_model_that_came_in_evaluation_mode_is_tried_as_it_will_be_trained(layer):
-    """Pretrained models are often handed out so, and training switches the mode back."""
-    model = nn.Sequential(*mlp(layer)).eval()
-    inputs, targets = torch.randn(7, 16), torch.randn(7, 2)
-    recipe = Recipe(model=model, loss=nn.functional.mse_loss, train=[0], optimizer=lambda p: None)
-    apart = [(inputs[:4], targets[:4]), (inputs[4:], targets[4:])]
-    forward = Forward(recipe, model, CPU, "float32")
-    assert not may_merge(forward, model, apart, [4, 3], (inputs, targets)).merge
-    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("samples", range(1, 65))

@@ -62,7 +62,7 @@ def test_a_step_is_computed_by_one_worker_on_the_device_that_computed_it(tmp_pat
     (only,) = stretches(recorded(tmp_path / "run", [(None, 9)]), 0, 3)
     assert only.job.workers == 1
     assert only.job.train.device == "cuda"
-    assert only.job.checkpoint.every_steps == 0
+    assert only.job.checkpoint.every == "never"
 
 
 def test_what_has_changed_since_is_told(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -49,8 +51,8 @@ def make_saver():
     return make
 
 
-def make(runs, best=None, every_steps=1):
-    kept = {"every_steps": every_steps}
+def make(runs, best=None, now=time.monotonic, **kept):
+    kept = {"every": 1, **kept}
     table = {"name": "net", "recipe": "/digits.py:recipe", "checkpoint": kept}
     job = spec_file.build(table, source="test")
     model = nn.Linear(2, 1)
@@ -59,12 +61,12 @@ def make(runs, best=None, every_steps=1):
         None,
         list(model.parameters()),
         seed=0,
-        clip_norm=None,
+        max_grad_norm=None,
         measure=False,
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
     tie = Tie(make_run_folder(runs, job, named=True), job)
-    return Saver(tie, model, update, best), tie
+    return Saver(tie, model, update, best, now=now), tie
 
 
 def after(saver, step, last=False, metrics=None):
@@ -78,7 +80,7 @@ def after(saver, step, last=False, metrics=None):
 
 
 def test_what_was_set_aside_is_no_longer_the_best(make_saver, tmp_path):
-    saver, tie = make_saver(tmp_path, Best(count=1), every_steps=100)
+    saver, tie = make_saver(tmp_path, Best(count=1), every=100)
     for step, loss in {1: 0.5, 2: 0.3, 3: 0.1}.items():
         after(saver, step, metrics={"loss": loss})
     saver.drop_after(2)
@@ -211,3 +213,58 @@ def test_checkpoints_after_a_step_that_is_gone_back_to_are_not_used(saver):
     after(saver, 2)
     saver.finish(2)
     assert [step for step, _ in published(tie.run / "checkpoints")] == [2, 1]
+
+
+class Watch:
+    """A clock that stands where it is set."""
+
+    def __init__(self):
+        self.s = 1000.0
+
+    def __call__(self):
+        return self.s
+
+
+def test_a_time_after_the_last_save_the_next_commit_is_saved(make_saver, tmp_path):
+    watch = Watch()
+    saver, tie = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
+    for step, s in enumerate([0, 200, 299, 301, 302, 590, 602, 2000, 2001], start=1):
+        watch.s = 1000 + s
+        after(saver, step)
+    saver.hand_over()
+    assert saved(tie) == [4, 7, 8]
+
+
+def test_a_save_for_another_reason_counts_as_the_last_one(make_saver, tmp_path):
+    watch = Watch()
+    saver, tie = make_saver(tmp_path, now=watch, every="5m", keep_every=3, keep_last=9)
+    for step, s in enumerate([100, 150, 200, 310, 490, 501], start=1):
+        watch.s = 1000 + s
+        after(saver, step)
+    saver.hand_over()
+    assert saved(tie) == [3, 6]
+
+
+def test_steps_to_be_kept_are_saved_whatever_else_is_said(make_saver, tmp_path):
+    saver, tie = make_saver(tmp_path, every="never", keep_every=4)
+    for step in range(1, 10):
+        after(saver, step)
+    saver.hand_over()
+    assert saved(tie) == [4, 8]
+
+
+def test_who_takes_over_saving_counts_from_the_last_save_of_the_one_before(make_saver, tmp_path):
+    watch = Watch()
+    first, tie = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
+    ago = time.time() - 250
+    os.utime(tie.run / "job.toml", (ago, ago))
+    second = Saver(tie, first._model, first._update, now=watch)
+    after(second, 1)
+    watch.s += 60  # 310 s after the session began
+    after(second, 2)
+    second.hand_over()
+    third = Saver(tie, first._model, first._update, now=watch)
+    watch.s += 60
+    after(third, 3)
+    third.hand_over()
+    assert saved(tie) == [2]

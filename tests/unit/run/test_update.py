@@ -16,11 +16,17 @@ def model_with_gradients():
     return model
 
 
-def update_of(parameters, clip_norm=None, measure=False, scaler=None):
+def update_of(parameters, max_grad_norm=None, measure=False, scaler=None):
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     return Update(
-        optimizer, None, parameters, seed=0, clip_norm=clip_norm, scaler=scaler, measure=measure
+        optimizer,
+        None,
+        parameters,
+        seed=0,
+        max_grad_norm=max_grad_norm,
+        scaler=scaler,
+        measure=measure,
     )
 
 
@@ -33,7 +39,7 @@ def test_the_global_norm_is_that_of_all_gradients_as_one_vector_sparse_ones_amon
 
 @pytest.mark.parametrize(
     ("wants", "known"),
-    [({}, False), ({"clip_norm": 0.5}, True), ({"measure": True}, True)],
+    [({}, False), ({"max_grad_norm": 0.5}, True), ({"measure": True}, True)],
 )
 def test_the_norm_is_that_before_clipping_and_there_only_if_somebody_wants_it(wants, known):
     parameters = list(model_with_gradients()[1].parameters())
@@ -43,7 +49,7 @@ def test_the_norm_is_that_before_clipping_and_there_only_if_somebody_wants_it(wa
     assert found == (pytest.approx(norm) if known else None)
 
 
-@pytest.mark.parametrize("wants", [{"clip_norm": 100.0}, {"measure": True}])
+@pytest.mark.parametrize("wants", [{"max_grad_norm": 100.0}, {"measure": True}])
 def test_of_a_scaled_loss_the_norm_is_unscaled_and_a_step_that_is_left_out_has_none(wants):
     """On the CPU, where the scaler's arithmetic is that of float16 on CUDA."""
     weight = nn.Parameter(torch.zeros(2))

@@ -1,0 +1,513 @@
+"""Whether cutting the global batch changes what is trained: tried before the first step.
+
+One machine would run a global batch as one forward pass; a run cuts it into
+micro-batches. That is the same, to rounding, where the loss is a mean of
+something known and no part of the model looks at more than one sample. No list
+of layers can know what a user's own layer does. So it is tried: on a copy of
+the model, its parameters moved off their start (a layer that starts at zero
+hides what is behind it), two micro-batches apart and as one must give the same
+gradients, and must move buffers alike. What comes of it is a verdict on the run
+(`same_as_one_machine`), and whether micro-batches may be merged into larger
+passes.
+
+This file knows nothing of workers and steps; `training.py` chooses the batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.data.keyed import states
+from instep.errors import RecipeError
+from instep.run.forward import Forward, to_device
+from instep.run.recipe import set_generators
+from instep.run.still import Still
+from instep.run.weights import Weighing, derive, is_sum, weighing
+
+_MOVED_BY = 0.05
+"""How far parameters are moved off their start, over their root mean square (or 1, where 0)."""
+
+_NEAR = {torch.float64: (1e-8, 1e-11), torch.float32: (2e-3, 2e-5)}
+_NEAR_IN_SHORT = (1e-1, 1e-2)
+"""Two gradients are the same where they differ by less than so much of the parameter's own
+gradient, or so much of the gradient of all."""
+
+REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
+
+
+class Trial(NamedTuple):
+    """What came of the trial. Plain data: a newcomer is given it by the others."""
+
+    merge: bool
+    """Whether micro-batches may be merged into larger passes."""
+    reason: str
+    """Why, or why not."""
+    verdict: str
+    """`yes`, `no: ...` or `not shown: ...`."""
+    derived: str = ""
+    """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
+
+    @property
+    def same(self) -> bool:
+        """Whether the run is shown to give the result of one machine."""
+        return self.verdict == "yes"
+
+
+class Spot(NamedTuple):
+    """Two micro-batches that are neighbours in the order of an epoch, and both as one batch."""
+
+    first: Any
+    second: Any
+    both: Any
+    sizes: tuple[int, int]
+    """Samples of the two."""
+
+
+class _Pass(NamedTuple):
+    """What one forward and backward pass gave."""
+
+    loss: float
+    weight: float
+    gradients: dict[str, Tensor]
+    """Of the mean loss; of the parameters that had one."""
+    buffers: dict[str, Tensor]
+    """As the pass left them."""
+
+
+NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
+"""The trial of a job that has one micro-batch in every step."""
+
+
+def try_out(forward: Forward, spots: Sequence[Spot], *, whole: int, seed: int) -> Trial:
+    """Try whether micro-batches apart give what they give as one batch.
+
+    Args:
+        forward: of the worker; its model is left as it is.
+        spots: where in the dataset to try; none are left where none can be read.
+        whole: samples of a global batch, for the text.
+        seed: for the draws of the passes and the parameters' new places.
+
+    Raises:
+        RecipeError: the loss is a sum; or what `Forward.loss` raises.
+    """
+    recipe = forward.recipe
+    weighed = weighing(recipe.weight, recipe.loss)
+    if is_sum(recipe.loss):
+        raise _sum(f"{weighed.name} has reduction = 'sum'")
+    if hooked := _hooked(forward.model):
+        why = (
+            f"a hook on the gradient of {hooked!r} is called once for each micro-batch, where one "
+            "machine would call it once for a step"
+        )
+        return Trial(False, why, f"no: {why}. {REMEDY}")
+    if not spots:
+        return _not_shown("the samples to try it with cannot be read")
+    try:
+        model = copy.deepcopy(forward.model)
+    except Exception as error:  # whatever a user's module cannot be copied for
+        return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
+    with _bench(forward, model, seed) as bench:
+        return _Tried(bench, forward, weighed, whole).verdict(spots)
+
+
+def _hooked(model: nn.Module) -> str:
+    """The name of a parameter whose gradient a hook sees; empty where there is none."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return name
+    return ""
+
+
+def _not_shown(why: str) -> Trial:
+    return Trial(False, why, f"not shown: {why}")
+
+
+def _sum(how: str) -> RecipeError:
+    return RecipeError(
+        f"{how}: it is a sum, and a sum over a global batch depends on how large that is. Divide "
+        "by the batch size (reduction='mean'), or return "
+        "instep.WeightedLoss(total, weight) from compute_loss."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+class _Bench:
+    """A copy of the model on which passes leave nothing."""
+
+    def __init__(self, forward: Forward, model: nn.Module, seed: int) -> None:
+        self.forward, self.model, self._seed = forward, model, seed
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self._owners = [
+            (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.committed = {name: kept for name, _, _, _, kept in self._owners}
+        self.draws: Callable[[], Any] = nullcontext
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move every parameter off its start."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for name, parameter in self.parameters.items():
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            rms = float(self._start[name].float().square().mean().sqrt())
+            noise = torch.randn(parameter.shape, generator=generator)
+            by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
+            parameter.add_((by * noise).to(parameter.device, parameter.dtype))
+
+    @torch.no_grad()
+    def move_back(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self._start[name])
+
+    def run(self, batch: Any, samples: int) -> _Pass | None:
+        """One pass from the committed buffers; None where nothing in the batch counts."""
+        self._reset()
+        set_generators(self._seed)
+        with self.draws():
+            found = self.forward.loss(batch, samples)
+            if found is None:
+                return None
+            found.loss.backward()
+        gradients = {
+            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
+            for name, p in self.parameters.items()
+            if p.grad is not None
+        }
+        now = {name: module._buffers[own] for name, module, own, _, _ in self._owners}
+        buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
+        return _Pass(float(found.loss.detach()), found.weight, gradients, buffers)
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        for _, module, name, live, kept in self._owners:
+            live.copy_(kept)
+            module._buffers[name] = live
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+@contextmanager
+def _bench(forward: Forward, model: nn.Module, seed: int) -> Iterator[_Bench]:
+    """The copy in training mode, computing without autocast, which would hide small differences."""
+    model.train()
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with ExitStack() as stack:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        stack.enter_context(forward.on(model, "float32"))
+        try:
+            yield _Bench(forward, model, seed)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+class _Tried:
+    """The trial itself: a list of what differs, by name."""
+
+    def __init__(self, bench: _Bench, forward: Forward, weighed: Weighing, whole: int) -> None:
+        self._bench, self._forward = bench, forward
+        self._known, self._name = weighed.known, weighed.name
+        self._whole = whole
+        self._derived = ""
+        dtypes = {p.dtype for p in bench.parameters.values()}
+        self._near, self._floor = max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in dtypes)
+        self._differs: list[str] = []
+
+    def verdict(self, spots: Sequence[Spot]) -> Trial:
+        """Try every spot, until something differs."""
+        drew = self._repeats(spots[0])
+        self._bench.draws = Still if drew else nullcontext
+        self._derive(spots)
+        self._known |= self._forward.weighs_itself
+        self._bench.move()
+        moved = False
+        for spot in spots:
+            if self._differs:
+                break
+            moved |= self._compare(spot)
+        if self._differs:
+            why = "; ".join(self._differs)
+            return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
+        if not self._known:
+            why = (
+                f"{self._name} is your own function, and what it is a mean of may depend on what a "
+                "batch holds"
+            )
+            return Trial(
+                False,
+                why,
+                f"not shown: {why}. Say it with Recipe.weight (weight=len where it is the samples "
+                "of a batch), or return instep.WeightedLoss(total, weight)",
+            )
+        if moved:
+            return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
+        if drew:
+            reason = "the forward pass draws random numbers, as dropout does"
+            return Trial(False, reason, "yes", self._derived)
+        return Trial(True, "a trial showed no difference", "yes", self._derived)
+
+    # ---- one pass, twice
+
+    def _repeats(self, spot: Spot) -> bool:
+        """Run one micro-batch twice, which must give the same; whether it draws random numbers."""
+        drew = False
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            nonlocal drew
+            before, on_gpus = states(), _on_gpus()
+            yield
+            drew |= not (states().same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
+
+        self._bench.draws = watched
+        once, again = (self._bench.run(spot.first, spot.sizes[0]) for _ in range(2))
+        if once is not None and again is not None and not self._same(once, again):
+            self._differs.append(
+                "the model or its loss gives another result when the same batch is run again (it "
+                "counts calls in Python, or draws from a generator of its own), and a step calls "
+                "it once for each micro-batch"
+            )
+        return drew
+
+    def _same(self, one: _Pass, other: _Pass) -> bool:
+        return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
+            one.gradients, other.gradients
+        )
+
+    # ---- what a Hugging Face model's loss is a mean of
+
+    def _derive(self, spots: Sequence[Spot]) -> None:
+        recipe = self._forward.recipe
+        if self._known or recipe.compute_loss is None:
+            return
+        names: list[list[str]] = []
+        for batch in (spots[0].first, spots[-1].second):
+            set_generators(0)
+            with self._bench.draws(), self._forward.autocast():
+                names.append(
+                    derive(
+                        self._bench.model,
+                        recipe.compute_loss,
+                        to_device(batch, self._forward.device),
+                    )
+                )
+        both = [name for name in names[0] if name in names[1]]
+        if both:
+            self._derived, self._known = both[0], True
+            self._forward.derive(both[0])
+
+    # ---- apart and as one
+
+    def _compare(self, spot: Spot) -> bool:
+        """Compare the two micro-batches with both as one; whether buffers were moved."""
+        run, sizes = self._bench.run, spot.sizes
+        passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
+        whole = run(spot.both, sum(sizes))
+        if whole is not None and not math.isfinite(whole.loss):
+            self._bench.move_back()  # a place where the model is not defined
+            passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
+            whole = run(spot.both, sum(sizes))
+        apart = [each for each in passes if each is not None]
+        if whole is None or not apart:
+            return False
+        moved = self._buffers(apart, list(sizes), whole)
+        weights = [each.weight for each in apart]
+        share = [weight / sum(weights) for weight in weights]
+        loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
+        if not math.isfinite(whole.loss) or not math.isfinite(loss):
+            return moved
+        worst = self._gradients_differ(_mean(apart, share), whole.gradients)
+        if _close(loss, whole.loss, self._near) and not worst:
+            return moved
+        self._refuse_sum(apart, whole)
+        seen = max(sizes)
+        culprit = self._looks_at_its_batch(spot)
+        if culprit:
+            self._differs.append(
+                f"{culprit} looks at the other samples of its batch: it sees {seen} at a time, "
+                f"where one machine would show it {self._whole}"
+            )
+        else:
+            self._differs.append(self._by_loss(loss, whole.loss, worst, seen))
+        return moved
+
+    def _by_loss(self, apart: float, whole: float, worst: str, seen: int) -> str:
+        if self._forward.recipe.weight:
+            by = "Recipe.weight is not what it is a mean of"
+        else:
+            by = (
+                "it compares the samples of a batch, or is a mean of something else than samples, "
+                "which Recipe.weight can say"
+            )
+        gradient = f" (so is the gradient of {worst!r})" if worst else ""
+        return (
+            f"{self._name} is {apart:.6g} for two micro-batches apart and {whole:.6g} for both as "
+            f"one batch{gradient}: {by}. It sees {seen} samples at a time, where one machine would "
+            f"show it {self._whole}"
+        )
+
+    def _refuse_sum(self, apart: Sequence[_Pass], whole: _Pass) -> None:
+        """A loss that two micro-batches add up to is no mean."""
+        total = sum(each.loss for each in apart)
+        tiny = abs(total) < 1e-12
+        if self._known or len(apart) < 2 or tiny or not _close(total, whole.loss, self._near):
+            return
+        if not self._gradients_differ(_mean(apart, [1.0] * len(apart)), whole.gradients):
+            raise _sum(f"{self._name} is about twice as large with two micro-batches")
+
+    def _gradients_differ(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+        """The name of a parameter whose gradients differ; empty where none do."""
+        length = math.sqrt(sum(float(g.double().square().sum()) for g in other.values()))
+        for name in self._bench.parameters:
+            if name not in one and name not in other:
+                continue
+            mine, theirs = one.get(name), other.get(name)
+            if mine is None or theirs is None:
+                present = mine if mine is not None else theirs
+                assert present is not None
+                gap, own = float(present.double().norm()), 0.0
+            else:
+                gap, own = (
+                    float((mine.double() - theirs.double()).norm()),
+                    float(theirs.double().norm()),
+                )
+            if not gap <= self._near * own + self._floor * length:
+                return name
+        return ""
+
+    def _buffers(self, apart: Sequence[_Pass], sizes: Sequence[int], whole: _Pass) -> bool:
+        """Name the buffers that one batch leaves other than the mean over its micro-batches."""
+        moved = False
+        statistics = self._statistics()
+        for name, kept in self._bench.committed.items():
+            after = [each.buffers.get(name) for each in (*apart, whole)]
+            if any(each is None or each.shape != kept.shape for each in after):
+                continue
+            values = [each.double() for each in after if each is not None]
+            if all(torch.equal(each, kept.double()) for each in values):
+                continue
+            moved = True
+            if name in statistics:
+                continue
+            share = [size / sum(sizes) for size in sizes[: len(apart)]]
+            mean = sum(w * each for w, each in zip(share, values[:-1], strict=True))
+            assert isinstance(mean, Tensor)
+            if not kept.is_floating_point():
+                mean = mean.round()
+            gap = float((mean - values[-1]).norm())
+            by = float((values[-1] - kept.double()).norm()) + float((mean - kept.double()).norm())
+            if not gap <= self._near * by:
+                self._differs.append(
+                    f"the buffer {name!r} is no running average: two micro-batches apart leave it "
+                    "other than both as one batch do, and the mean over micro-batches is what is "
+                    "kept"
+                )
+        return moved
+
+    def _statistics(self) -> set[str]:
+        """Buffers of batch normalisation: known to be averaged, and named with their layer."""
+        return {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._bench.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for name in module._buffers
+        }
+
+    # ---- who is it
+
+    def _looks_at_its_batch(self, spot: Spot) -> str:
+        """The innermost module that gives samples other outputs in another batch, if one does."""
+        first, second = self._outputs(spot.first, 0), self._outputs(spot.second, 1)
+        both = self._outputs(spot.both, 2)
+        for name, (given, made) in both.items():
+            if name not in first or name not in second or not made:
+                continue
+            alike = [
+                self._rows_same(first[name][place], second[name][place], (given, made)[place])
+                for place in (0, 1)
+            ]
+            if alike[0] and not alike[1]:
+                module = self._bench.model.get_submodule(name)
+                more = sum(type(each) is type(module) for each in self._bench.model.modules()) - 1
+                others = f" (and {more} more of its kind)" if more else ""
+                return f"{type(module).__name__} {name!r}{others}"
+        return ""
+
+    def _outputs(self, batch: Any, number: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+        """Name of each module to the tensors it was given and made, in the order they ended."""
+        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        hooks = []
+        for name, module in self._bench.model.named_modules():
+            if not name:
+                continue
+
+            def keep(_: nn.Module, given: Any, made: Any, name: str = name) -> None:
+                found.setdefault(name, (_tensors(given), _tensors(made)))
+
+            hooks.append(module.register_forward_hook(keep))
+        try:
+            self._bench.run(batch, 1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def _rows_same(self, first: list[Tensor], second: list[Tensor], both: list[Tensor]) -> bool:
+        """Whether the tensors of both are those of the first, then those of the second."""
+        if not len(first) == len(second) == len(both):
+            return True
+        for one, other, whole in zip(first, second, both, strict=True):
+            for dim in range(min(2, whole.dim())):
+                rest = [(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (one, other, whole)]
+                fits = whole.shape[dim] == one.shape[dim] + other.shape[dim]
+                if fits and rest[0] == rest[1] == rest[2]:
+                    joined = torch.cat([one, other], dim).double()
+                    gap = float((joined - whole.double()).norm())
+                    if not gap <= self._near * float(joined.norm()) + 1e-12:
+                        return False
+                    break
+        return True
+
+
+def _mean(passes: Sequence[_Pass], shares: Sequence[float]) -> dict[str, Tensor]:
+    mean: dict[str, Tensor] = {}
+    for share, each in zip(shares, passes, strict=True):
+        for name, gradient in each.gradients.items():
+            part = share * gradient.double()
+            mean[name] = mean[name] + part if name in mean else part
+    return mean
+
+
+def _close(one: float, other: float, near: float) -> bool:
+    return math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    """The floating-point tensors of a module's inputs or outputs."""
+    if isinstance(given, Tensor):
+        return [given.detach().clone()] if given.is_floating_point() else []
+    if isinstance(given, Mapping):
+        return [tensor for value in given.values() for tensor in _tensors(value)]
+    if isinstance(given, (tuple, list)):
+        return [tensor for value in given for tensor in _tensors(value)]
+    return []
+
+
+def _on_gpus() -> list[Tensor]:
+    """What a draw on any GPU changes."""
+    there = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.get_rng_state_all() if there else []

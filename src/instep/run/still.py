@@ -1,0 +1,53 @@
+"""Random draws that are the same for every sample, while something is tried.
+
+Whether a model treats each sample apart can be seen by running samples apart
+and together, unless it draws random numbers: then they differ because of
+those. Here each draw of torch's gives one constant wherever it is asked for,
+so that what still differs is the model's own doing. What numpy or Python draw
+is not seen here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CONSTANT = 0.5
+
+
+class Still(TorchDispatchMode):
+    """In this context torch draws constants: dropout drops nothing, noise is one number.
+
+    A permutation is the reversed order: it joins samples, and is to be seen doing so.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Pass on what does not draw."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name, arguments = func._schema.name, func._schema.arguments
+        of_dropout = {"dropout_p", "dropout", *(["p"] if "dropout" in name else [])}
+        given = list(args)
+        drops = False
+        for place, argument in enumerate(arguments):
+            if argument.name in of_dropout:
+                drops = True
+                if place < len(given):
+                    given[place] = 0.0
+                else:
+                    kwargs[argument.name] = 0.0
+        drawn = func(*given, **kwargs)
+        if drops or not isinstance(drawn, Tensor):
+            return drawn
+        if "randperm" in name:
+            return drawn.copy_(torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device))
+        if drawn.is_floating_point() or drawn.is_complex():
+            return drawn.fill_(_CONSTANT)
+        low = next((given[i] for i, a in enumerate(arguments[: len(given)]) if a.name == "low"), 0)
+        return drawn.fill_(1 if "bernoulli" in name else low)

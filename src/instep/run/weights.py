@@ -1,0 +1,251 @@
+"""What a loss is a mean of, and how much of that a batch holds.
+
+A loss is a mean over something: samples, tokens, class weights. The gradient of
+a global batch is the mean of its micro-batches' gradients weighted by how much
+of that something each holds. This file says how much; who multiplies is the
+replica (`replica.py`), and whether the answer is right is tried by
+`sameness.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from instep.errors import RecipeError
+
+Weigh = Callable[[Any], float]
+"""From a batch, as the loader gave it, to its weight."""
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """What `compute_loss` returns where its loss is a mean of something else than samples.
+
+    The loss of a step is the sum of all `total` over the sum of all `weight`, taken over the
+    whole global batch, however it was cut.
+
+    Args:
+        total: the loss summed over what is weighed (tokens, say); a scalar that can be
+            differentiated.
+        weight: how much of it the batch holds; 0 or more.
+    """
+
+    total: Tensor
+    weight: float | Tensor
+
+
+class Weighing(NamedTuple):
+    """How batches of one recipe are weighed."""
+
+    weigh: Weigh | None
+    """None: by samples."""
+    known: bool
+    """Whether the loss is known to be a mean of that, and not only taken to be."""
+    name: str
+    """Of the loss, in the user's words."""
+
+
+_BY_SAMPLES = (
+    "L1Loss",
+    "MSELoss",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "KLDivLoss",
+    "PoissonNLLLoss",
+    "SoftMarginLoss",
+    "HingeEmbeddingLoss",
+    "MultiLabelMarginLoss",
+    "MultiLabelSoftMarginLoss",
+    "MultiMarginLoss",
+)
+"""Losses of torch whose mean gives each sample of one shape as much as any other."""
+
+_BY_CLASSES = ("CrossEntropyLoss", "NLLLoss", "NLLLoss2d")
+"""Losses of torch whose mean is over the weights of the classes of the targets."""
+
+_FUNCTIONS = {
+    functional.cross_entropy: "CrossEntropyLoss",
+    functional.nll_loss: "NLLLoss",
+    functional.mse_loss: "MSELoss",
+    functional.l1_loss: "L1Loss",
+    functional.smooth_l1_loss: "SmoothL1Loss",
+    functional.huber_loss: "HuberLoss",
+    functional.binary_cross_entropy: "BCELoss",
+    functional.binary_cross_entropy_with_logits: "BCEWithLogitsLoss",
+    functional.kl_div: "KLDivLoss",
+    functional.soft_margin_loss: "SoftMarginLoss",
+    functional.poisson_nll_loss: "PoissonNLLLoss",
+}
+
+
+class _TorchLoss(NamedTuple):
+    """A loss that torch defines, as a module or a function, with its settings."""
+
+    kind: str
+    settings: Mapping[str, Any]
+
+
+def _of_torch(loss: Any) -> _TorchLoss | None:
+    settings: dict[str, Any] = {}
+    if isinstance(loss, functools.partial) and not loss.args:
+        loss, settings = loss.func, dict(loss.keywords)
+    if isinstance(loss, nn.Module):
+        kind = type(loss).__name__
+        own = type(loss) is not getattr(nn, kind, None)
+        return None if own or settings else _TorchLoss(kind, vars(loss) | dict(loss._buffers))
+    kind = _FUNCTIONS.get(loss, "") if callable(loss) and _hashable(loss) else ""
+    return _TorchLoss(kind, settings) if kind else None
+
+
+def _hashable(loss: Any) -> bool:
+    return type(loss).__hash__ is not None
+
+
+def weighing(weight: Weigh | None, loss: Any) -> Weighing:
+    """How the batches of a recipe are weighed, as far as the recipe alone says.
+
+    Args:
+        weight: `Recipe.weight`.
+        loss: `Recipe.loss`; None where `compute_loss` is given.
+
+    Raises:
+        RecipeError: the loss is a sum.
+    """
+    if weight is not None:
+        return Weighing(_checked(weight), True, "Recipe.weight")
+    if loss is None:
+        return Weighing(None, False, "compute_loss")
+    torch_loss = _of_torch(loss)
+    if torch_loss is None:
+        return Weighing(None, False, "Recipe.loss")
+    kind, settings = torch_loss
+    reduction = settings.get("reduction", "mean")
+    if kind in _BY_CLASSES and reduction == "mean":
+        classes, ignored = settings.get("weight"), settings.get("ignore_index", -100)
+        return Weighing(lambda batch: class_weights(batch[1], classes, ignored), True, f"nn.{kind}")
+    known = kind in _BY_SAMPLES and reduction in ("mean", "batchmean")
+    return Weighing(None, known, f"nn.{kind}")
+
+
+def is_sum(loss: Any) -> bool:
+    """Whether a loss of torch's is set to give the sum, and no mean."""
+    torch_loss = _of_torch(loss)
+    return torch_loss is not None and torch_loss.settings.get("reduction", "mean") == "sum"
+
+
+@torch.no_grad()
+def class_weights(target: Any, weight: Tensor | None = None, ignored: int = -100) -> float:
+    """What cross entropy's mean is over: the weights of the classes of all targets that count.
+
+    Args:
+        target: any shape, int64: classes; or [samples, classes, ...] floating point:
+            probabilities, of which each place counts 1 (as in torch).
+        weight: [classes] floating point; 1 each if None.
+        ignored: the class of targets that do not count.
+    """
+    if not isinstance(target, Tensor):
+        raise RecipeError(
+            f"the target of a batch is a {type(target).__name__}, but cross entropy wants a tensor."
+        )
+    if target.is_floating_point():
+        return target.numel() / (target.shape[1] if target.dim() > 1 else target.numel() or 1)
+    counts = target != ignored
+    if weight is None:
+        return float(counts.sum())
+    return float(weight.to(target.device, torch.float64)[target[counts]].sum())
+
+
+def _checked(weight: Weigh) -> Weigh:
+    return lambda batch: as_weight(weight(batch), "Recipe.weight")
+
+
+def as_weight(value: Any, name: str) -> float:
+    """A weight as a number.
+
+    Raises:
+        RecipeError: it is none, or below 0, or not finite.
+    """
+    try:
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise RecipeError(
+            f"{name} returned a {type(value).__name__}, but one number is wanted: how much of what "
+            "the loss is a mean of is in the batch."
+        ) from None
+    if not (math.isfinite(number) and number >= 0):
+        raise RecipeError(f"{name} returned {number}, but a number of 0 or more is wanted.")
+    return number
+
+
+# ---- models that compute their loss by themselves (Hugging Face)
+
+DERIVED: dict[str, Weigh] = {
+    "next tokens": lambda batch: class_weights(batch["labels"][..., 1:]),
+    "tokens": lambda batch: class_weights(batch["labels"]),
+    "samples": lambda batch: float(len(batch["labels"])),
+}
+"""What the loss of a model with `labels` in its batches may be a mean of, by name."""
+
+
+def derive(
+    model: nn.Module, compute_loss: Callable[[nn.Module, Any], Any], batch: Any
+) -> list[str]:
+    """Which of `DERIVED` the loss of a Hugging Face model is a mean of, tried on one batch.
+
+    The model's own loss is compared with cross entropy over its logits, shifted by one
+    token and not, and with its mean over samples; and with what `compute_loss` gives.
+
+    Args:
+        model: is called with the batch's items by name; must draw the same each time.
+        compute_loss: of the recipe.
+        batch: on the model's device.
+
+    Returns:
+        Names from `DERIVED`; none where the model or the loss is of another kind.
+    """
+    if not _of_hugging_face(model) or not isinstance(batch, Mapping) or "labels" not in batch:
+        return []
+    with torch.no_grad():
+        output = model(**batch)
+        given = compute_loss(model, batch)
+    loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+    labels = batch["labels"]
+    if not all(isinstance(each, Tensor) for each in (given, loss, logits, labels)):
+        return []
+    assert isinstance(logits, Tensor)
+    assert isinstance(loss, Tensor)
+    logits, loss = logits.float(), loss.float()
+    candidates: dict[str, Tensor] = {}
+    if labels.is_floating_point():
+        if labels.numel() == logits.numel():
+            candidates["samples"] = functional.mse_loss(logits.flatten(), labels.float().flatten())
+    elif logits.dim() == labels.dim() + 1 and logits.shape[:-1] == labels.shape:
+        candidates["tokens"] = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        if labels.dim() == 2:
+            candidates["next tokens"] = functional.cross_entropy(
+                logits[:, :-1].flatten(0, -2), labels[:, 1:].flatten()
+            )
+    same = functools.partial(torch.allclose, rtol=1e-3, atol=1e-6)
+    if not same(given.float(), loss):
+        return []
+    return [name for name, value in candidates.items() if same(value, loss)]
+
+
+def _of_hugging_face(model: nn.Module) -> bool:
+    """Whether the model, or one that it wraps, is one of the library `transformers`."""
+    return any(
+        base.__module__.startswith("transformers.")
+        for module in model.modules()
+        for base in type(module).__mro__
+        if base.__name__ == "PreTrainedModel"
+    )
