@@ -16,11 +16,9 @@ import numpy as np
 import torch
 
 from instep.data.order import Indices, key
+from instep.events import CONTENTS, Appender, cut_torn_record
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
-
-RECORD = np.dtype([("epoch", "<i8"), ("index", "<i8"), ("content", "<i8")])
-"""One sample that was returned to a step."""
 
 _OF_CONTENT = 3
 _MOST, _ONE_IN = 512, 64
@@ -55,22 +53,19 @@ class Chosen:
 
 
 class Record:
-    """A file of what one worker was given to train on; a reader of it knows `RECORD`.
+    """A file of what one worker was given to train on, as `events.CONTENTS`.
 
-    A record is written with one call to the system, so a process that is killed
-    leaves none in halves. One sample may stand there several times.
+    One sample may stand there several times: a step that was not committed is
+    done again.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        size = self._file.tell()
-        if size % RECORD.itemsize:  # the disk was full, or the power failed
-            self._file.truncate(size - size % RECORD.itemsize)
+        cut_torn_record(path, CONTENTS)
+        self._file = Appender(path)
 
     def add(self, epoch: int, contents: list[Any]) -> None:
         """Append [index, content] of samples of an epoch."""
-        rows = np.array([(epoch, *each) for each in contents], RECORD)
-        self._file.write(rows.tobytes())
+        self._file.write(np.array([(epoch, *each) for each in contents], CONTENTS).tobytes())
 
     def close(self) -> None:
         """Nothing more is written; a second call does nothing."""
