@@ -11,7 +11,7 @@ from started import RECIPES
 
 import instep
 from instep.cli import main
-from instep.errors import DataError, RunError
+from instep.errors import DataError, RunError, WorkerError
 from instep.events import CONTENTS, read_records
 from instep.report.run_folder import RunFolder
 
@@ -109,6 +109,7 @@ def test_by_default_a_keyed_sample_is_recorded_whoever_reads_it(
     assert len({index for _, index, _ in found[0]}) > len(found[0]) // 2  # others in each epoch
 
 
+@pytest.mark.slow
 def test_a_killed_worker_and_its_loader_processes_leave_no_wrong_sample(
     tmp_path: Path, capsys: Out
 ) -> None:
@@ -172,8 +173,9 @@ def test_a_run_does_not_go_on_with_a_dataset_of_another_length(tmp_path: Path) -
     run = halted(tmp_path)
     write(tmp_path / "rows", samples=120)
     message = "the training dataset had 96 samples when the run was started and has 120 now"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(WorkerError, match=message) as caught:
         instep.resume(run, quiet=True)
+    assert caught.value.exit_code == DataError.exit_code
     assert instep.resume(run, quiet=True, data={"changed": "accept"}).summary["steps"] == 16
     assert any(message in event["text"] for event in RunFolder(run).named("warning"))
 
@@ -183,7 +185,7 @@ def test_a_run_does_not_go_on_with_other_contents_unless_that_is_accepted(tmp_pa
     before = (tmp_path / "rows").read_bytes()
     (tmp_path / "rows").write_bytes(before[::-1])
     message = r"of 32 samples, 32 hold something else .* the fingerprint was (\w{16}) and is (\w+)"
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(WorkerError, match=message) as caught:
         instep.resume(run, quiet=True)
     assert "--set data.changed=accept" in str(caught.value)
     (tmp_path / "rows").write_bytes(before)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from instep.data.fetch import Fetch
-from instep.data.order import key
+from instep.data.order import Order, key
 
 SAMPLES, _TWICE, _LEAST = 32, 8, 4
 _LIMIT_S = 0.5
@@ -51,23 +51,25 @@ class Fingerprint(NamedTuple):
         return f"{word:016x}"
 
     def same_as(self, other: Fingerprint) -> bool:
-        """Whether nothing shows that it is another dataset; samples that one of the two knows
-        alone, or that are not repeatable, show nothing."""
-        known, unsure = dict(other.contents), {*self.differed, *other.differed}
-        return self.samples == other.samples and all(
-            known.get(index, content) == content
-            for index, content in self.contents
-            if index not in unsure
+        """Whether nothing shows that it is another dataset.
+
+        Contents that are not repeatable show nothing, nor do samples that one of the two
+        alone has read.
+        """
+        known = dict(other.contents)
+        unsure = self.differed or other.differed
+        return self.samples == other.samples and (
+            bool(unsure)
+            or all(known.get(index, content) == content for index, content in self.contents)
         )
 
 
 def fingerprint(fetch: Fetch) -> Fingerprint:
     """Read the samples of a dataset that tell it from others; the generators are left alone."""
     began = time.perf_counter()
-    few = fetch.samples <= SAMPLES
-    keyed = [key(fetch.seed, _OF_FINGERPRINT, n) % fetch.samples for n in range(SAMPLES)]
+    order = Order(fetch.samples, key(fetch.seed, _OF_FINGERPRINT))
     contents: list[tuple[int, int]] = []
-    for index in dict.fromkeys(range(fetch.samples) if few else keyed):
+    for index in order.indices(0, 0, min(SAMPLES, fetch.samples)).tolist():
         if len(contents) >= _LEAST and time.perf_counter() - began > _LIMIT_S:
             break
         with suppress(Exception):  # one that cannot be read is told of when its step comes

@@ -27,6 +27,10 @@ class InAFile:
         self.own = np.random.default_rng()
         self.length = os.stat(path).st_size // (4 * VALUES)
 
+    def __del__(self) -> None:
+        if self.handle is not None:
+            self.handle.close()
+
     def __len__(self) -> int:
         return self.length
 

@@ -35,8 +35,8 @@ def begin(number):
 
 def test_the_parts_of_a_loader_are_kept():
     dataset = Plain()
-    loader = DataLoader(dataset, num_workers=3, collate_fn=collate, worker_init_fn=begin)
-    assert taken_apart(loader) == Given(dataset, collate, begin, 3, loader)
+    loader = DataLoader(dataset, num_workers=1, collate_fn=collate, worker_init_fn=begin)
+    assert taken_apart(loader) == Given(dataset, collate, begin, 1, loader)
     plain = DataLoader(dataset, 64, shuffle=True)
     assert taken_apart(plain) == Given(dataset, None, None, 0, plain)
     assert said(plain) == []
