@@ -61,6 +61,36 @@ def test_each_sample_of_each_epoch_was_what_a_plain_read_gives(
     assert content["due"] == content["recorded"] == content["compared"] == 2 * SAMPLES
 
 
+def test_a_file_that_was_opened_at_import_is_read_by_each_worker_from_a_place_of_its_own(
+    tmp_path: Path, capsys: Out
+) -> None:
+    """The workers are forks of a process that has imported the recipe's file."""
+    write(tmp_path / "rows", samples=2000)
+    recipe = tmp_path / "opened.py"
+    recipe.write_text(
+        f"import sys\nsys.path.insert(0, {str(RECIPES)!r})\n"
+        "import in_a_file\n"
+        f"DATA = in_a_file.InAFile({str(tmp_path / 'rows')!r}, 'plainly')\n"
+        "DATA.handle = open(DATA.path, 'rb', buffering=0)\n"
+        "def recipe():\n"
+        "    made = in_a_file.recipe(DATA.path)\n"
+        "    object.__setattr__(made, 'train', DATA)\n"
+        "    made.given['train'] = made.given['train']._replace(dataset=DATA)\n"
+        "    return made\n"
+    )
+    run = instep.train(
+        f"{recipe}:recipe",
+        runs=tmp_path,
+        workers=2,
+        quiet=True,
+        train={"epochs": 2, "global_batch": 200, "merge": "never"},
+        check={"content": "all"},
+        data={"loaders": 0},
+    ).path
+    code, content = audited(run, capsys)
+    assert (code, content["wrong"], content["compared"]) == (0, [], 4000)
+
+
 def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Out) -> None:
     run = trained(tmp_path)
     with (tmp_path / "rows").open("r+b") as file:

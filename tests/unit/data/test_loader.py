@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from instep.data import keyed
 from instep.data.balance import deal
 from instep.data.loader import Loader, Slice
-from instep.data.order import Order, micro_batch, position, steps_in_epoch
+from instep.data.order import Order, key, micro_batch, position, steps_in_epoch
 from instep.data.text import text
 from instep.errors import DataError
 
@@ -56,6 +56,26 @@ def test_all_ways_of_reading_give_the_same_bits(dataset, augmented):
     assert same(here, batches(dataset, processes=0, **options))
     for processes in (1, 3):
         assert same(here, batches(dataset, processes=processes, **options))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_the_draws_of_a_sample_are_those_of_its_key_in_each_epoch(processes):
+    """The key is written out here: seed, epoch, index, and what the draw is for."""
+
+    class Rolls(Plain):
+        def __getitem__(self, index):
+            return torch.rand(2)
+
+    def augmented(sample, generator):
+        return torch.cat([sample, torch.rand(2, generator=generator)])
+
+    slices = [Slice(0, 0, 20), Slice(1, 0, 20)]
+    options = {"shuffle": False, "augment": augmented, "processes": processes}
+    for epoch, batch in enumerate(batches(Rolls(), slices, **options)):
+        for index, row in enumerate(batch):
+            for purpose, drawn in ((1, row[:2]), (0, row[2:])):
+                generator = torch.Generator().manual_seed(key(5, epoch, index, purpose))
+                assert torch.equal(drawn, torch.rand(2, generator=generator))
 
 
 @pytest.mark.parametrize("processes", [0, 2])
