@@ -228,6 +228,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     """What follows when a sample cannot be read, at the third attempt too: `stop` ends the run,
     `skip` leaves the sample out of its step or validation, and counts it."""
 
+    changed: Literal["refuse", "accept"] = "refuse"
+    """What follows when a run goes on with a dataset of another length or with other contents:
+    `accept` trains on with what is there now, and says so."""
+
 
 class StartSpec(Section, frozen=True, kw_only=True):
     """What a run starts from, and which of its parameters move how fast."""
@@ -357,6 +361,10 @@ class CheckSpec(Section, frozen=True, kw_only=True):
     corruption: bool = False
     """Compare states, and gradients of micro-batches computed twice, to find the worker whose
     machine computes or remembers something wrong; needs `determinism = "bits"`."""
+
+    content: Literal["off", "sample", "all"] = "sample"
+    """Of which training samples the content is recorded when they are handed to a step, for
+    `instep audit --content`: a keyed sample (1 in 64, about 512 of an epoch at most), or all."""
 
     strict: bool = False
     """Refuse to train unless the run is shown to give the result of one machine

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
+from instep.run import knowing
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
 from instep.run.endings import NOT_FINITE, TOLD
@@ -89,11 +89,14 @@ class Training:
         fresh = member.checkpoint is None  # else it has what the model is by now
         built = build(recipe, self.job.seed, device, self.last_step, self.job.start, load=fresh)
         self._built = built
-        self._loader = self._make_loader(recipe.train, train=True)  # forks before groups exist
-        self._validation = (
-            self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
-        )
+        self._loader = self._make_loader("train")  # forks before groups exist
+        self._validation = self._make_loader("validate") if recipe.validate is not None else None
         self._loaders = [self._loader, *([self._validation] if self._validation else [])]
+        for loader in self._loaders:
+            loader.begin()
+        knowing.record_contents(self._loader, member)
+        if not member.goes_on and member.number == 0:
+            knowing.check_datasets(member, self._loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._update = Update(
             built.optimizer,
@@ -122,18 +125,24 @@ class Training:
                 member, built.model, self._update, copy, self._repeat, self._set_aside
             )
 
-    def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
-        recipe = self.recipe
+    def _make_loader(self, name: str) -> Loader:
+        recipe, job, train = self.recipe, self.job, name == "train"
+        given = recipe.given[name]
+        loaders = job.data.loaders
+        if loaders == "auto" and given.loaders is not None:
+            loaders = given.loaders
         return Loader(
-            dataset,
-            seed=self.job.seed,
+            given.dataset,
+            seed=job.seed,
             shuffle=train,
-            collate=recipe.collate,
+            collate=recipe.collate or given.collate,
             augment=recipe.augment if train else None,
-            processes=self.job.data.loaders,
-            unreadable=self.job.data.unreadable,
+            processes=loaders,
+            unreadable=job.data.unreadable,
             name="training" if train else "validation",
             marks=self.member.marks,
+            worker_init=given.worker_init,
+            contents=job.check.content if train else "off",
         )
 
     def join(self) -> None:
@@ -364,6 +373,10 @@ class Training:
                 f"{self.job.workers} workers compute on the CPU, since this machine has "
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
+        for name, given in self.recipe.given.items():
+            batch = self.job.train.global_batch
+            for text in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+                self._warn(text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
         parameters = sum(p.numel() for p in self._built.parameters)
