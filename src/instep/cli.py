@@ -143,12 +143,31 @@ def audit(args: argparse.Namespace) -> int:
     from instep.report.proof import prove
     from instep.report.run_folder import RunFolder
 
-    proof = prove(RunFolder(Path(args.run)))
-    for line in [json.dumps(proof.as_table())] if args.json else proof.lines():
-        print(line)
-    if not proof.exact:
-        raise RunError(proof.fault)
+    run = RunFolder(Path(args.run))
+    proof, contents = prove(run), None
+    if args.content is not None:
+        from instep.run.contents import compare
+
+        contents = compare(run, _how_many(args.content))
+    if args.json:
+        more = {"content": contents.as_table()} if contents else {}
+        print(json.dumps({**proof.as_table(), **more}))
+    else:
+        *lines, next_ = proof.lines()
+        for line in [*lines, *(contents.lines() if contents else []), next_]:
+            print(line)
+    for each in (proof, contents):
+        if each is not None and not each.exact:
+            raise RunError(each.fault)
     return 0
+
+
+def _how_many(given: str) -> int | None:
+    if given == "all":
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise SpecError(f"--content {given}: needs a number of samples above 0, or 'all'.")
+    return int(given)
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -317,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
-        "6 run folder, 7 checkpoint, 130 interrupted.",
+        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -355,6 +374,14 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "audit")
     one.add_argument("run", help="run folder; of a run that goes on or was cut short too")
+    one.add_argument(
+        "--content",
+        nargs="?",
+        const="all",
+        metavar="N",
+        help="also compare samples as they were handed to training with a plain read of the "
+        "dataset: so many of those that were recorded, or all",
+    )
 
     one = _command(commands, "replay")
     one.add_argument("run", help="run folder; of a run that goes on too")

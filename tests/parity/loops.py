@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judge import NEAR, TIMES, Distance, Outcome, distance, same_state, spread
+from judge import NEAR, Distance, Outcome, bound, distance, same_state
 from pair import MICRO_BATCHES, Pair
 from plain import AS_IT_IS, PERMUTED, PERMUTED_AGAIN, Trained
 
@@ -102,9 +102,7 @@ class Loops:
         ]
         for loop in made:
             assert all(map(math.isfinite, loop.losses)), "the plain loop itself computes no number"
-        among = spread(made[-3:])
-        bound = Distance(TIMES * among.trained, TIMES * among.other, TIMES * among.loss)
-        return References(made[0], made[-4], made[-3], bound)
+        return References(made[0], made[-4], made[-3], bound(made[-3:]))
 
     def run(
         self,

@@ -58,6 +58,19 @@ class Refused:
         return "refused"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Honest:
+    """The same, or said, or refused: nobody promises which, but it has to be one of them."""
+
+    word: str
+    """A regular expression that a verdict other than yes has to match, or the error."""
+
+    def __str__(self) -> str:
+        return "same or said"
+
+
+Expected = Same | Said | Refused | Honest
+
 SAME = Same()
 
 
@@ -69,6 +82,11 @@ def said(word: str) -> Said:
 def refused(word: str, *, alone: bool = True) -> Refused:
     """Refused, with a word that must occur."""
     return Refused(word=word, alone=alone)
+
+
+def honest(word: str) -> Honest:
+    """Whichever, with a word that must occur where it is not the same."""
+    return Honest(word=word)
 
 
 def samples_of(batch: Any) -> int:
@@ -123,7 +141,7 @@ class Pair:
 
     name: str
     build: Callable[[], Parts]
-    expected: Same | Said | Refused
+    expected: Expected
     draws: bool
     """Whether its passes draw random numbers: then the plain loop runs the job's micro-batches."""
     train: Mapping[str, Any]
@@ -150,7 +168,7 @@ PAIRS: dict[str, Pair] = {}
 
 def pair(
     name: str,
-    expected: Same | Said | Refused = SAME,
+    expected: Expected = SAME,
     *,
     draws: bool = False,
     train: Mapping[str, Any] | None = None,

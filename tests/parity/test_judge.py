@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from judge import NEAR, Distance, Outcome, apart, complaints, distance, same_state
-from pair import SAME, Pair, Parts, refused, said
+from judge import EPSILON, NEAR, Distance, Outcome, apart, bound, complaints, distance, same_state
+from pair import SAME, Pair, Parts, honest, refused, said
 from plain import State, Trained
 
 
@@ -82,6 +82,22 @@ def test_a_refusal_is_a_recipe_error_with_the_word():
         assert complaints(pair, replace(SOUND, **{**error, **change})), change
 
 
+def test_where_nobody_promises_which_it_has_to_be_honest():
+    pair = pair_that(honest("queue"))
+    error = {"error": "the queue is odd", "error_kind": "RecipeError", "ours": True, "steps": 0}
+    for passes in (SOUND, NO, replace(SOUND, **error)):
+        assert complaints(pair, passes) == []
+    for fails in (
+        FAR,
+        replace(NO, verdict=""),
+        replace(NO, verdict="no: something"),
+        replace(SOUND, **{**error, "ours": False}),
+        replace(SOUND, **{**error, "error": "odd"}),
+        replace(SOUND, agree=False),
+    ):
+        assert complaints(pair, fails)
+
+
 def trained(end, other=0.0, losses=(1.0,)):
     start = State({"w": torch.zeros(2)}, {"b": torch.zeros(1)})
     return Trained(start, State({"w": torch.tensor(end)}, {"b": torch.tensor([other])}), [*losses])
@@ -101,6 +117,13 @@ def test_what_is_no_number_is_infinitely_far():
     moved, still = {"w": torch.ones(1)}, {"w": torch.zeros(1)}
     assert apart(moved, still, still) == math.inf
     assert apart(still, still, still) == 0
+
+
+def test_in_float32_three_times_what_plain_loops_are_apart_is_allowed():
+    loops = [trained([3.0, 4.0 + far], losses=[1.0 + far]) for far in (0.0, 0.01, -0.01)]
+    assert bound(loops).trained == pytest.approx(3 * 0.02 / 5, rel=0.01)
+    assert bound(loops).loss == pytest.approx(0.06, rel=0.02)
+    assert bound(loops[:1] * 3) == Distance(*[3 * EPSILON] * 3)
 
 
 def test_workers_are_compared_to_the_bit():

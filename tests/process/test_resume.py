@@ -135,7 +135,7 @@ def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_k
     start: Start, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (run / "model.safetensors").is_file()
-    forever = ("--set", "train.epochs=1000000", "--set", "checkpoint.every_steps=0")
+    forever = ("--set", "train.epochs=1000000", "--set", "checkpoint.every=never")
     program = start("-m", "instep", "resume", run, *forever)
     program.until(lambda: RunFolder(run).last_step > 10, "beyond step 10")
     assert not (run / "model.safetensors").exists()

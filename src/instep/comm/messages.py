@@ -362,6 +362,8 @@ class Done(Message, frozen=True):
     generation: int
     step: int
     rule: str
+    finite: bool = True
+    """Whether its last loss was a number."""
 
 
 class Release(Message, frozen=True):

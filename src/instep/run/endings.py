@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 
 from instep.comm.messages import Failed, Whereabouts
-from instep.errors import INTERRUPTED, WorkerError
+from instep.errors import DIVERGED, INTERRUPTED, WorkerError
 from instep.run.news import Action, Blame, Finish, KillAll, Log, State
 
 SECOND_THOUGHT_S = 1.0
@@ -19,6 +19,9 @@ SECOND_THOUGHT_S = 1.0
 
 FAREWELL_S = 5.0
 """How long processes may take to end after they were told to."""
+
+NOT_FINITE = "diverged"
+"""What it gives where a figure of the last step was no finite number."""
 
 TOLD = "told"
 """What a worker gives as its rule that stopped because the master wanted it to."""
@@ -95,9 +98,10 @@ def finish_of(state: State) -> Finish:
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
     if rule in ("interrupted", TOLD):
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
+    code = 0 if all(word.finite for word in state.done.values()) else DIVERGED
     if rule in ("epochs", "steps", "own loop"):
-        return Finish("completed", rule, step, 0)
-    return Finish("stopped", rule, step, 0)
+        return Finish("completed", rule, step, code)
+    return Finish("stopped", rule, step, code)
 
 
 def by_signal(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:

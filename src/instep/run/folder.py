@@ -83,13 +83,13 @@ def held(folder: Path) -> Iterator[None]:
             unlock(file)
 
 
-def open_own(path: Path, *, buffering: int = -1) -> IO[bytes]:
-    """Open a file to read and append that only its owner may open: a reader may lock it too.
+def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
+    """Open a file that only its owner may open: whoever may read it may lock it.
 
     Raises:
         OSError: it cannot be opened for writing.
     """
-    file = open(path, "a+b", buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
+    file = open(path, mode, buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
     with suppress(OSError):  # it is another user's, or the file system knows no modes
         if os.fstat(file.fileno()).st_mode & 0o077:
             os.fchmod(file.fileno(), OWNERS)

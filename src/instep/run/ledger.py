@@ -55,7 +55,7 @@ class Ledger:
     ) -> None:
         self._path, self._patience_s = path, patience_s
         try:
-            self._file = open_own(path, buffering=0)
+            self._file = open_own(path, "a+b", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
         try:

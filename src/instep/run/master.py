@@ -405,7 +405,6 @@ class Master:
             self._hub.drop(peer)
             self._hung_up(peer)
             if times >= MOST_UNUSABLE:
-                del self._unusable[role, number]
                 how = f"sent a message that the master cannot use, {times} times ({what}),"
                 step = self._books.in_flight(number)
                 if self._state.recovers:
@@ -526,13 +525,14 @@ class Master:
     def _hear_event(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
         """An event that a worker tells of."""
         _, number = self._names[peer]
+        clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
         if not self._books.hear(name, fields, again=self._may_repeat(peer)):
             return
         if name == "worker_ready":
             self._ready.add(number)
             self._began = self._began or self._ready >= set(self._state.members)
-        elif name == "corruption_found" and fields["clean_step"] >= 0:
-            self._unhear(RunFolder(self._run), fields["clean_step"])
+        elif clean_step >= 0:
+            self._unhear(RunFolder(self._run), clean_step)
 
     def _unhear(self, folder: RunFolder, step: int) -> None:
         """The workers go back to a step in memory: figures of later ones may have been wrong."""
@@ -608,6 +608,7 @@ class Master:
             self._think(hung)
         for known in (self._seen_ended, self._absent, self._pulsed, self._places):
             known.pop(worker, None)
+        self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
         self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
         step = (place.step if place is not None else 0) or self._books.in_flight(worker)

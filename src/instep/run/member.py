@@ -329,8 +329,13 @@ class Member:
         self._tie.send(word)
         self._tie.wait_until_heard(LAST_WORD_S)
 
-    def done(self, step: int, rule: str) -> bool:
+    def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
         """Say that all is done, and wait until everyone else is: peers may still read from us.
+
+        Args:
+            step: the last one.
+            rule: why it was.
+            finite: whether its loss was a number.
 
         Returns:
             False where another generation begins instead: somebody was lost before the end.
@@ -338,7 +343,7 @@ class Member:
         self.flush()
         self.meter()
         generation = self.form.generation if self.form else 0
-        self._tie.send(Done(generation=generation, step=step, rule=rule))
+        self._tie.send(Done(generation=generation, step=step, rule=rule, finite=finite))
         if self._next is None:
             answer = self._tie.wait_for(Release, Form)
             if isinstance(answer, Release):

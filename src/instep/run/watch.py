@@ -174,12 +174,15 @@ class Watch:
         seen = self._seen.get(worker)
         if seen is None:
             return
-        if self._all_still:  # who wakes up first is not ahead of the others
+        before, silent = seen.pulse, now - seen.heard
+        goes_on = silent > STILL_S or before is None or _done(before) != _done(pulse)
+        if self._all_still and goes_on:  # who is the first is not ahead of the others
             self._all_still = False
-            for each in self._seen.values():
-                each.heard, each.since = max(each.heard, now), max(each.since, now)
+            seen.since += silent
+            for other in self._seen.values():
+                if other is not seen:
+                    other.heard = other.since = now
         seen.heard = now
-        before = seen.pulse
         if before is None or _done(before) != _done(pulse):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:

@@ -7,6 +7,7 @@ from pairs import (  # noqa: F401
     contrasts,
     draws,
     hugging_face,
+    hugging_face_more,
     layers,
     losses,
     networks,
@@ -14,6 +15,7 @@ from pairs import (  # noqa: F401
     own_state,
     sparse,
     tokens,
+    traps,
 )
 
 __all__ = ["PAIRS"]

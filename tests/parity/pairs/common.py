@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from pair import SAMPLES
+from pair import GLOBAL_BATCH, SAMPLES, SEED, STEPS
 from torch import Tensor, nn
+
+from instep.data.order import Order, position
 
 
 def classes(width: int = 6, kinds: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -37,6 +39,13 @@ def lengths(longest: int, shortest: int = 1) -> list[int]:
     """Of sequences, very uneven, so that micro-batches hold unequal numbers of tokens."""
     drawn = torch.rand(SAMPLES) ** 3 * (longest - shortest + 1)
     return [int(x) + shortest for x in drawn]
+
+
+def first_of_each_step() -> set[int]:
+    """A sample of every step: with a target of its own, no step is a mean of nothing."""
+    order = Order(SAMPLES, SEED)
+    steps = [position(step, SAMPLES, GLOBAL_BATCH) for step in range(1, STEPS + 1)]
+    return {int(order.indices(at.epoch, at.first, at.first + 1)[0]) for at in steps}
 
 
 def gentle_adamw(parameters):

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import torch
-from pair import (
-    GLOBAL_BATCH,
-    SAMPLES,
-    SEED,
-    STEPS,
-    Parts,
-    pair,
-    refused,
-    said,
-    samples_of,
-)
+from pair import SAMPLES, Parts, pair, refused, said, samples_of
 from torch import nn
 from torch.nn import functional as F
 
-from instep.data.order import Order, position
-from pairs.common import classes, images, lengths, mlp, regression
+from pairs.common import classes, first_of_each_step, images, lengths, mlp, regression
 
 WEIGHTS = (0.2, 3.0, 1.0, 0.1)
 
@@ -72,9 +61,7 @@ def soft():
 
 def some_ignored(count, ignored=-100):
     """The targets of `count` samples say nothing, but in every step there is one that does."""
-    kept = Order(SAMPLES, SEED)
-    steps = [position(step, SAMPLES, GLOBAL_BATCH) for step in range(1, STEPS + 1)]
-    needed = {int(kept.indices(at.epoch, at.first, at.first + 1)[0]) for at in steps}
+    needed = first_of_each_step()
     drawn = [i for i in torch.randperm(SAMPLES).tolist() if i not in needed][:count]
     return [
         (x, torch.tensor(ignored) if i in drawn else y % 3) for i, (x, y) in enumerate(classes())

@@ -36,7 +36,7 @@ class Late(Calls):
         return self.body(x) * (2 if self.calls > 10 else 1)
 
 
-@pair("a counter in Python that acts late", said(TWICE))
+@pair("a counter in Python that acts late", said(TWICE + "|apart"))
 def late_counter():
     return Parts(model=Late(), train=classes(), loss=nn.CrossEntropyLoss())
 

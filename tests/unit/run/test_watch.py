@@ -287,6 +287,16 @@ def test_who_wakes_up_last_is_no_longer_blamed_than_the_first():
     assert shown.hangs() == [(1, "forward")]
 
 
+@pytest.mark.parametrize("workers", [[0], [0, 1]])
+def test_who_says_that_it_gets_nowhere_is_found_in_the_end_though_it_was_excused(workers):
+    shown = Shown(*workers)
+    for _ in range(beats(UNKNOWN_S) - 3):
+        shown.goes_on(1, frozen=workers)
+        assert shown.hangs() == []  # looked at as often as the master does
+    shown.goes_on(4, frozen=workers)
+    assert shown.hangs() == [(worker, "forward") for worker in workers]
+
+
 def test_a_loop_is_found_also_where_steps_are_so_quick_that_none_was_told_yet():
     shown = Shown(0, step_s=None)
     shown.workers[0] = msgspec.structs.replace(shown.workers[0], steps=1, phase="loading")

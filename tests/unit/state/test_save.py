@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from disks import Ext4
 from instep.errors import CheckpointError
 from instep.state.load import latest, load
 from instep.state.manifest import published
@@ -494,3 +495,39 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     assert names(tmp_path) == [".saving-step-00000001"]
     CheckpointWriter(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_a_checkpoint_that_was_told_of_is_found_after_a_power_failure(tmp_path):
+    """A copy of the disk is taken at that moment, and what was not synced is not on it."""
+    disk = Ext4(tmp_path / "disk", 32 << 20)
+    try:
+        ledger = disk.path / "ledger.bin"
+        ledger.write_bytes(b"committed")
+        options = {"builds_on": [ledger]}
+        (saved,) = write(disk.path / "checkpoints", 3, **options)
+        found = disk.after_a_power_failure(tmp_path / "found")
+    finally:
+        disk.close()
+    try:
+        checkpoint = latest(found.path / "checkpoints")
+        assert checkpoint is not None
+        assert checkpoint.name == saved.path.name
+        assert_is_of_step(load(checkpoint), 3)
+        assert (found.path / "ledger.bin").read_bytes() == b"committed"
+    finally:
+        found.close()
+
+
+def test_a_model_that_was_saved_is_found_after_a_power_failure(tmp_path):
+    disk = Ext4(tmp_path / "disk", 32 << 20)
+    try:
+        model = nn.Linear(3, 2)
+        save_model(disk.path / "model.safetensors", model, {})
+        found = disk.after_a_power_failure(tmp_path / "found")
+    finally:
+        disk.close()
+    try:
+        tensors = safetensors.torch.load_file(found.path / "model.safetensors")
+        assert torch.equal(tensors["weight"], model.weight)
+    finally:
+        found.close()
