@@ -119,7 +119,7 @@ def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
     program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("settings", [(), ("checkpoint.every_steps=2",)])
+@pytest.mark.parametrize("settings", [(), ("checkpoint.every=2",)])
 def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tell(
     run: Start, settings: tuple[str, ...]
 ) -> None:
