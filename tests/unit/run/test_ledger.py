@@ -1,6 +1,7 @@
 """A ledger ends with the last step that counts, whoever died at what moment of writing it."""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -187,9 +188,11 @@ def test_a_step_waits_for_room_that_a_checkpoint_is_about_to_give_back(small_dis
 def test_the_last_step_is_read_from_the_end_alone(tmp_path, torn):
     path = tmp_path / "ledger.bin"
     assert last_step(path) == 0
-    written(path, [])
+    Ledger(path).close()
     assert last_step(path) == 0
-    written(path, [1, 2, 3])
+    with closing(Ledger(path)) as ledger:
+        for step in (1, 2, 3):
+            ledger.append(shares(step))
     with path.open("ab") as file:
         file.write(torn)
     assert last_step(path) == 3
