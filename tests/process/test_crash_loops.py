@@ -1,5 +1,9 @@
 """What ends a process again and again is named and ends the run, or is left out of it."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 from deadly import BATCH, MARKED, SAMPLES, SEED
 from started import Start, Started
@@ -82,7 +86,40 @@ def test_a_sample_that_never_ends_is_tried_twice_and_is_the_cause(run: Start) ->
     program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("settings", [(), ("checkpoint.every_steps=2",)])
+def test_a_loader_process_that_loops_once_costs_a_moment_and_no_worker(
+    run: Start, tmp_path: Path
+) -> None:
+    program = deadly(run, str(tmp_path / "once"), 1, "data.loaders=2")
+    assert program.end() == 0, program.stderr
+    assert (tmp_path / "once").exists()
+    for name in ("worker_hung", "worker_lost"):
+        assert program.events(name) == []
+    ready, ended = program.events("worker_ready")[0], program.events("run_finished")[0]
+    assert ended["time"] - ready["time"] < UNKNOWN_S / 2
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    program.check_nothing_is_left()
+
+
+def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
+    program = deadly(run, "", 1, "data.loaders=2", "train.epochs=200")
+    program.until(
+        lambda: (
+            (program.work / "runs").is_dir()
+            and any(program.work.glob("runs/*/events.jsonl"))
+            and bool(program.events("generation_started"))
+            and len(program.ledger) > 20
+        ),
+        "training",
+    )
+    os.kill(program.events("loaders_started")[0]["pids"][0], signal.SIGSTOP)
+    assert program.end() == 0, program.stderr
+    for name in ("worker_hung", "worker_lost"):
+        assert program.events(name) == []
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    program.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("settings", [(), ("checkpoint.every=2",)])
 def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tell(
     run: Start, settings: tuple[str, ...]
 ) -> None:

@@ -63,7 +63,8 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
     reads = news.place is not None and news.place.sample >= 0
     if times >= _most_at(state, news):
         if not reads:
-            cause = f"{word.cause} It happened {times} times at this step."
+            where = "at this step" if news.step else "before the first step"
+            cause = f"{word.cause} It happened {times} times {where}."
             return counted, endings.failed(word.kind, cause, word.step), True
         if not state.skips:
             cause = f"{word.cause} It happened {times} times at this sample.{_TO_SKIP}"

@@ -171,9 +171,11 @@ def last_step(path: Path) -> int:
     """The last step in a ledger, of which only the end is read; 0 where there is none."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END) // LEDGER.itemsize * LEDGER.itemsize
-            file.seek(max(0, size - LEDGER.itemsize))
-            tail = file.read(min(size, LEDGER.itemsize))
+            records = (file.seek(0, os.SEEK_END) - LEDGER_START) // LEDGER.itemsize
+            if records <= 0:
+                return 0
+            file.seek(LEDGER_START + (records - 1) * LEDGER.itemsize)
+            tail = file.read(LEDGER.itemsize)
     except OSError:
         return 0
     return int(np.frombuffer(tail, LEDGER)["step"][0]) if len(tail) == LEDGER.itemsize else 0

@@ -30,6 +30,7 @@ from instep.run.corruption import Guard
 from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
+from instep.run.loader_watch import LoaderWatch
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.placement import address_towards
@@ -79,6 +80,7 @@ class Training:
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
+        self._loader_watch = LoaderWatch()
         self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
@@ -179,11 +181,16 @@ class Training:
         """What this worker is at; asked for by another thread."""
         replica = self._replica
         taken = replica.strategy.progress if replica is not None else 0
+        done = self._forward.batches + taken
+        if pids := [pid for loader in self._loaders for pid in loader.pids]:
+            waits = self.phase in ("loading", "validation")
+            at, known = (self.step, self.phase, done), self._done > 0
+            self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
         return Pulse(
             step=self.step,
             steps=self._done,
             phase=self.phase,
-            progress=self._forward.batches + taken,
+            progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
 

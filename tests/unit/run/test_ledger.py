@@ -1,13 +1,14 @@
 """A ledger ends with the last step that counts, whoever died at what moment of writing it."""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from instep.errors import PeerError, RunError
 from instep.events import LEDGER, LEDGER_START, ledger_header, read_records
-from instep.run.ledger import Ledger, cut_back, mend
+from instep.run.ledger import Ledger, cut_back, last_step, mend
 
 
 def shares(step, workers=2):
@@ -181,3 +182,17 @@ def test_a_step_waits_for_room_that_a_checkpoint_is_about_to_give_back(small_dis
     other.join()
     ledger.close()
     assert len(steps_in(small_disk.path / "ledger.bin")) == 2 * 199
+
+
+@pytest.mark.parametrize("torn", [b"", b"half a"])
+def test_the_last_step_is_read_from_the_end_alone(tmp_path, torn):
+    path = tmp_path / "ledger.bin"
+    assert last_step(path) == 0
+    Ledger(path).close()
+    assert last_step(path) == 0
+    with closing(Ledger(path)) as ledger:
+        for step in (1, 2, 3):
+            ledger.append(shares(step))
+    with path.open("ab") as file:
+        file.write(torn)
+    assert last_step(path) == 3
