@@ -46,6 +46,18 @@ IN_A_JOB_FILE = [
     Job("worker = 3", ["a job has no key 'worker'", "Did you mean 'workers'?"]),
     Job("[train]\nepoch = 3", ["[train] has no key 'epoch'", "Did you mean 'epochs'?"]),
     Job("[training]\nepochs = 3", ["a job has no key 'training'", "Did you mean 'train'?"]),
+    Job(
+        "[train]\nlr = 0.1", ["[train] has no key 'lr'", "set arguments.lr", "--set arguments.lr="]
+    ),
+    Job("learning_rate = 0.1", ["a job has no key 'learning_rate'", "set arguments.learning_rate"]),
+    Job("[train]\nbatch_size = 9", ["[train] has no key 'batch_size'", "mean 'global_batch'?"]),
+    Job("batch_size = 9", ["no key 'batch_size'", "mean 'global_batch'? It belongs into [train]."]),
+    Job("[train]\nmax_epochs = 9", ["[train] has no key 'max_epochs'", "Did you mean 'epochs'?"]),
+    Job("epochs = 3", ["a job has no key 'epochs'. It belongs into [train]."]),
+    Job("device = 'cpu'", ["a job has no key 'device'. It belongs into [train]."]),
+    Job("[train]\nworkers = 3", ["[train] has no key 'workers'", "above the first section"]),
+    Job("[train]\nloaders = 3", ["[train] has no key 'loaders'. It belongs into [data]."]),
+    Job("[train]\nnum_workers = 3", ["no key 'num_workers'", "mean 'loaders'?", "into [data]."]),
     Job("workers = 0", ["workers = 0: needs to be at least 1", "compute gradients"]),
     Job('workers = "two"', ['workers = "two": needs to be a whole number']),
     Job("workers = 2.0", ["workers = 2.0: needs to be a whole number"]),
@@ -186,6 +198,7 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("", 2, ["the following arguments are required: command"]),
     ("rnu job.toml", 2, ["there is no command 'rnu'", "Did you mean 'run'?"]),
     ("run", 2, ["the following arguments are required: job", "instep run --help"]),
+    ("run recipe.py", 2, ["recipe.py is a Python file", 'recipe = "recipe.py:recipe"', "TOML"]),
     ("run jbo.toml", 2, ["there is no job file 'jbo.toml'", "Did you mean 'job.toml'?"]),
     ("run nowhere/job.toml", 2, ["there is no job file 'nowhere/job.toml'"]),
     ("run .", 2, [". cannot be read: Is a directory"]),
@@ -293,6 +306,26 @@ IN_A_RECIPE = {
         {"optimizer": "lambda p: torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)"},
         ["the optimizer holds none of the model's parameters"],
     ),
+    "an optimizer of a part of the parameters": Part(
+        {
+            "model": "(net := nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))",
+            "optimizer": "lambda p: torch.optim.SGD(net[1].parameters(), lr=1)",
+        },
+        [
+            "holds 2 of the model's 4 param",
+            "'0.bias', '0.weight' would",
+            "requires_grad_",
+            "freeze",
+        ],
+    ),
+    "a model that returns a tuple": Part(
+        {"model": "Returns(lambda outputs: (outputs, None))"},
+        ["the model returns a tuple", "compute_loss=lambda model, batch:", "argument 'input'"],
+    ),
+    "a model that returns a dict": Part(
+        {"model": "Returns(lambda outputs: {'logits': outputs})"},
+        ["the model returns a dict ('logits')", "compute_loss=lambda model, batch:"],
+    ),
     "an optimizer that refuses its settings": Part(
         {"optimizer": "lambda p: torch.optim.SGD(p, lr=-1)"},
         ["Recipe.optimizer() refused what it was given: Invalid learning rate: -1"],
@@ -395,6 +428,9 @@ def test_a_mistake_in_a_recipe(tmp_path: Path, mistake: str) -> None:
     given = ", ".join(f"{name}={value}" for name, value in {**GOOD, **part.parts}.items())
     file.write_text(
         "import torch\nfrom torch import nn\nimport instep\n"
+        "class Returns(nn.Linear):\n"
+        "    def __init__(self, what):\n        super().__init__(3, 2)\n        self.what = what\n"
+        "    def forward(self, inputs):\n        return self.what(super().forward(inputs))\n"
         f"def recipe(width=3):\n    return instep.Recipe({given})\n"
     )
     error = answer_to(file, **part.arguments)

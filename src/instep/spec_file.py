@@ -66,6 +66,11 @@ def read_table(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text: save it as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
+        if path.suffix == ".py":
+            raise SpecError(
+                f"{path} is a Python file, and a job file is TOML that names it: write job.toml "
+                f'with the line recipe = "{path.name}:recipe", and give that.'
+            ) from None
         raise SpecError(f"{path} is not valid TOML: {error}.") from None
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}. Give a job file.") from None
@@ -256,7 +261,7 @@ def _sentence(failure: str, table: Mapping[str, Any]) -> str:
     path, inner = place.split(".") if place else [], place != (match["path"] or "")
     if found := re.fullmatch(r"Object contains unknown field `(.*)`", what):
         section = f"[{'.'.join(path)}]" if path else "a job"
-        return f"{section} has no key {found[1]!r}. {near_miss(found[1], _keys(path))}"
+        return f"{section} has no key {found[1]!r}. {_meant_key(found[1], path)}"
     if found := re.fullmatch(r"Object missing required field `(.*)`", what):
         return f"the key {found[1]!r} is missing. {_describe([found[1]])}"
     if not what.startswith(("Expected", "Invalid")):  # one of the checks in `spec.py`
@@ -264,6 +269,43 @@ def _sentence(failure: str, table: Mapping[str, Any]) -> str:
     given = _as_typed(reduce(lambda outer, key: outer[key], path, table))
     wanted = ("each value in it " if inner else "") + _wanted(what, path)
     return f"{'.'.join(path)} = {given}: {wanted}. {_describe(path)}".rstrip()
+
+
+_OF_THE_OPTIMIZER = ("lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer")
+_ELSEWHERE = {
+    **dict.fromkeys(("batch_size", "batch", "train_batch_size"), "train.global_batch"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "train.steps"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "data.loaders"),
+    **dict.fromkeys(("world_size", "nproc_per_node", "num_processes"), "workers"),
+    **dict.fromkeys(("clip_grad_norm", "grad_clip", "gradient_clip_val"), "train.max_grad_norm"),
+}
+"""What other programs call a key of ours."""
+
+
+def _meant_key(given: str, path: list[str]) -> str:
+    """The sentence that follows a key which is not where it was given."""
+    if given in _OF_THE_OPTIMIZER:
+        return (
+            f"The optimizer is the recipe's: have the recipe function take {given!r}, and set "
+            f"arguments.{given}, under [arguments] or with --set arguments.{given}=..."
+        )
+    known = _ELSEWHERE.get(given)
+    homes = [known] if known else [key for key in _every_key() if key.rpartition(".")[2] == given]
+    if len(homes) != 1:
+        return near_miss(given, _keys(path))
+    section, _, key = homes[0].rpartition(".")
+    guess = [f"Did you mean {key!r}?"] if known else []
+    if section != ".".join(path):
+        place = f"into [{section}]" if section else "above the first section"
+        guess.append(f"It belongs {place}.")
+    return " ".join(guess)
+
+
+def _every_key() -> list[str]:
+    """Every key of a job, with the section before it."""
+    sections = [[], *([name] for name in _keys([]) if _section_at([name]) is not None)]
+    return [".".join([*path, key]) for path in sections for key in _keys(path)]
 
 
 def _wanted(what: str, path: list[str]) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from started import RECIPES, Start, Started
 
 pytestmark = pytest.mark.process
@@ -47,7 +48,7 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
         ("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
         ("loss", 5, "KeyError", "worker 1 failed at step 2, in loss: "),
         ("dataset", 4, "OSError", "worker 1 failed at step 2, in loading: "),
-        ("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
+        ("metric", 5, "ZeroDivisionError", "worker 0 failed, in trying a batch: metric error: "),
     ],
 )
 def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
@@ -122,6 +123,22 @@ def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> N
     first = program.error.splitlines()[0]
     assert "worker 1 failed, in joining: Recipe.train has" in first
     assert program.process.returncode == 3
+
+
+def test_a_metric_of_the_wrong_shape_is_found_before_the_first_step(run: Start) -> None:
+    program = refused(run, "wrong_metric.py:recipe", "train.epochs=1000000")
+    first = program.error.splitlines()[0]
+    assert "failed, in trying a batch: metric right: Recipe.metrics['right'] returned" in first
+    assert program.process.returncode == 3
+
+
+def test_a_gpu_that_is_not_there_is_refused(run: Start) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    program = refused(run, "tiny.py:recipe", "train.device=cuda")
+    assert "train.device = 'cuda', but torch" in program.error
+    assert "Use train.device = 'cpu'" in program.error
+    assert program.process.returncode == 2
 
 
 def test_a_refused_recipe_leaves_what_was_there_before(run: Start, tmp_path: Path) -> None:

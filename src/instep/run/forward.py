@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from instep.errors import RecipeError
 from instep.run.recipe import Recipe, a_or_an
+from instep.run.rehearsal import loss_of
 from instep.run.weights import DERIVED, WeightedLoss, as_weight, weighing
 
 
@@ -48,7 +49,7 @@ class Forward:
         self, recipe: Recipe, model: nn.Module, device: torch.device, precision: str
     ) -> None:
         self.recipe, self.model, self.device = recipe, model, device
-        self._precision = precision
+        self.precision = precision
         self._weigh = weighing(recipe.weight, recipe.loss).weigh
         self.weighs_itself = False
         """Whether `compute_loss` has given a `WeightedLoss`."""
@@ -59,9 +60,9 @@ class Forward:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass, as a context."""
-        if self._precision == "float32":
+        if self.precision == "float32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self._precision))
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
 
     def derive(self, name: str) -> None:
         """Weigh batches by one of `weights.DERIVED`; by samples where the name is empty."""
@@ -70,12 +71,12 @@ class Forward:
     @contextmanager
     def on(self, model: nn.Module, precision: str) -> Iterator[None]:
         """For a while, compute with another model, in another precision."""
-        before = self.model, self._precision
-        self.model, self._precision = model, precision
+        before = self.model, self.precision
+        self.model, self.precision = model, precision
         try:
             yield
         finally:
-            self.model, self._precision = before
+            self.model, self.precision = before
 
     def loss(self, batch: Any, samples: int) -> Found | None:
         """The mean loss of a batch and its weight; None where it holds nothing that counts.
@@ -121,7 +122,8 @@ class Forward:
             outputs = self.model(inputs)
             self.phase = "loss"
             assert self.recipe.loss is not None
-            return checked(self.recipe.loss(outputs, target), "loss"), None, outputs, target
+            found = loss_of(self.recipe.loss, outputs, target)
+            return checked(found, "loss"), None, outputs, target
 
     def measure(self, batch: Any, samples: int) -> Measured:
         """Loss and metrics of one batch, in the order of the recipe."""

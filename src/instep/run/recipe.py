@@ -398,8 +398,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that moves what the workers would not agree on.
 
     Raises:
-        RecipeError: it holds tensors that are not the model's parameters, or
-            needs the loss to be evaluated several times a step.
+        RecipeError: it holds tensors that are not the model's parameters, or only a part of
+            those that need gradients, or needs the loss to be evaluated several times a step.
     """
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -414,6 +414,17 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"the optimizer holds {len(strangers)} tensors that are not the model's parameters "
             f"(the first has shape {strangers[0]}): workers agree only on the model. Make them "
             "part of it."
+        )
+    moved = {id(p) for p in held}
+    still = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
+    if still:
+        total = sum(p.requires_grad for p in model.parameters())
+        more = f" and {len(still) - 4} more" if len(still) > 4 else ""
+        raise RecipeError(
+            f"the optimizer holds {total - len(still)} of the model's {total} parameters that need "
+            f"gradients: {', '.join(map(repr, sorted(still)[:4]))}{more} would never be trained. "
+            "Give it all parameters; or freeze the others with requires_grad_(False), or "
+            "start.freeze in the job."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise RecipeError(

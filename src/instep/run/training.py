@@ -35,6 +35,7 @@ from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
+from instep.run.rehearsal import try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
 from instep.run.sameness import NOTHING_TO_TRY, Spot, Trial, try_out
 from instep.run.saving import Saver
@@ -160,6 +161,9 @@ class Training:
         self.member.hold = self._hold
         if not self.member.goes_on:  # else the others tell
             self._standing.trial = self._try()
+            if self._validation is not None and self.member.number == 0:
+                samples = min(self._validation_batch, self._validation_samples)
+                try_validation(self._forward, self._validation, samples)
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()
@@ -616,15 +620,19 @@ class Training:
         every = self.job.train.validate_every
         return self.step % every == 0 if every else where.stop == self.samples
 
+    @property
+    def _validation_batch(self) -> int:
+        """Samples of one forward pass of the validation."""
+        train = self.job.train
+        parts = train.micro_batches if train.merge == "never" else 1
+        return -(-train.global_batch // parts)
+
     def _validate(self, where: Position) -> dict[str, float] | None:
         if self._validation is None:
             return None
         self.phase = "validation"
         begin, count = time.perf_counter(), len(self.recipe.validate)
-        train = self.job.train
-        batch = train.global_batch
-        if train.merge == "never":
-            batch = -(-batch // train.micro_batches)
+        batch = self._validation_batch
         speeds, comm = self.replica.dealing.speeds, self.replica.comm
         found = evaluate(self._forward, self._validation, count, batch, comm, speeds, self._waits)
         left_out = found.skipped
@@ -690,8 +698,11 @@ def choose_device(job: JobSpec, local_rank: int) -> torch.device:
     if wanted == "cuda" and local_rank >= count:
         raise SpecError(
             f"train.device = 'cuda' with {job.workers} workers, but this machine has {count} GPUs. "
-            + ("Use fewer workers, or train" if count else "Use train")
-            + ".device = 'cpu'."
+            "Use fewer workers, or train.device = 'cpu'."
+            if count
+            else f"train.device = 'cuda', but torch {torch.__version__} finds no GPU on this "
+            "machine. Use train.device = 'cpu'; or put a driver, and a torch that is built for "
+            "CUDA, in place."
         )
     if wanted == "cuda" or (wanted == "auto" and count >= job.workers):
         return torch.device("cuda", local_rank)
