@@ -30,7 +30,7 @@ the recipe and of the model to start from are relative to the job file.
 
 `--set section.key=value` lays a value over the file, for example
 `--set train.epochs=3`. The run folder holds the job as run, with every key
-given, in `job.toml`.
+given, in `job.toml`. A key that was renamed is refused with its new name.
 
 Some keys are ahead of the code. This version refuses, before anything starts, a
 `codec` other than `"none"`, a `[mesh]` above 1, a strategy other than `"all_reduce"`

@@ -241,7 +241,7 @@ def test_a_mistake_in_a_command(
 ) -> None:
     (here / "job.toml").write_text('recipe = "recipe.py:recipe"\nworkers = 2\n')
     (here / "old" / "taken").mkdir(parents=True)
-    (here / "old" / "taken" / "job.toml").write_text('recipe = "/r.py:recipe"\n')
+    (here / "old" / "taken" / "job.toml").write_text('format = 2\nrecipe = "/r.py:recipe"\n')
     assert main(command.split()) == code
     check_sentence(capsys, words)
     assert not (here / "runs").exists()

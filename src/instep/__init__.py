@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from instep.formats import INSTEP
+
 if TYPE_CHECKING:
     from instep.errors import InstepError
     from instep.run.client import Run, resume, train
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from instep.spec import JobSpec
     from instep.state.load import load_model
 
-__version__ = "0.1.0"
+__version__ = INSTEP
 
 _HOME = {
     "InstepError": "instep.errors",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,9 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from instep import __version__
-from instep.errors import INTERRUPTED, InstepError, RecipeError, SpecError, near_miss
+from instep.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    InstepError,
+    RecipeError,
+    SpecError,
+    near_miss,
+)
 
 if TYPE_CHECKING:
+    from instep.report.run_folder import RunFolder
     from instep.report.verdict import Verdict
     from instep.run.client import Run
     from instep.spec import JobSpec
@@ -108,12 +117,14 @@ def report(args: argparse.Namespace) -> int:
     from instep.report.page import write_report
     from instep.report.run_folder import RunFolder
     from instep.report.summary import summarise, verdict
-    from instep.state.export import asked_for
+    from instep.state.export import asked_for, check_page
 
     folder = RunFolder(Path(args.run))
     other = RunFolder(Path(args.other)) if args.other else None
     name = f"report-with-{Path(args.other).name}.html" if args.other else "report.html"
     path = Path(args.to) if args.to else Path(args.run) / name
+    if args.to:
+        check_page(path, folder.path)
     with asked_for(path):
         write_report(folder, path, other)
     summary = summarise(folder)
@@ -229,7 +240,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.errors import RunError
     from instep.report.run_folder import RunFolder
     from instep.state.best import Best
-    from instep.state.export import asked_for, check_target, choose, copy_file, copy_model
+    from instep.state.export import asked_for, check_target, choose, copy_model
 
     target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
@@ -248,7 +259,7 @@ def export(args: argparse.Namespace) -> int:
         if kept is not None:
             copy_model(kept, target)
         else:
-            copy_file(model, target)
+            _copy_own(model, target, folder)
     if args.json:
         source = str(kept) if kept else str(model)
         said = {"model": str(target), "size_bytes": target.stat().st_size, "from": source}
@@ -259,6 +270,22 @@ def export(args: argparse.Namespace) -> int:
             print(f"from   {kept}")
         print(f"next   safetensors.torch.load_file({str(target)!r})")
     return 0
+
+
+def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
+    """Copy the model of a run's end; where it is damaged, say who has the same one."""
+    from instep.report.words import command
+    from instep.state.export import copy_own
+    from instep.state.manifest import published
+
+    try:
+        copy_own(model, target)
+    except CheckpointError as error:
+        step = folder.last("model_saved").get("step")
+        if step not in [kept for kept, _ in published(folder.path / "checkpoints")]:
+            raise
+        again = command("export", folder.path, f"--step {step} --to {shlex.quote(str(target))}")
+        raise CheckpointError(f"{error} Its checkpoint has the same model: {again}") from None
 
 
 def _safetensors(name: str) -> Path:
@@ -309,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
-        "6 run folder, 7 checkpoint, 130 interrupted.",
+        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -366,11 +393,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--kills", type=int, default=10, help="processes to kill (default: %(default)s)"
     )
-    one.add_argument("--hangs", type=int, default=0, help="workers to stop without a word")
+    one.add_argument("--hangs", type=int, default=0, help="processes to stop without a word")
     one.add_argument(
         "--partitions", type=int, default=0, help="cut hosts off: workers are on emulated ones then"
     )
-    one.add_argument("--roles", help="whose processes are killed, such as worker,loader")
+    one.add_argument("--roles", help="whose processes, such as worker,loader")
     one.add_argument("--seed", type=int, default=0, help="what is broken when follows from it")
     one.add_argument(
         "--over",

@@ -8,39 +8,106 @@ Low parts emit, high parts read. A run writes three files in its folder:
                  committed step: records of `LEDGER`, appended, never changed
 `steps.bin`      how long each part of a step took: records of `STEPS`
 
-Both binary files are plain arrays of little-endian records, so
-`numpy.fromfile("ledger.bin", LEDGER)` is the whole reader. Several workers
-write into one file; records of one step need not be neighbours.
+Both binary files are plain arrays of little-endian records; before those of the
+ledger stands a header of `LEDGER_START` bytes, which says its format. So
+`numpy.fromfile("ledger.bin", LEDGER, offset=LEDGER_START)` is the whole reader.
+Several workers write into one file; records of one step need not be neighbours.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from instep.errors import RunError
+from instep.formats import FORMAT, INSTEP, other_format
 
 _CHUNK_BYTES = 1 << 16
+
+
+class Kind(IntEnum):
+    """What the unit of work is that a record of the ledger tells of."""
+
+    RANGE = 0
+    """A range of the global batch: micro-batches that follow each other."""
+
 
 LEDGER = np.dtype(
     [
         ("step", "<i8"),  # counts from 1
         ("epoch", "<i4"),  # counts from 0
-        ("worker", "<i2"),
-        ("generation", "<i2"),
+        ("course", "<u4"),  # 0; one more for each time that the run went back, once that is kept
+        ("generation", "<i4"),  # counts from 1
+        ("worker", "<i4"),
+        ("kind", "<u2"),  # of the unit: a `Kind`
+        ("unit", "<u4"),  # its number in the step; of a range, that of its first micro-batch
         ("first", "<i8"),  # positions [first, stop) of the epoch's order
         ("stop", "<i8"),
     ]
 )
-"""One worker's share of one committed step."""
+"""A unit of work in one committed step, and the worker that did it.
+
+Today there is one `Kind`, and one record for each worker and step, whose range is all
+that the worker was dealt; it is empty for one that was dealt nothing. A strategy whose
+work is cut otherwise gets a kind of its own, and then as many records as units.
+"""
+
+_HEADER = struct.Struct("<8sII12s")  # magic, format, bytes of a record, instep that wrote it
+_MAGIC = b"\x93instepL"
+
+LEDGER_START = _HEADER.size + 4
+"""Where the records of a ledger begin, bytes; before them its header and that one's CRC-32."""
+
+
+def ledger_header() -> bytes:
+    """How a ledger begins, [LEDGER_START] bytes. No later format begins otherwise."""
+    header = _HEADER.pack(_MAGIC, FORMAT, LEDGER.itemsize, INSTEP.encode()[:12])
+    return header + zlib.crc32(header).to_bytes(4, "little")
+
+
+def check_ledger(path: Path, start: bytes) -> bool:
+    """Look at how a ledger begins, before a record of it is believed.
+
+    Args:
+        path: the file, for messages.
+        start: its first `LEDGER_START` bytes, or all that it has.
+
+    Returns:
+        Whether the header is whole; if not, its writer died with it, and no record follows.
+
+    Raises:
+        RunError: it is of another format, damaged, or no ledger.
+    """
+    whole = len(start) >= LEDGER_START
+    if not whole and ledger_header()[: _HEADER.size - 12].startswith(start[: _HEADER.size - 12]):
+        return False
+    header, checksum = start[: _HEADER.size], start[_HEADER.size : LEDGER_START]
+    if not whole or not header.startswith(_MAGIC):
+        if start.startswith((1).to_bytes(8, "little")):  # as the first record did in format 1
+            raise RunError(other_format(path, 1))
+        raise RunError(
+            f"{path} is no ledger of instep, or damaged: it does not begin like one. "
+            "Put it right from a copy."
+        )
+    _, found, record_bytes, writer = _HEADER.unpack(header)
+    if zlib.crc32(header).to_bytes(4, "little") != checksum:
+        raise RunError(f"{path} is damaged: its header does not fit its checksum. Use a copy.")
+    if found != FORMAT:
+        raise RunError(other_format(path, found, writer.rstrip(b"\0").decode("ascii", "replace")))
+    assert record_bytes == LEDGER.itemsize, f"format {found} with records of {record_bytes} bytes"
+    return True
+
 
 STEPS = np.dtype(
     [
@@ -68,7 +135,7 @@ EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
     "resumed_step where a run goes on",
     "worker_joined": "worker, pid, host, seconds",
-    "master_started": "pid, again (whether it takes the place of one that was lost)",
+    "master_started": "pid, again (whether it takes the place of one that was lost), why (it was)",
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "scaled": "before, workers",
@@ -247,8 +314,15 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Every whole record of a binary file, [records] of `dtype`; a torn tail is left out."""
+    """Every whole record of a binary file, [records] of `dtype`; a torn tail is left out.
+
+    Raises:
+        RunError: it is a ledger, and `check_ledger` refuses it.
+    """
     if not path.exists():
         return np.empty(0, dtype)
-    data = path.read_bytes()
+    data = memoryview(path.read_bytes())
+    if dtype == LEDGER:
+        whole = check_ledger(path, bytes(data[:LEDGER_START]))
+        data = data[LEDGER_START if whole else len(data) :]
     return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)

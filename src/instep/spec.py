@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
+from instep.formats import FORMAT
 from instep.units import seconds_in
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -126,8 +127,9 @@ class StopSpec(Section, frozen=True, kw_only=True):
     least_change: Annotated[float, Meta(ge=0)] = 0.0
     """By how much the metric has to get better for `patience` to begin anew."""
 
-    non_finite: bool = False
-    """Stop at a loss, or a norm of the gradient, that is not finite; otherwise a warning is all."""
+    non_finite: bool = True
+    """Stop at a loss that is not finite, and at such a norm of the gradient where it is computed
+    anyway; otherwise a warning is all."""
 
     rise: Annotated[float, Meta(gt=1)] | None = None
     """Stop when the mean loss of the last `window` steps is above so many times the lowest yet."""
@@ -158,13 +160,13 @@ class StopSpec(Section, frozen=True, kw_only=True):
 
     @property
     def by_step(self) -> bool:
-        """Whether a rule looks at every step."""
+        """Whether a rule asks the master at every step."""
         return self.by_norm or self.rise is not None
 
     @property
     def by_norm(self) -> bool:
-        """Whether a rule looks at the norm of the gradient."""
-        return self.non_finite or self.gradient_norm is not None
+        """Whether a rule wants the norm of the gradient."""
+        return self.gradient_norm is not None
 
     def __post_init__(self) -> None:
         for name in ("target", "least_change", "rise", "gradient_norm", "time_limit"):
@@ -371,6 +373,10 @@ class CheckSpec(Section, frozen=True, kw_only=True):
 
 class JobSpec(Section, frozen=True, kw_only=True):
     """One job: what to train, on how many workers, and how they agree."""
+
+    format: Positive = FORMAT
+    """Of the file itself. A run writes it into its folder; a file of your own needs none, or
+    gives that of this version, so that another refuses it."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its folder: letters, digits, `.`, `_` and `-`."""

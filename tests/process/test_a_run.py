@@ -10,7 +10,9 @@ import tiny
 from started import RECIPES, Started, distance
 
 import instep
+from instep.data.order import micro_batch
 from instep.errors import WorkerError
+from instep.events import Kind
 
 pytestmark = pytest.mark.process
 
@@ -55,6 +57,23 @@ def test_a_run_ends_with_code_0_and_leaves_a_whole_folder_and_nothing_else(
         "worker-1.log",
     }
     finished.check_nothing_is_left()
+
+
+def test_each_record_of_the_ledger_is_of_a_range_that_begins_with_its_unit(
+    finished: Started,
+) -> None:
+    ledger = finished.ledger
+    assert set(ledger["kind"]) == {Kind.RANGE}
+    assert set(ledger["course"]) == {0}
+    assert set(ledger["generation"]) == {1}
+    for step in range(1, 22):
+        mine = ledger[ledger["step"] == step]
+        assert mine["worker"].tolist() == [0, 1]
+        begin, end = int(mine["first"].min()), int(mine["stop"].max())
+        parts = -(-(end - begin) * 8 // 16)  # a short batch is cut into fewer micro-batches
+        firsts = [micro_batch(begin, end, int(unit), parts)[0] for unit in mine["unit"]]
+        assert mine["first"].tolist() == firsts
+    assert ledger["unit"].max() > 0
 
 
 def test_only_the_loopback_address_is_listened_on(finished: Started) -> None:

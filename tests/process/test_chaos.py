@@ -53,6 +53,22 @@ def test_a_job_is_run_twice_and_holds_whoever_is_killed(tmp_path: Path, capsys: 
     assert RunFolder(whole).named("worker_lost") == []
 
 
+@pytest.mark.slow
+def test_a_run_holds_whoever_of_it_is_stopped(tmp_path: Path, capsys: Out) -> None:
+    job = job_file(tmp_path, 300)
+    asked = ("--kills", "0", "--hangs", "7", "--seed", "10", "--json")
+    assert main(["chaos", str(job), *asked, "--runs", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert answer["injected"] == answer["injections"] == 7
+    assert {each["role"] for each in answer["each"]} == {"worker", "master", "host", "spare"}
+    assert {each["kind"] for each in answer["each"]} == {"hang"}
+    assert not any(each["released"] for each in answer["each"])
+    assert set(answer["recovery_s"]) == {f"hang {each['role']}" for each in answer["each"]}
+    assert answer["parameters_sha256"] == answer["undisturbed_parameters_sha256"]
+    assert "stopped spare of host 0 (pid " in said.err
+
+
 def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, capsys: Out) -> None:
     runs = tmp_path / "runs"
     job = job_file(tmp_path, 12)

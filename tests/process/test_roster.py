@@ -111,10 +111,40 @@ def test_loader_processes_are_the_forks_of_a_worker_and_not_what_it_started(
     psutil.Process(program).kill()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has no name of its own")
+def test_a_spare_is_the_fork_of_a_host_that_calls_itself_so(
+    tmp_path: Path, stands: list[Stand]
+) -> None:
+    calls_itself = (
+        "import os, sys\n"
+        "from instep.run.processes import SPARE, call_itself\n"
+        "worker, spare = os.fork(), os.fork()\n"  # four processes: ours, two forks, a fork's fork
+        "assert spare or call_itself(SPARE)\n"
+        "print(os.getppid(), os.getpid(), flush=True) if worker and not spare else None\n"
+        "sys.stdin.read()\n"
+    )
+    stands.append(Stand(calls_itself))
+    host = stands[0]
+    assert host.stdout is not None
+    parent, spare = map(int, host.stdout.readline().split())
+    assert parent == host.pid
+    log(tmp_path, {"event": "host_joined", "host": 2, "pid": host.pid})
+    roster = Roster(tmp_path)
+    roster.listen()
+    assert [(each.number, each.pid) for each in roster.of("spare")] == [(2, spare)]
+    forks = psutil.Process(host.pid).children(recursive=True)
+    assert len(forks) == 3
+    for each in forks:
+        each.kill()
+
+
 def test_a_run_has_the_roles_that_its_log_and_its_job_tell_of(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n')
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n')
     log(tmp_path, {"event": "worker_joined", "worker": 0, "pid": 40})
     assert roles_of(RunFolder(tmp_path)) == ["worker"]
     log(tmp_path, {"event": "master_started", "pid": 7})
-    (tmp_path / "job.toml").write_text('recipe = "a.py:f"\n[data]\nloaders = 2\n')
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n[data]\nloaders = 2\n')
     assert roles_of(RunFolder(tmp_path)) == ["worker", "master", "loader"]
+    log(tmp_path, {"event": "host_joined", "pid": 8})
+    spare = ["spare"] if sys.platform == "linux" else []
+    assert roles_of(RunFolder(tmp_path)) == ["worker", "master", "host", "loader", *spare]

@@ -324,6 +324,13 @@ def _stall_master(world: World) -> None:
         world.master.stalled_until = TIME.now + world.engine.between(0.2, 2.5)
 
 
+def _hang_master(world: World) -> None:
+    """It was stopped; the client ends it once it has been silent for too long."""
+    if world.master is not None and world.master.alive and world.masters < 6:
+        world.master.stalled_until = TIME.now + 1000.0
+        world.engine.after(world.engine.between(1.2, 3.0), world.master.die, -9)
+
+
 def _stop_worker(world: World) -> None:
     worker = _some_worker(world)
     if worker is not None and worker.shows_itself:  # before, nobody could tell
@@ -335,6 +342,14 @@ def _pause_worker(world: World) -> None:
     if (worker := _some_worker(world)) is not None:
         worker.stop()
         world.engine.after(world.engine.between(0.1, 1.5), worker.go_on)
+
+
+def _pause_all_workers(world: World) -> None:
+    """A machine that sleeps, or a shared disk that stalls: all of them stand still at once."""
+    seconds = world.engine.between(0.5, 20.0)
+    for worker in world.workers():
+        worker.stop()
+        world.engine.after(seconds, worker.go_on)
 
 
 def _loop_worker(world: World) -> None:
@@ -391,8 +406,10 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "all workers are killed": (_kill_all_workers, 1),
     "the master is killed": (_kill_master, 5),
     "the master stalls": (_stall_master, 1),
+    "the master hangs": (_hang_master, 1),
     "a worker hangs": (_stop_worker, 1),
     "a worker pauses": (_pause_worker, 2),
+    "all workers pause": (_pause_all_workers, 1),
     "a worker gets nowhere": (_loop_worker, 1),
     "a worker has to leave": (_notice, 2),
     "the run is scaled": (_scale, 3),

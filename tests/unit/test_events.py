@@ -1,21 +1,27 @@
 """Events and records are read back as they were written, whatever a crash cut short."""
 
+import struct
 import threading
+import zlib
 
 import numpy as np
 import pytest
 
+import instep
 from instep.errors import RunError
 from instep.events import (
     EVENTS,
     LEDGER,
+    LEDGER_START,
     STEPS,
     Appender,
     EventLog,
     cut_torn_record,
+    ledger_header,
     read_events,
     read_records,
 )
+from instep.formats import FORMAT
 
 
 def test_events_are_read_back_in_order_with_their_time(tmp_path):
@@ -78,8 +84,9 @@ def test_events_of_several_threads_do_not_run_into_one_another(tmp_path):
 def test_records_are_read_back_without_a_torn_tail(tmp_path, dtype):
     records = np.zeros(3, dtype)
     records["step"] = [1, 2, 3]
-    data = records.tobytes()
-    for cut in range(2 * dtype.itemsize, len(data)):
+    head = ledger_header() if dtype is LEDGER else b""
+    data = head + records.tobytes()
+    for cut in range(len(head) + 2 * dtype.itemsize, len(data)):
         (tmp_path / "records").write_bytes(data[:cut])
         assert read_records(tmp_path / "records", dtype)["step"].tolist() == [1, 2]
     (tmp_path / "records").write_bytes(data)
@@ -87,10 +94,57 @@ def test_records_are_read_back_without_a_torn_tail(tmp_path, dtype):
 
 
 def test_records_are_little_endian_and_packed_so_that_numpy_alone_reads_them():
-    assert LEDGER.itemsize == 8 + 4 + 2 + 2 + 8 + 8
+    assert LEDGER.itemsize == 8 + 5 * 4 + 2 + 8 + 8
     assert STEPS.itemsize == 8 + 4 + 4 + 8 + 8 + 8 * 4
     for dtype in (LEDGER, STEPS):
         assert all(dtype[name].str.startswith("<") for name in dtype.names)
+
+
+def test_numpy_reads_the_records_behind_the_header_of_a_ledger(tmp_path):
+    records = np.zeros(3, LEDGER)
+    records["worker"] = records["generation"] = 2**31 - 1
+    records["course"] = records["unit"] = 2**32 - 1
+    (tmp_path / "ledger.bin").write_bytes(ledger_header() + records.tobytes())
+    found = np.fromfile(tmp_path / "ledger.bin", LEDGER, offset=LEDGER_START)
+    assert np.array_equal(found, records)
+    assert len(ledger_header()) == LEDGER_START
+
+
+def old_record(step):
+    """A record of format 1, of 32 bytes."""
+    return struct.pack("<qihhqq", step, 0, 0, 1, 0, 64)
+
+
+@pytest.mark.parametrize("records", [1, 2, 50])
+def test_a_ledger_of_format_1_is_refused_with_the_version_that_reads_it(tmp_path, records):
+    (tmp_path / "ledger.bin").write_bytes(b"".join(map(old_record, range(1, records + 1))))
+    with pytest.raises(RunError) as refused:
+        read_records(tmp_path / "ledger.bin", LEDGER)
+    assert str(refused.value) == (
+        f"{tmp_path / 'ledger.bin'} was written by instep 0.1 in format 1; this is instep "
+        f"{instep.__version__}, which reads format {FORMAT}. Use instep 0.1 for it."
+    )
+
+
+def test_a_ledger_of_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path):
+    header = bytearray(ledger_header()[:-4])
+    header[8:12] = (FORMAT + 1).to_bytes(4, "little")
+    header[16:] = b"0.31.4".ljust(12, b"\0")
+    newer = bytes(header) + zlib.crc32(header).to_bytes(4, "little")
+    (tmp_path / "ledger.bin").write_bytes(newer + b"anything")
+    says = rf"by instep 0\.31\.4 in format {FORMAT + 1}; .* Use instep 0\.31 for it\."
+    with pytest.raises(RunError, match=says):
+        read_records(tmp_path / "ledger.bin", LEDGER)
+
+
+@pytest.mark.parametrize("at", range(LEDGER_START))
+def test_no_bit_of_a_ledgers_header_can_change_unseen(tmp_path, at):
+    for bit in range(8):
+        data = bytearray(ledger_header() + np.zeros(2, LEDGER).tobytes())
+        data[at] ^= 1 << bit
+        (tmp_path / "ledger.bin").write_bytes(data)
+        with pytest.raises(RunError, match=r"does not begin like one|does not fit its checksum"):
+            read_records(tmp_path / "ledger.bin", LEDGER)
 
 
 def test_every_event_tells_its_fields():

@@ -39,13 +39,18 @@ class ChannelStore(Store):
         """A value, once somebody has left it; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
-            self._tie.send(StoreGet(key=name))
+            question = StoreGet(key=name)
+            self._tie.send(question)
+            # while another thread listens, a lost master ends the group, and two answers are many
+            self._tie.question = None if self._tie.listens else question
             while name not in self._known:
                 answer = self._tie.wait_for(StoreValue, Form, Release)
                 if not isinstance(answer, StoreValue):  # this group will never form
                     self._tie.put_back(answer)
+                    self._tie.question = None
                     raise PeerError("the members changed while the group was forming.")
                 self._known[answer.key] = answer.value
+            self._tie.question = None
         return self._known[name]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

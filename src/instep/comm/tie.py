@@ -61,6 +61,9 @@ class Tie:
         """Said again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether a lost master is waited for."""
+        self.question: AnyMessage | None = None
+        """What has had no answer yet: it is asked again of the next master, which may never have
+        heard it though the last one did."""
         self._unheard: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -153,6 +156,8 @@ class Tie:
         Returns:
             False where that connection is lost as well.
         """
+        if self.question is not None and self.question not in self._unheard:
+            self._unheard.append(self.question)
         again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
         self._channel, self._dropped = channel, 0
         self._sent_at.clear()
@@ -184,6 +189,19 @@ class Tie:
                     raise
                 if self._thread is None and self._lease_s is None:  # else it will be noticed
                     self._find_another(error)
+
+    def wait_until_heard(self, timeout_s: float) -> None:
+        """Wait until all that was sent has taken effect, with this master or the next.
+
+        Returns after `timeout_s` seconds in any case, and once the master is gone for good.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            while self._unheard and not self._gone and (left_s := deadline - time.monotonic()) > 0:
+                if self._thread is None:
+                    self._take_in(min(left_s, PULSE_S))
+                else:
+                    self._arrived.wait(min(left_s, PULSE_S))
 
     # ---- what arrives
 

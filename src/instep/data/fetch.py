@@ -8,7 +8,8 @@ readers run a `Fetch` wherever they like.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from instep.data import keyed
+from instep.comm.messages import Mark
+from instep.data import breadcrumb, keyed
 from instep.data.blame import odd_one_out, told
+from instep.data.breadcrumb import files_of
 from instep.data.contents import Chosen, content_of, rows_of
 from instep.data.order import Indices, Order, key
 from instep.data.unreadable import tried
@@ -56,6 +59,7 @@ class Fetch:
         augment: (sample, generator) to sample; the generator is keyed by
             (seed, epoch, index).
         skip: leave out a sample that cannot be read; else it is an error.
+        name: `training` or `validation`, under which the process leaves word of what it reads.
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
@@ -70,8 +74,12 @@ class Fetch:
         collate: Collate | None = None,
         augment: Augment | None = None,
         skip: bool = False,
+        name: str = "training",
     ) -> None:
         self.samples = _length(dataset)
+        self.name, self._file_of = name, files_of(dataset)
+        self._left_out: dict[int, str] = {}
+        self._suspected: set[int] = set()
         self.dataset, self.seed = dataset, seed
         self.plain = collate is None and augment is None and is_plain(dataset)
         """Whether torch's and instep's own code alone reads, which keeps and draws nothing."""
@@ -128,6 +136,15 @@ class Fetch:
             return np.arange(part.first, part.stop, dtype=np.int64)
         return self._order.indices(*part)
 
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Leave these samples out, or be careful with them: processes have ended there.
+
+        The marks of other datasets are not looked at; those of before no longer count.
+        """
+        own = [mark for mark in marks if mark.dataset == self.name]
+        self._left_out = {mark.sample: mark.cause for mark in own if mark.cause}
+        self._suspected = {mark.sample for mark in own if not mark.cause}
+
     def content(self, index: int) -> int:
         """The content of a sample of epoch 0, read with generators set from its key."""
         self.read_by = os.getpid()
@@ -138,14 +155,18 @@ class Fetch:
     def _batch(self, part: Slice) -> Got:
         indices, missed = self.indices(part), Missed()
         contents = Contents()
-        if self._whole is not None and not self.draws:
-            batch = self._together(part.epoch, indices, self._whole, missed)
-            self._note_rows(part.epoch, _without(indices, missed), batch, contents)
-            return batch, missed, contents
-        if self._many and not self.draws:
-            samples = self._read_many(part.epoch, indices, missed, contents)
-        else:
-            samples = self._read_apart(part.epoch, indices, missed, contents)
+        trail = breadcrumb.trail(self.name)
+        try:
+            if self._whole is not None and not self.draws:
+                batch = self._together(part.epoch, indices, self._whole, missed)
+                self._note_rows(part.epoch, _without(indices, missed), batch, contents)
+                return batch, missed, contents
+            if self._many and not self.draws:
+                samples = self._read_many(part.epoch, indices, missed, contents)
+            else:
+                samples = self._read_apart(part.epoch, indices, missed, contents)
+        finally:
+            trail.ends()
         if not samples:
             return None, missed, contents
         names = _without(indices, missed).tolist()
@@ -170,11 +191,16 @@ class Fetch:
         self, epoch: int, indices: Indices, read: Callable[[Indices], Any], missed: Missed
     ) -> Any:
         """What `read` gives for many samples at once; None where none of them can be read."""
+        first, trail = int(indices[0]), breadcrumb.trail(self.name)
         try:
-            return read(indices)
+            if not self._has_marked(indices):
+                trail.begins_many(first, len(indices))
+                return read(indices)
         except Exception:
-            for index in indices.tolist():  # which of them is it?
-                self._one(epoch, index, missed)
+            pass
+        trail.ends()
+        for index in indices.tolist():  # which of them is it?
+            self._one(epoch, index, missed)
         readable = _without(indices, missed)
         if not len(readable):
             return None
@@ -216,8 +242,22 @@ class Fetch:
                 samples.append(self._augmented(epoch, index, sample))
         return samples
 
+    def _has_marked(self, indices: Indices) -> bool:
+        marked = [*self._left_out, *self._suspected]
+        return bool(marked) and bool(np.isin(indices, marked).any())
+
     def _one(self, epoch: int, index: int, missed: Missed) -> list[Any]:
         """The sample, alone in a list; an empty one where it is left out."""
+        if index in self._left_out:
+            missed.append((index, self._left_out[index]))
+            return []
+        trail = breadcrumb.trail(self.name)
+        if index in self._suspected:
+            while trail.ahead:
+                time.sleep(0.001)  # until it is waited for: then nothing else can be to blame
+            trail.begins_named(index, self._file_of(index))
+        else:
+            trail.begins(index)
         try:
             return [tried(lambda: self._keyed_sample(epoch, index))]
         except Exception as error:

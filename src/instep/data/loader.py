@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 from weakref import WeakSet
 
+from instep.comm.messages import Mark
 from instep.data.choose import FINGERPRINT, answers, choose
 from instep.data.contents import Chosen, Record
 from instep.data.fetch import Augment, Collate, Fetch, Slice
@@ -39,6 +40,8 @@ class Loader:
             (seed, epoch, index).
         processes: loader processes; 0 reads in this process, `"auto"` measures.
         unreadable: `"skip"` leaves out samples that cannot be read, `"stop"` raises.
+        name: `training` or `validation`, for whoever asks what a process that died was reading.
+        marks: samples at which processes have ended before.
         worker_init: called in each loader process with its number, before it reads.
         contents: which samples' contents are told to `record`.
 
@@ -67,6 +70,8 @@ class Loader:
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
         unreadable: Literal["stop", "skip"] = "stop",
+        name: str = "training",
+        marks: Iterable[Mark] = (),
         worker_init: Callable[[int], Any] | None = None,
         contents: Literal["off", "sample", "all"] = "off",
     ) -> None:
@@ -77,7 +82,9 @@ class Loader:
             collate=collate,
             augment=augment,
             skip=unreadable == "skip",
+            name=name,
         )
+        self._fetch.mark(marks)
         if contents != "off":
             self._fetch.chosen = Chosen(self._fetch.samples, seed, contents)
         self.record: Record | None = None
@@ -120,6 +127,10 @@ class Loader:
     def pids(self) -> list[int]:
         """Process numbers of the loader processes; none in the other modes."""
         return self._pool.pids if self._pool else []
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Leave samples out, or be careful with them, from the next `read` on (`Fetch.mark`)."""
+        self._fetch.mark(marks)
 
     def load(self, slices: Iterable[Slice]) -> Generator[Any]:
         """The batch of each slice, in order; None for an empty slice.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instep.data.order import position
-from instep.events import LEDGER
+from instep.events import LEDGER, LEDGER_START
 from instep.report.audit import Audit, EpochAudit, Stretch
 from instep.report.run_folder import Records, RunFolder
 from instep.report.words import command, plural
@@ -179,7 +179,7 @@ def prove(folder: RunFolder) -> Proof:
         planned_steps=folder.last("worker_ready").get("last_step"),
         records=len(folder.ledger),
         beyond=len(folder.ledger) - len(folder.committed),
-        torn_bytes=size % LEDGER.itemsize,
+        torn_bytes=(size - LEDGER_START) % LEDGER.itemsize if size > LEDGER_START else 0,
         epoch_samples=samples,
         audit=folder.audit,
         skipped=len(folder.skipped),

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records
+from instep.formats import FORMAT, other_format
 from instep.report.audit import Audit, audit
 from instep.report.skipped import skipped_in
 from instep.report.words import command
@@ -49,14 +50,15 @@ class RunFolder:
         path: the folder, such as `runs/digits`.
 
     Raises:
-        RunError: there is no such folder, or it is not the folder of a run.
+        RunError: there is no such folder, it is not the folder of a run, or that run is
+            of another format.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = _existing(Path(path))
         job_file = self.path / "job.toml"
         try:
-            self.job = read_table(job_file)
+            self.job = _job(self.path)
             self.spec = build(self.job, source=str(job_file))
         except SpecError as error:
             raise RunError(f"{self.path} cannot be read as a run: {error}") from None
@@ -288,6 +290,34 @@ def step_ends(steps: Records) -> Floats:
 def _in_order(steps: Records) -> Records:
     ordered: Records = steps[np.lexsort((steps["begin"], steps["worker"], steps["step"]))]
     return ordered
+
+
+def check_format(run: Path) -> None:
+    """Refuse the folder of a run that another version of instep reads.
+
+    Raises:
+        RunError: the text says which.
+        SpecError: its `job.toml` cannot be read.
+    """
+    _job(run)
+
+
+def _job(run: Path) -> dict[str, Any]:
+    """The raw tables of a run's job; runs of format 1 did not say which they were of."""
+    table = read_table(run / "job.toml")
+    found = table.get("format", 1 if "recipe" in table else FORMAT)  # else it is no job at all
+    if found != FORMAT and type(found) is int:
+        raise RunError(other_format(f"the run in {run}", found, _written_by(run)))
+    return table
+
+
+def _written_by(run: Path) -> object:
+    """The version of instep that began the newest session of a run, if its events say so."""
+    try:
+        begun = [e for e in _events(run / "events.jsonl") if e["event"] == "run_started"]
+        return begun[-1]["versions"]["instep"]
+    except (RunError, LookupError, TypeError):
+        return None
 
 
 def _events(path: Path) -> list[Event]:

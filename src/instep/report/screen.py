@@ -54,7 +54,7 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":
         return f"corruption: {corruption_in_words(event)}"
-    if what == "stop_requested" and event["by"] == "master":
+    if what == "stop_requested" and event["rule"] != "interrupted":
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
@@ -66,7 +66,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
     if what == "scaled":
         return f"from {event['before']} to {event['workers']} workers at one of the next commits"
     if what == "master_started" and event["again"]:
-        return "the master was lost; another has taken its place"
+        why = f" ({event['why']})" if event.get("why") else ""
+        return f"the master was lost{why}; another has taken its place"
     if what == "went_back":
         return f"nobody was left: back to step {event['resumed_step']}"
     if what == "model_loaded":

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from instep.errors import RunError
-from instep.events import LEDGER
+from instep.events import LEDGER, LEDGER_START
 from instep.report.run_folder import RunFolder
 from instep.report.summary import finite
 from instep.report.verdict import Fall, Injected, judge
@@ -53,7 +53,7 @@ class Plan:
     seed: int
     partitions: int = 0
     roles: tuple[str, ...] = ()
-    """Whose processes are killed; all that the run has, if none are given."""
+    """Whose processes are killed and stopped; all that the run has, if none are given."""
 
     over_s: float = 0.0
     """Above 0: spread over so many seconds, rather than over the steps of the run."""
@@ -229,7 +229,9 @@ class Breaker:
     def _release(self) -> None:
         """Wake processes that nobody has noticed to hang; forget those that are gone."""
         for place, known in list(self._hanging.items()):
-            if self._step >= self.injected[place].step + 2 or not _lives(known.pid):
+            # with a worker that is stopped no step is committed; without the others some are
+            noticed = known.role == "worker" and self._step >= self.injected[place].step + 2
+            if noticed or not _lives(known.pid):
                 del self._hanging[place]
             elif time.time() - self.injected[place].time > self._patience_s:
                 released = send(known, signal.SIGCONT)
@@ -273,7 +275,7 @@ def _told(done: Injected) -> str:
         one = len(done.hosts) == 1
         numbers = ", ".join(map(str, done.hosts))
         return f"cut off host{'' if one else 's'} {numbers}"
-    whose = "of worker " if done.role == "loader" else ""
+    whose = {"loader": "of worker ", "spare": "of host "}.get(done.role, "")
     what = "stopped" if done.kind == "hang" else "killed"
     return f"{what} {done.role} {whose}{done.number} (pid {done.pid})"
 
@@ -294,10 +296,11 @@ def last_committed(ledger: Path) -> int:
     """The step of the last whole record of a ledger; 0 where there is none."""
     try:
         with ledger.open("rb") as file:
-            whole = os.fstat(file.fileno()).st_size // LEDGER.itemsize
-            if not whole:
+            whole = (os.fstat(file.fileno()).st_size - LEDGER_START) // LEDGER.itemsize
+            if whole < 1:
                 return 0
-            data = os.pread(file.fileno(), LEDGER.itemsize, (whole - 1) * LEDGER.itemsize)
+            place = LEDGER_START + (whole - 1) * LEDGER.itemsize
+            data = os.pread(file.fileno(), LEDGER.itemsize, place)
     except OSError:
         return 0
     record = np.frombuffer(data, LEDGER) if len(data) == LEDGER.itemsize else np.zeros(1, LEDGER)

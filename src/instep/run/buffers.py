@@ -18,6 +18,8 @@ on taken to move in every pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -35,9 +37,10 @@ class Buffers:
         model: whose.
         parts: 0 for means that are equal to rounding; else the passes of a
             step, at most, and the mean has the same bits whoever runs which.
+        alone: whether each step is one pass, which may do what one machine may.
     """
 
-    def __init__(self, model: nn.Module, *, parts: int = 0) -> None:
+    def __init__(self, model: nn.Module, *, parts: int = 0, alone: bool = False) -> None:
         self._rows = parts or 1
         owners = [
             (module, name, buffer)
@@ -52,7 +55,9 @@ class Buffers:
             if buffer is None
         ]
         self._frozen = [
-            (name, p, p._version) for name, p in model.named_parameters() if not p.requires_grad
+            (name, p, p._version)
+            for name, p in model.named_parameters()
+            if not (p.requires_grad or alone)
         ]
         unique = {id(buffer): (module, name, buffer) for module, name, buffer in owners}
         self._owners = [(module, name) for module, name, _ in unique.values()]
@@ -108,12 +113,7 @@ class Buffers:
                     f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
                     "which was None: run one batch through the model in the recipe."
                 )
-        for name, parameter, version in self._frozen:
-            if parameter._version != version:
-                raise RecipeError(
-                    f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
-                    "(register_buffer), so that workers can agree on it."
-                )
+        refuse_written(self._frozen)
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
@@ -209,3 +209,20 @@ class Buffers:
             self.moved.add(id(self._live[index]))
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)
+
+
+def refuse_written(frozen: Iterable[tuple[str, nn.Parameter, int]]) -> None:
+    """Refuse a pass that wrote to a frozen parameter, which workers would not agree on.
+
+    Args:
+        frozen: name, parameter, and its version before the pass.
+
+    Raises:
+        RecipeError: it did.
+    """
+    for name, parameter, version in frozen:
+        if parameter._version != version:
+            raise RecipeError(
+                f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
+                "(register_buffer), so that workers can agree on it."
+            )

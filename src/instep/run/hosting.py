@@ -1,5 +1,7 @@
-"""Process 0's other half under `instep.join`: the run folder, and the master in a thread.
+"""Process 0's other half under `instep.join`: the run folder, and a watch over the master.
 
+The master is a process of its own, as under `instep run`; a thread of process 0 has the
+client's part (`guard.py`), and replaces a master that is lost or hangs. It ends with process 0.
 The other processes find the master by the meeting file (`placement.py`).
 Where there is nothing for them to do, because the run cannot go on or is
 complete, they are told so in the master's stead (`one_answer.py`). Models
@@ -19,19 +21,23 @@ from typing import Any
 import msgspec
 
 from instep import spec_file
-from instep.comm.messages import Refused, Welcome
+from instep.comm.messages import Over, Refused, Welcome
 from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, failure, finish, recipe_sha256
-from instep.run.folder import BEGINNING, Origin, held, make_run_folder
-from instep.run.launch.base import Switchboard
-from instep.run.master import Master, Outcome
+from instep.run.client import about, failure, finish, recipe_sha256, refused
+from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
+from instep.run.guard import Guard
+from instep.run.journal import Begin, Journal
+from instep.run.launch.base import Seat, Switchboard
 from instep.run.member import Member
 from instep.run.one_answer import answer_all
 from instep.run.placement import Placement
 from instep.run.resume import check_changes, prepare
 from instep.spec import JobSpec
+
+AGAIN_S = 10.0
+"""How long a master that was reached and lost before its first word is called again."""
 
 
 class Host:
@@ -61,15 +67,17 @@ class Host:
     ) -> None:
         self._meeting = placement.meeting_file(runs, place)
         self._hold = ExitStack()
-        self._master: Master | None = None
-        self._outcome: Outcome | None = None
+        self._over: Over | None = None
         self._broke: BaseException | None = None
-        self._job, self._place = job, place
+        self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
+        self._job, self._place, self._origin = job, place, BEGINNING
         self._switchboard = Switchboard(placement.host_address(place))
         try:
             origin = self._take_folder(runs, resume, own_loop)
+            self._goes_on = origin is not None
             if origin is not None:
-                self._master = self._make_master(origin, quiet)
+                self._origin = origin
+                Journal(self.folder, Begin(time.time(), origin)).close()
             if place.size > 1:
                 placement.invite(self._meeting, self._switchboard.seat)
         except BaseException as error:
@@ -97,18 +105,6 @@ class Host:
             return None
         return prepare(self.folder, job, recipe_sha256=recipe_sha256(job), at_its_end=True)
 
-    def _make_master(self, origin: Origin, quiet: bool) -> Master:
-        return Master(
-            self._job,
-            self.folder,
-            self._switchboard,
-            views=[] if quiet else [_lines(self._job, self.folder)],
-            hosted=False,
-            started=time.time(),
-            about={**about(self._job), "started_by": "join"},
-            origin=origin,
-        )
-
     def _refuse(self, error: Exception) -> None:
         """Have the other processes raise what this one is about to raise."""
         word = blame.failed(error, 0, "")
@@ -121,22 +117,34 @@ class Host:
 
     def _serve(self) -> None:
         try:
-            if self._master is not None:
-                self._outcome = self._master.serve()
+            if self._goes_on:
+                self._guard_master()
             else:
-                answer_all(self._switchboard, self._place.size, self._over(), self._meeting)
+                answer = self._complete()
+                answer_all(self._switchboard, self._place.size, answer, self._meeting)
         except BaseException as error:
             self._broke = error
         finally:
             self._switchboard.close()  # whoever still waits for the master learns that it is gone
 
-    def _over(self) -> Welcome:
+    def _guard_master(self) -> None:
+        """See to it that there is a master until the run is over; its output is ours.
+
+        The kernel ends a master with the thread that started it.
+        """
+        guard = Guard(self.folder, self._switchboard, None, self._note)
+        try:
+            self._over = guard.serve()
+        finally:
+            guard.close()
+
+    def _complete(self) -> Welcome:
         job = spec_file.dump(self._job)
         return Welcome(job=job, run=str(self.folder), started=time.time(), complete=True)
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
-        return Member(self._switchboard.seat, 0)
+        return _call(self._switchboard.seat, 0)
 
     def uninvite(self) -> None:
         """All have come; the meeting file has done its work."""
@@ -155,17 +163,21 @@ class Host:
                 raise self._broke
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            summary = self._summary()
+            failed = self._over.failed if self._over is not None else None
+            if failed is not None and refused(failed, self.folder, self._origin):
+                remove_run_folder(self.folder)
+            else:
+                summary = self._summary()
         finally:
             self._hold.close()
-        if self._outcome is not None and self._outcome.blame is not None:
-            blamed = self._outcome.blame
-            raise failure(blamed.worker, blamed.failed, self.folder)
+        if failed is not None:
+            worker = self._over.worker if self._over is not None else None
+            raise failure(-1 if worker is None else worker, failed, self.folder)
         return summary
 
     def _summary(self) -> dict[str, Any]:
         file = self.folder / "summary.json"
-        if self._master is not None or not file.is_file():
+        if self._goes_on or not file.is_file():
             return finish(self.folder)
         there: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return there
@@ -187,12 +199,24 @@ def meet(meeting: Path, rank: int) -> Member:
     while True:
         seat = placement.find(meeting, stale)
         try:
-            return Member(seat, rank)
+            return _call(seat, rank)
         except PeerError:
             stale = seat.token
 
 
-def _lines(job: JobSpec, folder: Path) -> Any:
-    from instep.report.live import make_view
+def _call(seat: Seat, number: int) -> Member:
+    """Become a member; a master that is lost before it has answered is replaced by another.
 
-    return make_view(job, folder, json=True)  # several processes may share this terminal
+    Raises:
+        PeerError: there is nobody any more who would replace it.
+        InstepError: process 0 refused to begin.
+    """
+    deadline = time.monotonic() + AGAIN_S
+    while True:
+        try:
+            return Member(seat, number)
+        except PeerError as error:
+            refused = isinstance(error.__context__, ConnectionRefusedError)
+            if refused or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -15,8 +15,8 @@ from instep.errors import SpecError, near_miss
 
 Kind = Literal["kill", "hang", "partition"]
 
-WEIGHTS = {"worker": 6, "loader": 2, "master": 1, "host": 1}
-"""How often each role is killed, beside the others: as often as there are such processes, about."""
+WEIGHTS = {"worker": 6, "loader": 2, "master": 1, "host": 1, "spare": 1}
+"""How often each role is struck, beside the others: as often as there are such processes, about."""
 
 LAST = 0.92
 """Up to which share of the run's steps, or time, something is broken: the rest is to recover."""
@@ -62,9 +62,8 @@ def draw(
 ) -> list[Injection]:
     """So many kills, hangs and partitions, in the order in which they are due.
 
-    The same seed, numbers and roles give the same injections. Hangs are of
-    workers alone. About one in five comes so soon after the one before that the
-    run is still recovering.
+    The same seed, numbers and roles give the same injections. About one in five
+    comes so soon after the one before that the run is still recovering.
     """
     rng = random.Random(seed)
     known = sorted(roles)
@@ -74,8 +73,8 @@ def draw(
     moments = sorted(rng.uniform(0.0, LAST) for _ in kinds)
     found: list[Injection] = []
     for kind, moment in zip(kinds, moments, strict=True):
-        role = NETWORK if kind == "partition" else "worker"
-        if kind == "kill":
+        role = NETWORK
+        if kind != "partition":
             (role,) = rng.choices(known, [WEIGHTS[each] for each in known])
         close = bool(found) and rng.random() < _CLOSE
         at = found[-1].at if close else moment

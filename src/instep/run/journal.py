@@ -2,7 +2,8 @@
 
 Every decision that changes the state is a row: when, what was heard, and the
 whole state after it, before anything is done about it. The next master takes
-up the last one. What the state means is `decide.py`'s affair.
+up the last one. What the state means is `decide.py`'s affair. Beside it, what the members
+of the present generation have left for each other.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Journal:
                 "CREATE TABLE IF NOT EXISTS decisions "
                 "(number INTEGER PRIMARY KEY, time REAL, news TEXT, state BLOB)"
             )
+            self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
             if begin is not None:
                 data = msgspec.msgpack.encode(begin, enc_hook=_plain)
                 self._rows.execute("INSERT INTO begin VALUES (?)", (data,))
@@ -74,6 +76,32 @@ class Journal:
             self._rows.execute("INSERT INTO decisions (time, news, state) VALUES (?, ?, ?)", row)
         except sqlite3.Error as error:
             raise self._unusable(error) from None
+
+    def keep(self, key: str, value: bytes) -> None:
+        """Keep what a member has left for the others.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            self._rows.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, value))
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def forget(self) -> None:
+        """Another generation: nobody looks for the keys of the one before.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            self._rows.execute("DELETE FROM keys")
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def kept(self) -> list[tuple[str, bytes]]:
+        """What members have left for each other."""
+        return [(str(key), bytes(value)) for key, value in self._rows.execute("SELECT * FROM keys")]
 
     def last(self) -> State | None:
         """What was known after the last decision; None where there was none."""

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from instep.errors import CheckpointError, RunError
-from instep.events import LEDGER, read_records
-from instep.run.folder import lock, unlock
+from instep.events import LEDGER, LEDGER_START, check_ledger, ledger_header, read_records
+from instep.run.folder import lock, open_own, unlock
 
 PATIENCE_S = 2.0
 """How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
@@ -37,13 +37,13 @@ class Ledger:
     """Appends committed steps to a run's `ledger.bin`.
 
     Args:
-        path: the file; created if missing, appended to if not.
+        path: the file; created with its header if missing, appended to if not.
         wait: asked again and again whether to wait for another process that has the file;
             what it raises is raised.
         patience_s: how long to wait for room on a full disk.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: it cannot be written, or is of another format.
     """
 
     def __init__(
@@ -55,11 +55,12 @@ class Ledger:
     ) -> None:
         self._path, self._patience_s = path, patience_s
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open_own(path, "a+b", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
         try:
             self._take(wait)
+            self._begin()
         except BaseException:
             self._file.close()
             raise
@@ -74,6 +75,15 @@ class Ledger:
             if time.monotonic() > deadline or not wait():
                 raise RunError(f"another process writes {self._path}. End it first.")
             time.sleep(0.02)
+
+    def _begin(self) -> None:
+        """Have the file begin as a ledger does, where its writer died with the header too."""
+        try:
+            if not check_ledger(self._path, os.pread(self._file.fileno(), LEDGER_START, 0)):
+                os.truncate(self._path, 0)
+                self._write(ledger_header())
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def append(self, shares: Sequence[tuple[int, ...]]) -> bytes:
         """Write one committed step: each worker's share, values in the order of `LEDGER`'s fields.
@@ -148,13 +158,25 @@ def mend(
         later = np.flatnonzero(records["step"] > step)
         if len(later):  # a step that nobody who is left has committed
             records = records[: later[0]]
-        os.truncate(path, records.nbytes)
+        os.truncate(path, LEDGER_START + records.nbytes)
         if step and (not len(records) or int(records["step"][-1]) < step):
             ledger.append(shares)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}.") from None
     finally:
         ledger.close()
+
+
+def last_step(path: Path) -> int:
+    """The last step in a ledger, of which only the end is read; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END) // LEDGER.itemsize * LEDGER.itemsize
+            file.seek(max(0, size - LEDGER.itemsize))
+            tail = file.read(min(size, LEDGER.itemsize))
+    except OSError:
+        return 0
+    return int(np.frombuffer(tail, LEDGER)["step"][0]) if len(tail) == LEDGER.itemsize else 0
 
 
 def check_reaches(path: Path, size_bytes: int) -> None:
@@ -174,11 +196,14 @@ def check_reaches(path: Path, size_bytes: int) -> None:
 def cut_back(path: Path, size_bytes: int) -> None:
     """Take back what was written after a checkpoint: the file ends at `size_bytes` again.
 
+    Its header stays, where the run begins anew too (`size_bytes` is 0).
+
     Raises:
         RunError: it cannot be written.
     """
     try:
-        if path.exists() and path.stat().st_size > size_bytes:
-            os.truncate(path, size_bytes)
+        end = max(size_bytes, LEDGER_START)
+        if path.exists() and path.stat().st_size > end:
+            os.truncate(path, end)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}. Get access to it.") from None

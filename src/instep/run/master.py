@@ -4,13 +4,14 @@ One thread serves every connection, writes the run's files and lets the view
 draw. It never imports torch and never waits for a worker. Whoever calls it
 gives it a run folder, views, and says whether a host starts the processes;
 under torchrun or Slurm there is none, and a worker that hangs up counts as one
-that has ended. Where it has a journal, it may be killed: the next one takes
-up what that says, and the processes find it at the same address.
+that has ended. Where it has a journal, it is a process of its own and may be killed: the
+next one takes up what that says, and the processes find it at the same address.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import signal
 import time
@@ -23,11 +24,13 @@ import msgspec
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.comm.channel import LARGEST, Peer
+from instep.comm.channel import Peer
+from instep.errors import InstepError, PeerError
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
-from instep.run import endings
+from instep.run import crash_loop, endings
 from instep.run import news as mind
+from instep.run.blame import sentence
 from instep.run.books import Books
 from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
@@ -35,6 +38,7 @@ from instep.run.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.run.journal import Journal
 from instep.run.keys import Keys
 from instep.run.launch.base import Switchboard
+from instep.run.lease import NOBODY, Lease, SignsOfLife
 from instep.run.processes import Watched, has_ended, machine
 from instep.run.questions import Questions
 from instep.run.resume import go_back
@@ -53,6 +57,12 @@ PARENT_S = 1.0
 
 RETRY_S = 4.0
 """How long after that a host on another machine is tried again."""
+
+CALL_AGAIN_S = UNKNOWN_S
+"""How long a process that others have started may take to find a new master; nobody tells
+whether it has ended."""
+MOST_UNUSABLE = 3
+"""Who sends a message that the master cannot use so often, sends it again and again."""
 
 ASKED_TICK_S = 0.01
 """The same, while a process that hangs is about to tell where it stands."""
@@ -80,6 +90,8 @@ class Master:
         about: further fields of the `run_started` event.
         journal: what is decided is kept there; where it holds decisions already, this
             master takes the place of one that was lost.
+        signs: on which it shows at each turn that it lives.
+        why: what became of the one whose place it takes.
     """
 
     def __init__(
@@ -94,9 +106,12 @@ class Master:
         about: Mapping[str, Any],
         origin: Origin = BEGINNING,
         journal: Journal | None = None,
+        signs: SignsOfLife = NOBODY,
+        why: str = "",
     ) -> None:
         self._job, self._run, self._hosted = job, run, hosted
         self._started, self._origin, self._journal = started, origin, journal
+        self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.seat.token
         self._machine = machine()
         self._books, self._judge = Books(run, views), Judge(job.stop, origin.heard)
@@ -105,6 +120,8 @@ class Master:
         self._peers: dict[int, Peer] = {}
         self._names: dict[Peer, tuple[str, int]] = {}
         self._processes: dict[int, Process] = {}
+        self._pids: dict[int, int] = {}  # of workers that nobody here can watch
+        self._leases: dict[Peer, Lease] = {}  # of hosts on this machine
         self._places: dict[int, int] = {}  # worker to the number of its host
         self._pulsed: dict[int, tuple[float, m.Pulse | None]] = {}  # when heard last, and what
         self._pulses: dict[Peer, int] = {}  # number of the newest
@@ -117,6 +134,7 @@ class Master:
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: dict[int, float] = {}  # since when there is none by this number
         self._gathered = False  # whether workers may be started
+        self._unusable: dict[tuple[str, int], int] = {}  # how often each sent such a message
         self._watch = Watch()
         self._interrupts: list[str] = []
         known = journal.last() if journal is not None else None
@@ -136,6 +154,7 @@ class Master:
         self._state = mind.State(
             wanted=frozenset(range(self._job.workers)),
             recovers=self._hosted,
+            skips=self._job.data.unreadable == "skip",
             since=now,
             generation=origin.generations,
             origin=str(origin.checkpoint or ""),
@@ -143,7 +162,7 @@ class Master:
         )
         resumed = {"resumed_step": origin.step} if origin.generations else {}
         self._books.emit("run_started", {"job": as_table(self._job), **about, **resumed})
-        if self._hosted:
+        if self._hosted or self._journal is not None:
             self._books.emit("master_started", {"pid": os.getpid(), "again": False})
         for text in origin.warnings:
             self._books.emit("warning", {"text": text})
@@ -151,17 +170,22 @@ class Master:
 
     def _take_over(self, known: mind.State) -> None:
         """Go on where a master was lost; the processes are about to call again."""
+        assert self._journal is not None
         self._state = known
+        for key, value in [] if known.recovers else self._journal.kept():
+            self._keys.leave(key, value)
         self._origin = replace(
             self._origin, checkpoint=Path(known.origin) if known.origin else None
         )
         folder = RunFolder(self._run)
         for event in folder.named("worker_joined"):  # the newest process of each number
             if event["worker"] in known.joined and event["time"] >= self._started:
-                self._watch_process(
-                    int(event["worker"]), int(event["pid"]), int(event.get("host", 0))
-                )
-        self._watch.step_s = self._books.take_up(folder, known.joined)
+                worker, pid = int(event["worker"]), int(event["pid"])
+                if self._hosted:
+                    self._watch_process(worker, pid, int(event.get("host", 0)))
+                self._pids[worker] = pid
+        if (pace := self._books.take_up(folder, known.joined)) is not None:
+            self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
@@ -170,7 +194,8 @@ class Master:
             until = int(folder.steps["step"].max(initial=0))  # of workers that were lost too
             heard = recorded(folder.steps, folder.validations, until)
             self._judge = Judge(self._job.stop, heard)
-        self._books.emit("master_started", {"pid": os.getpid(), "again": True})
+        fields = {"pid": os.getpid(), "again": True, "why": self._why}
+        self._books.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, time.monotonic())
         if (step := _found_wrong(folder.events)) is not None:
             self._unhear(folder, step)
@@ -194,9 +219,10 @@ class Master:
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._books.emit("run_finished", {**fields, "seconds": time.time() - self._started})
             patience = time.monotonic() + endings.FAREWELL_S
-            while self._hosted and self._client is None and time.monotonic() < patience:
+            followed = self._hosted or self._journal is not None
+            while followed and self._client is None and time.monotonic() < patience:
                 self._turn()  # it may be about to call again
-            if self._hosted:
+            if followed:
                 self._act(mind.KillAll())  # whoever has come since
             self._tell_clients(outcome)
             return outcome
@@ -210,18 +236,18 @@ class Master:
         return next(found, None)
 
     def _turn(self) -> None:
+        self._signs.show()
         for peer, message in self._hub.receive(ASKED_TICK_S if self._questions else TICK_S):
             if message is None:
                 self._hung_up(peer)
             elif isinstance(message, m.Hello):
-                self._welcome(peer, message)
-            elif peer in self._names:
                 try:
-                    self._hear(peer, message)
-                    self._confirm(peer, message)
-                except (AssertionError, TypeError, ValueError):  # it does not know the rules
+                    self._welcome(peer, message)
+                except (TypeError, ValueError, AssertionError):  # a pid beyond all, say
                     self._hub.drop(peer)
                     self._hung_up(peer)
+            elif peer in self._names:
+                self._digest(peer, message)
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
@@ -250,7 +276,7 @@ class Master:
         if not known or hello.version != m.VERSION or hello.role not in _ROLES:
             self._hub.drop(peer)
             return
-        peer.frames.largest = LARGEST
+        self._hub.trust(peer)
         if not self._may_come(peer, hello):
             text = "the run goes on without this process: another has its place."
             self._hub.send(peer, m.Refused(kind="PeerError", text=text, exit_code=5))
@@ -267,6 +293,7 @@ class Master:
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
+                marks=crash_loop.marks(self._state),
                 goes_on=bool(self._state.holders),
             ),
         )
@@ -282,6 +309,8 @@ class Master:
         if before is not None:
             self._names.pop(before, None)
             self._hub.drop(before)
+        if hello.machine == self._machine:
+            self._leases[peer] = Lease(hello.pid, now, first_s=math.inf)  # it may import for long
         there = [n for n in self._processes if n in self._peers and self._places[n] == number]
         if there:
             self._hub.send(peer, m.Adopt(workers=[(n, self._processes[n].pid) for n in there]))
@@ -298,6 +327,7 @@ class Master:
         same = known is not None and known.pid == hello.pid and isinstance(known, Far) == far
         if self._hosted and not same:
             self._watch_process(number, hello.pid, hello.host, far=far)
+        self._pids[number] = hello.pid
         self._watch.begins(number, time.monotonic(), ready=number in state.built)
         if number in state.joined:
             self._think(mind.Attached(number, hello.generation or 0))
@@ -322,7 +352,8 @@ class Master:
         if isinstance(process, Far) and process.killed_at is not None:
             return False
         if number in state.joined:  # the same process, whose connection or master was lost
-            same = process is not None and process.pid == hello.pid
+            same = self._pids.get(number) == hello.pid
+            same &= process is not None or not self._hosted
             same &= self._places.get(number, 0) == hello.host
             if same and (before := self._peers.pop(number, None)) is not None:
                 self._names.pop(before, None)
@@ -354,6 +385,33 @@ class Master:
 
     # ---- what arrives
 
+    def _digest(self, peer: Peer, message: m.AnyMessage) -> None:
+        """Hear a message; one that cannot be used ends its connection, and does not come again."""
+        try:
+            self._hear(peer, message)
+            self._confirm(peer, message)
+        except (Outcome, InstepError):
+            raise
+        except Exception as error:
+            role, number = self._names.get(peer, ("", -1))
+            times = self._unusable[role, number] = self._unusable.get((role, number), 0) + 1
+            what = f"{type(message).__name__}: {sentence(error)}"
+            if times == 1:
+                text = f"{role} {number} sent a message that the master cannot use ({what})."
+                self._books.emit("warning", {"text": text})
+            if times >= MOST_UNUSABLE and role != "worker":
+                self._confirm(peer, message)  # else it would be sent again
+                return
+            self._hub.drop(peer)
+            self._hung_up(peer)
+            if times >= MOST_UNUSABLE:
+                how = f"sent a message that the master cannot use, {times} times ({what}),"
+                step = self._books.in_flight(number)
+                if self._state.recovers:
+                    self._think(mind.Hung(number, step, "what it tells", how))
+                else:
+                    self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
         role, number = self._names[peer]
         if role == "client":
@@ -363,6 +421,8 @@ class Master:
             case m.Pulse():
                 self._hear_pulse(peer, message)
             case m.StoreSet(key=key, value=value):
+                if self._journal is not None and not self._state.recovers:
+                    self._journal.keep(key, value)  # else another master has another group form
                 for waiting in self._keys.leave(key, value):
                     self._hub.send(waiting, m.StoreValue(key=key, value=value))
             case m.StoreGet(key=key):
@@ -384,8 +444,10 @@ class Master:
                 self._think(mind.Noticed(number))
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
-            case m.Exited(number=worker, pid=pid, code=code):
-                self._exited(worker, pid, code, host=number)
+            case m.Exited(number=worker, pid=0, error=error) if error:
+                self._think(mind.Unborn(worker, error))
+            case m.Exited(number=worker, pid=pid, code=code, place=place):
+                self._exited(worker, pid, code, host=number, place=place)
             case _:
                 raise TypeError(message)
 
@@ -394,6 +456,8 @@ class Master:
         self._pulses[peer] = pulse.number
         if role == "host":
             self._hosts.hears(number, peer, now, pulse.stopped)
+            if peer in self._leases:
+                self._leases[peer].hears(now)
         else:
             self._pulsed[number] = now, pulse
             self._watch.hears(number, msgspec.structs.replace(pulse, number=0), now)
@@ -449,7 +513,7 @@ class Master:
             self._heard[peer] += 1
             self._resends[peer] = max(0, self._resends[peer] - 1)
         often = self._heard[peer] % _CONFIRMED == 0  # one that shows no pulse, as on a GPU
-        if isinstance(message, m.Pulse) or role != "worker" or often:
+        if isinstance(message, (m.Pulse, m.Failed)) or role != "worker" or often:
             heard = m.Heard(count=self._heard[peer], pulse=self._pulses.get(peer, 0))
             self._hub.send(peer, heard)
 
@@ -461,13 +525,14 @@ class Master:
     def _hear_event(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
         """An event that a worker tells of."""
         _, number = self._names[peer]
+        clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
         if not self._books.hear(name, fields, again=self._may_repeat(peer)):
             return
         if name == "worker_ready":
             self._ready.add(number)
             self._began = self._began or self._ready >= set(self._state.members)
-        elif name == "corruption_found" and fields["clean_step"] >= 0:
-            self._unhear(RunFolder(self._run), fields["clean_step"])
+        elif clean_step >= 0:
+            self._unhear(RunFolder(self._run), clean_step)
 
     def _unhear(self, folder: RunFolder, step: int) -> None:
         """The workers go back to a step in memory: figures of later ones may have been wrong."""
@@ -509,7 +574,14 @@ class Master:
 
     # ---- who goes, and who hangs
 
-    def _exited(self, worker: int, pid: int, code: int | None, host: int = 0) -> None:
+    def _exited(
+        self,
+        worker: int,
+        pid: int,
+        code: int | None,
+        host: int = 0,
+        place: m.Whereabouts | None = None,
+    ) -> None:
         """A worker's process is gone."""
         process = self._processes.get(worker)
         if process is not None and (process.pid, self._places[worker]) != (pid, host):
@@ -536,9 +608,11 @@ class Master:
             self._think(hung)
         for known in (self._seen_ended, self._absent, self._pulsed, self._places):
             known.pop(worker, None)
+        self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
         self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-        self._think(mind.Ended(worker, code, self._books.in_flight(worker), self._books.committed))
+        step = (place.step if place is not None else 0) or self._books.in_flight(worker)
+        self._think(mind.Ended(worker, code, step, self._books.reached, place))
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))
@@ -551,14 +625,21 @@ class Master:
             self._peers.pop(number)
             self._absent[number] = time.monotonic()
             if not self._hosted:  # nobody else tells us that it has ended
-                code = 0 if number in self._state.done else 1
-                self._think(mind.Ended(number, code, self._books.in_flight(number)))
+                self._leaves(number)
+
+    def _leaves(self, worker: int) -> None:
+        """A worker that others have started has ended, as far as can be told from here."""
+        self._absent.pop(worker, None)
+        code = 0 if worker in self._state.done else 1
+        self._think(mind.Ended(worker, code, self._books.in_flight(worker)))
 
     def _watch_processes(self) -> None:
         """Where nobody tells of a process that has ended, or one does not call again."""
-        if not self._hosted:
-            return
         now = time.monotonic()
+        if not self._hosted:
+            for worker in [n for n, since in self._absent.items() if now - since > CALL_AGAIN_S]:
+                self._leaves(worker)
+            return
         hosts = len(self._hosts.missing) < max(1, self._hosts.count)
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
@@ -575,6 +656,8 @@ class Master:
 
     def _patience_s(self, worker: int, process: Process) -> float:
         """How long it may take to find another master; an import may hold it up."""
+        if self._state.joined <= self._absent.keys():
+            return UNKNOWN_S  # where all are away, as a rule it is none of them
         at_once = worker in self._state.built or process.stopped
         return ATTACH_S if at_once else UNKNOWN_S
 
@@ -597,6 +680,9 @@ class Master:
             _, number = self._names.pop(peer)
             self._hub.drop(peer)
             self._host_left(peer, number, f"it gave no sign of life for {FLOOR_S:g} s")
+        for peer, lease in list(self._leases.items()):
+            if how := lease.turn(now):
+                self._end_host(peer, lease.pid, how)
         if not self._gathered and self._hosts.ready(now):
             self._gathered = True
             self._think(mind.HostCame())
@@ -641,7 +727,18 @@ class Master:
             if worker is not None:
                 self._think(mind.Noticed(worker))
 
+    def _end_host(self, peer: Peer, pid: int, how: str) -> None:
+        """A host of this machine hangs: another takes its place, once it is dead."""
+        del self._leases[peer]
+        self._books.emit("warning", {"text": f"fork server (pid {pid}): {how}, so it is replaced."})
+        process = Watched(pid)
+        process.signal(signal.SIGKILL)
+        process.close()
+        self._hub.drop(peer)
+        self._hung_up(peer)
+
     def _host_left(self, peer: Peer, number: int, why: str) -> None:
+        self._leases.pop(peer, None)
         if self._hosts.goes(number, peer) and self._hosts.several:
             self._books.emit("host_lost", {"host": number, "why": why})
             self._think(mind.HostCame())  # what it was to start, another starts
@@ -671,7 +768,7 @@ class Master:
     def _look_into(self, hang: Hang, now: float) -> None:
         process = self._processes[hang.worker]
         if not (isinstance(process, Far) and self._hosts.is_quiet(process.host)):
-            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
+            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how, loops=hang.loops)
             self._questions.ask(hung, process, now)  # else its host is to blame
 
     # ---- what follows
@@ -691,6 +788,8 @@ class Master:
             case mind.Log(name, fields):
                 if name == "generation_started":  # nobody looks for the keys of the one before
                     self._keys.clear()
+                    if self._journal is not None and not self._state.recovers:
+                        self._journal.forget()
                 self._books.emit(name, fields)
             case mind.Kill(worker):
                 if worker in self._processes:
@@ -699,8 +798,9 @@ class Master:
                 for peer, (role, _) in list(self._names.items()):
                     if role == "host":
                         self._hub.send(peer, m.KillAll())
-                    elif not self._hosted:
-                        self._hub.drop(peer)  # it takes a lost master for the end
+                    elif role == "worker" and not self._hosted:
+                        self._hub.send(peer, self._over())  # else it would call again
+                        self._hub.drop(peer)
                         self._hung_up(peer)
                 for process in self._processes.values():
                     process.signal(signal.SIGKILL)
@@ -711,6 +811,13 @@ class Master:
                 self._start_worker(worker)
             case mind.Finish():
                 raise Outcome(action, self._state.blame)
+
+    def _over(self) -> m.Refused:
+        """What a worker hears that others have started, and that is to end."""
+        blame = self._state.blame
+        why = f": worker {blame.worker} failed: {blame.failed.cause}" if blame else "."
+        text = f"the run has ended{why}"
+        return m.Refused(kind="PeerError", text=text, exit_code=PeerError.exit_code)
 
     def _send(self, worker: int, message: m.AnyMessage) -> None:
         if worker not in self._peers:

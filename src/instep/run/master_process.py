@@ -1,7 +1,8 @@
 """The master as a process of its own: killed, another like it goes on with its journal.
 
 The client starts it (`guard.py`), and hands it the socket on which it
-listens, which outlives it. What there is to do stands in the run folder; the
+listens, which outlives it, and a pipe on which it shows that it lives. Under
+`instep.join` process 0 is the client. What there is to do stands in the run folder; the
 rest comes as one line of JSON on standard input.
 """
 
@@ -27,7 +28,9 @@ from instep.report.run_folder import RunFolder
 from instep.run import blame
 from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
+from instep.run.lease import SignsOfLife
 from instep.run.master import Master
+from instep.run.output import Output
 from instep.run.processes import die_with_parent
 from instep.spec import JobSpec
 
@@ -41,10 +44,13 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the client is asked, and asks us
     note = json.loads(sys.stdin.readline())
+    signs = SignsOfLife(note["signs"])
+    signs.show()  # what follows reads the run's folder; before, there were imports
+    sys.stderr = output = Output(sys.stderr)  # whoever reads it may pause, and we must not
     run = Path(note["run"])
     board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
     try:
-        _serve(run, note, board)
+        _serve(run, note, board, signs)
     except InstepError as error:
         _note(run)
         _tell(board, error)
@@ -54,10 +60,11 @@ def main() -> int:
         return 1
     finally:
         _flush(board)
+        output.drain(FLUSH_S)
     return 0
 
 
-def _serve(run: Path, note: dict[str, Any], board: Switchboard) -> None:
+def _serve(run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife) -> None:
     job = spec_file.load(run / "job.toml")
     views = _views(job, run, note)
     try:
@@ -67,11 +74,13 @@ def _serve(run: Path, note: dict[str, Any], board: Switchboard) -> None:
             run,
             board,
             views=views,
-            hosted=True,
+            hosted=note["hosted"],
             started=journal.begin.started,
             about=note["about"],
             origin=journal.begin.origin,
             journal=journal,
+            signs=signs,
+            why=note["why"],
         )
         master.serve()
     finally:
@@ -82,7 +91,7 @@ def _serve(run: Path, note: dict[str, Any], board: Switchboard) -> None:
 def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
     if note["quiet"]:
         return []
-    so_far = RunFolder(run) if note["again"] else None
+    so_far = RunFolder(run) if note["why"] else None
     views: list[View] = [make_view(job, run, json=note["json"], so_far=so_far)]
     if job.report.tensorboard:
         from instep.report.tensorboard import TensorBoardWriter

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
+from instep.data.balance import deal
 from instep.data.order import Position
 from instep.errors import RecipeError, SpecError, Unrepeatable
+from instep.events import Kind
 from instep.run.buffers import Buffers
 from instep.run.dealing import Dealing, Speeds
 from instep.run.ledger import Ledger
@@ -121,7 +123,7 @@ class Replica:
         self._parts = member.job.train.micro_batches
         self._on_gpu = parameters[0].device.type == "cuda"
         exact = self._parts if member.job.train.determinism == "bits" else 0
-        self.buffers = Buffers(model, parts=exact)
+        self.buffers = Buffers(model, parts=exact, alone=self._parts == 1)
         self._ledger = (
             Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
             if comm.rank == 0
@@ -338,9 +340,10 @@ class Replica:
         step, where, speeds = self._last
         parts = parts_of(where, self.member.job.train)
         ranges = ranges_of(where, parts, len(form.members), speeds)
+        dealt = deal(parts, len(form.members), speeds)
         return [
-            (step, where.epoch, worker, form.generation, *share)
-            for worker, share in zip(form.members, ranges, strict=True)
+            (step, where.epoch, 0, form.generation, worker, Kind.RANGE, part.start, *positions)
+            for worker, part, positions in zip(form.members, dealt, ranges, strict=True)
         ]
 
     @property

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from instep.report.run_folder import RunFolder
-from instep.run.processes import began
+from instep.run.processes import SPARE, began
 
 _SLACK_S = 0.05
 """The kernel counts the start of a process in hundredths of a second."""
@@ -33,7 +34,7 @@ class Known(NamedTuple):
 
     role: str
     number: int
-    """Of the worker or the host; of the worker whose it is, for a loader process."""
+    """Of the worker or the host; of the one whose it is, for a loader process or a spare."""
     pid: int
     seen: float
     """Unix seconds at which it certainly was that process."""
@@ -81,12 +82,16 @@ class Roster:
     def of(self, role: str) -> list[Known]:
         """Those of one role that are believed to live, by number."""
         if role == "loader":
-            return [child for worker in self.of("worker") for child in _loaders_of(worker)]
+            return [child for worker in self.of("worker") for child in _forks_of(worker, role)]
+        if role == "spare":
+            forks = [child for host in self.of("host") for child in _forks_of(host, role)]
+            return [child for child in forks if _name_of(child.pid) == SPARE]
         return [each for key, each in sorted(self._known.items()) if key[0] == role]
 
     def alive(self) -> list[int]:
         """Pids of those that certainly live."""
-        with_children = [each for role in (*_CAME.values(), "loader") for each in self.of(role)]
+        roles = (*_CAME.values(), "loader", "spare")
+        with_children = [each for role in roles for each in self.of(role)]
         return [each.pid for each in with_children if _is(each)]
 
 
@@ -94,19 +99,28 @@ def roles_of(run: RunFolder) -> list[str]:
     """The roles that a run has processes of; a loader only where the job asks for it."""
     roles = [role for event, role in _CAME.items() if any(e.get("pid") for e in run.named(event))]
     asked = run.spec.data.loaders
-    return [*roles, *(["loader"] if isinstance(asked, int) and asked else [])]
+    loader = ["loader"] if isinstance(asked, int) and asked else []
+    spare = ["spare"] if "host" in roles and sys.platform == "linux" else []
+    return [*roles, *loader, *spare]
 
 
-def _loaders_of(worker: Known) -> Iterator[Known]:
-    """Forks of the worker, and forks of those; what else it started is left alone."""
+def _forks_of(known: Known, role: str) -> Iterator[Known]:
+    """Forks of a process, and forks of those; what else it started is left alone."""
     with contextlib.suppress(psutil.Error):
-        if not _is(worker):
+        if not _is(known):
             return
-        parent = psutil.Process(worker.pid)
+        parent = psutil.Process(known.pid)
         for child in sorted(parent.children(recursive=True), key=lambda each: each.pid):
             with contextlib.suppress(psutil.Error):
                 if child.cmdline() == parent.cmdline():
-                    yield Known("loader", worker.number, child.pid, time.time(), child.ppid())
+                    yield Known(role, known.number, child.pid, time.time(), child.ppid())
+
+
+def _name_of(pid: int) -> str:
+    """What a process calls itself."""
+    with contextlib.suppress(psutil.Error):
+        return str(psutil.Process(pid).name())
+    return ""
 
 
 def send(known: Known, number: signal.Signals) -> bool:

@@ -16,8 +16,10 @@ This file knows nothing of workers and steps; `training.py` chooses the batches.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from instep.data.keyed import states
 from instep.errors import RecipeError
+from instep.run.buffers import refuse_written
 from instep.run.forward import Forward, to_device
 from instep.run.recipe import set_generators
 from instep.run.still import Still
@@ -38,6 +41,9 @@ _NEAR = {torch.float64: (1e-8, 1e-11), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)
 """Two gradients are the same where they differ by less than so much of the parameter's own
 gradient, or so much of the gradient of all."""
+
+_LEAST, _LONG_S = 4, 0.15
+"""Spots that are tried in any case, and for how long more of them are."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
@@ -85,12 +91,13 @@ NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
 """The trial of a job that has one micro-batch in every step."""
 
 
-def try_out(forward: Forward, spots: Sequence[Spot], *, whole: int, seed: int) -> Trial:
+def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -> Trial:
     """Try whether micro-batches apart give what they give as one batch.
 
     Args:
         forward: of the worker; its model is left as it is.
-        spots: where in the dataset to try; none are left where none can be read.
+        spots: where in the dataset to try, read as they are asked for; none where none can be
+            read. Of quick models more are tried than of slow ones.
         whole: samples of a global batch, for the text.
         seed: for the draws of the passes and the parameters' new places.
 
@@ -107,14 +114,16 @@ def try_out(forward: Forward, spots: Sequence[Spot], *, whole: int, seed: int) -
             "machine would call it once for a step"
         )
         return Trial(False, why, f"no: {why}. {REMEDY}")
-    if not spots:
+    spots = iter(spots)
+    spot = next(spots, None)
+    if spot is None:
         return _not_shown("the samples to try it with cannot be read")
     try:
         model = copy.deepcopy(forward.model)
     except Exception as error:  # whatever a user's module cannot be copied for
         return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
     with _bench(forward, model, seed) as bench:
-        return _Tried(bench, forward, weighed, whole).verdict(spots)
+        return _Tried(bench, forward, weighed, whole).verdict(itertools.chain([spot], spots))
 
 
 def _hooked(model: nn.Module) -> str:
@@ -147,6 +156,9 @@ class _Bench:
     def __init__(self, forward: Forward, model: nn.Module, seed: int) -> None:
         self.forward, self.model, self._seed = forward, model, seed
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._frozen = [
+            (name, p, p._version) for name, p in model.named_parameters() if not p.requires_grad
+        ]
         self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
         self._owners = [
             (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
@@ -183,6 +195,7 @@ class _Bench:
             if found is None:
                 return None
             found.loss.backward()
+        refuse_written(self._frozen)
         gradients = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
             for name, p in self.parameters.items()
@@ -226,22 +239,26 @@ class _Tried:
         dtypes = {p.dtype for p in bench.parameters.values()}
         self._near, self._floor = max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in dtypes)
         self._differs: list[str] = []
+        self._tried = 0  # pairs of which something counts
 
-    def verdict(self, spots: Sequence[Spot]) -> Trial:
-        """Try every spot, until something differs."""
-        drew = self._repeats(spots[0])
+    def verdict(self, spots: Iterator[Spot]) -> Trial:
+        """Try spot after spot, until something differs, or enough of them have been tried."""
+        first, until = next(spots), time.monotonic() + _LONG_S
+        drew = self._repeats(first)
         self._bench.draws = Still if drew else nullcontext
-        self._derive(spots)
+        self._derive(first)
         self._known |= self._forward.weighs_itself
         self._bench.move()
         moved = False
-        for spot in spots:
-            if self._differs:
-                break
+        for number, spot in enumerate(itertools.chain([first], spots), start=1):
             moved |= self._compare(spot)
+            if self._differs or (number >= _LEAST and time.monotonic() > until):
+                break
         if self._differs:
             why = "; ".join(self._differs)
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
+        if not self._tried:
+            return _not_shown("nothing counts in the batches that were tried")
         if not self._known:
             why = (
                 f"{self._name} is your own function, and what it is a mean of may depend on what a "
@@ -290,12 +307,12 @@ class _Tried:
 
     # ---- what a Hugging Face model's loss is a mean of
 
-    def _derive(self, spots: Sequence[Spot]) -> None:
+    def _derive(self, spot: Spot) -> None:
         recipe = self._forward.recipe
         if self._known or recipe.compute_loss is None:
             return
         names: list[list[str]] = []
-        for batch in (spots[0].first, spots[-1].second):
+        for batch in (spot.first, spot.second):
             set_generators(0)
             with self._bench.draws(), self._forward.autocast():
                 names.append(
@@ -324,6 +341,7 @@ class _Tried:
         apart = [each for each in passes if each is not None]
         if whole is None or not apart:
             return False
+        self._tried += 1
         moved = self._buffers(apart, list(sizes), whole)
         weights = [each.weight for each in apart]
         share = [weight / sum(weights) for weight in weights]
@@ -436,11 +454,11 @@ class _Tried:
         for name, (given, made) in both.items():
             if name not in first or name not in second or not made:
                 continue
-            alike = [
-                self._rows_same(first[name][place], second[name][place], (given, made)[place])
-                for place in (0, 1)
-            ]
-            if alike[0] and not alike[1]:
+            given_alike, made_alike = (
+                _rows_alike(first[name][place], second[name][place], tensors, self._near)
+                for place, tensors in enumerate((given, made))
+            )
+            if given_alike and made_alike is False:
                 module = self._bench.model.get_submodule(name)
                 more = sum(type(each) is type(module) for each in self._bench.model.modules()) - 1
                 others = f" (and {more} more of its kind)" if more else ""
@@ -466,21 +484,30 @@ class _Tried:
                 hook.remove()
         return found
 
-    def _rows_same(self, first: list[Tensor], second: list[Tensor], both: list[Tensor]) -> bool:
-        """Whether the tensors of both are those of the first, then those of the second."""
-        if not len(first) == len(second) == len(both):
-            return True
-        for one, other, whole in zip(first, second, both, strict=True):
-            for dim in range(min(2, whole.dim())):
-                rest = [(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (one, other, whole)]
-                fits = whole.shape[dim] == one.shape[dim] + other.shape[dim]
-                if fits and rest[0] == rest[1] == rest[2]:
-                    joined = torch.cat([one, other], dim).double()
-                    gap = float((joined - whole.double()).norm())
-                    if not gap <= self._near * float(joined.norm()) + 1e-12:
-                        return False
-                    break
-        return True
+
+def _rows_alike(
+    first: list[Tensor], second: list[Tensor], both: list[Tensor], near: float
+) -> bool | None:
+    """Whether the tensors of both are those of the first, then those of the second.
+
+    None where that cannot be told: none of them is made of rows of the others, as where
+    batches are padded to other lengths.
+    """
+    alike = None
+    for one, other, whole in zip(first, second, both, strict=False):
+        for dim in range(min(2, whole.dim())):
+            shapes = [each.shape for each in (one, other, whole)]
+            if any(len(shape) != whole.dim() for shape in shapes):
+                break
+            rests = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes]
+            fits = whole.shape[dim] == one.shape[dim] + other.shape[dim]
+            if fits and rests[0] == rests[1] == rests[2]:
+                joined = torch.cat([one, other], dim).double()
+                gap = float((joined - whole.double()).norm())
+                same = gap <= near * float(joined.norm()) + 1e-12
+                alike = same and alike is not False
+                break
+    return alike
 
 
 def _mean(passes: Sequence[_Pass], shares: Sequence[float]) -> dict[str, Tensor]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from instep.errors import SpecError, near_miss
+from instep.report.run_folder import check_format
+from instep.run.folder import ID
 from instep.spec import StartSpec
 from instep.state.header import check_header
+from instep.state.manifest import FOLDER, read_manifest
 
 IN_A_FOLDER = "model.safetensors"
 """What the model is called in the folder of a run, and in that of a checkpoint."""
@@ -21,7 +24,8 @@ def start_file(start: StartSpec) -> Path | None:
 
     Raises:
         SpecError: there is no such file, or the folder has no model in it.
-        CheckpointError: it is no sound safetensors file.
+        RunError: the folder is of a run of another format.
+        CheckpointError: it is no sound safetensors file, or of a checkpoint of another format.
     """
     if not start.model:
         return None
@@ -32,6 +36,10 @@ def start_file(start: StartSpec) -> Path | None:
                 f"start.model = {start.model!r}: this folder holds no {IN_A_FOLDER}. "
                 "Give the folder of a run that has ended, or a safetensors file."
             )
+        if all((path / name).is_file() for name in ("job.toml", ID)):
+            check_format(path)
+        elif FOLDER.fullmatch(path.name):
+            read_manifest(path)
         path = path / IN_A_FOLDER
     if not path.exists():
         beside = [each.name for each in path.parent.glob("*.safetensors")]

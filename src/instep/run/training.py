@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import Pulse
+from instep.data import breadcrumb
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
@@ -25,7 +27,7 @@ from instep.errors import PeerError, SpecError
 from instep.run import knowing
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
-from instep.run.endings import TOLD
+from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
@@ -43,6 +45,9 @@ from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
+
+_SPOTS = 32
+"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Training:
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
+        self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
@@ -133,6 +139,8 @@ class Training:
             augment=recipe.augment if train else None,
             processes=loaders,
             unreadable=job.data.unreadable,
+            name="training" if train else "validation",
+            marks=self.member.marks,
             worker_init=given.worker_init,
             contents=job.check.content if train else "off",
         )
@@ -173,6 +181,7 @@ class Training:
         taken = replica.strategy.progress if replica is not None else 0
         return Pulse(
             step=self.step,
+            steps=self._done,
             phase=self.phase,
             progress=self._forward.batches + taken,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
@@ -215,6 +224,8 @@ class Training:
             PeerError: a member went away meanwhile.
         """
         member, built, standing = self.member, self._built, self._standing
+        for loader in self._loaders:
+            loader.mark(member.marks)
         comm = make_comm(member, self.device, address_towards(member.master_host))
         self._comm = comm
         try:
@@ -239,6 +250,7 @@ class Training:
             comm.close()
             raise
         self.step = standing.carried.step
+        breadcrumb.at_step(self.step)
         self.sized(comm.size)
         standing.formed()
         if self._stopping is None:
@@ -302,14 +314,15 @@ class Training:
         slices = self._spots()
         if not slices:
             return NOTHING_TO_TRY
-        reads = list(self._loader.read(part for spot in slices for part in spot))
-        spots = [
+        reads = self._loader.read(part for spot in slices for part in spot)
+        spots = (
             Spot(first.batch, second.batch, both.batch, (first.size, second.size))
-            for first, second, both in zip(reads[::3], reads[1::3], reads[2::3], strict=True)
+            for first, second, both in zip(reads, reads, reads, strict=True)
             if first.size and second.size and both.size
-        ]
+        )
         seed = key(self.job.seed, OF_PASS, 0)
-        trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
+        with closing(reads):
+            trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge != "auto":
             reason = f"train.merge = {train.merge!r}"
             return trial._replace(merge=train.merge == "always", reason=reason)
@@ -319,18 +332,18 @@ class Training:
         return trial
 
     def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
-        """Pairs of neighbouring micro-batches, and both as one: from the first step of an epoch
-        and from its middle. The order being random, their samples are from all over the dataset."""
+        """Pairs of neighbouring micro-batches, and both as one, from all over an epoch."""
         train = self.job.train
-        middle = steps_in_epoch(self.samples, train.global_batch) // 2 + 1
-        spots: list[tuple[Slice, Slice, Slice]] = []
-        for step, place in ((1, 0), (middle, -2)):
-            where = position(step, self.samples, train.global_batch)
+        steps = steps_in_epoch(self.samples, train.global_batch)
+        spots: dict[Slice, tuple[Slice, Slice, Slice]] = {}
+        for number in range(_SPOTS):
+            where = position(1 + number * steps // _SPOTS, self.samples, train.global_batch)
             parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
-            if len(parts) > 1 and (step > 1 or not spots or len(parts) > 3):
-                first, second = (part.samples for part in parts[place:][:2])
-                spots.append((first, second, first._replace(stop=second.stop)))
-        return spots
+            if len(parts) > 1:  # another pair of each step, as there may be but one
+                place = 2 * number % (len(parts) - 1)
+                first, second = (part.samples for part in parts[place : place + 2])
+                spots[first] = first, second, first._replace(stop=second.stop)
+        return list(spots.values())
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so; all go on with the trial of rank 0."""
@@ -433,7 +446,9 @@ class Training:
         try:
             for where, share in self._plan(first):
                 self.step += 1
+                breadcrumb.at_step(self.step)
                 done = self._standing.commit(self._one_step(where, share, loads), where)
+                self._done += 1
                 step, ends = self._settle(done)
                 yield step
                 self._regroups &= not ends
@@ -471,7 +486,7 @@ class Training:
                 metrics=metrics,
             )
         if done.ends:
-            self._why(done.told)
+            self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
         self._standing.settled = done.step
         return Step(done.step, where.epoch, done.loss, metrics), done.ends
 
@@ -485,8 +500,12 @@ class Training:
                 samples=self._standing.carried.epoch_samples,
             )
 
-    def _why(self, told: bool) -> None:
+    def _why(self, told: bool, not_finite: str = "") -> None:
         if self.step == self.last_step:
+            return
+        if not_finite:
+            self.rule = NOT_FINITE
+            self.stopping.tell_of(not_finite, self.step)
             return
         self.rule = TOLD if told else "stop_after_steps"
 
@@ -514,10 +533,12 @@ class Training:
         self._regroups = agreed.regroups
         self.phase, samples = "update", share.stop - share.first
         norm = self.replica.advance(self._update, self.step, where, samples, agreed.loss)
-        stops = self.job.stop.non_finite and self.step != self.last_step
-        if not (math.isfinite(agreed.loss) or stops):
+        spoilt = bool(self.stopping.not_finite(agreed.loss, norm))
+        if not (math.isfinite(agreed.loss) or spoilt):
             self._warn_of_loss(agreed.loss)
-        ends = agreed.stop or self.step in (self.last_step, self.job.train.stop_after_steps)
+        ends = (
+            agreed.stop or spoilt or self.step in (self.last_step, self.job.train.stop_after_steps)
+        )
         return Committed(self.step, agreed.loss, norm, agreed.stop, ends, agreed.skipped)
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
@@ -538,8 +559,7 @@ class Training:
             skipped += [] if part.repeats else read.skipped
             if not read.size:
                 continue
-            if not self._trial.merge:
-                set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+            set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             self.phase = "forward"
             found = self._forward.loss(read.batch, read.size)
             if found is None:  # nothing in it counts: as if it had not been
@@ -626,12 +646,17 @@ class Training:
         self.phase = "saving"
         if self._saver is not None and not self.member.fenced:
             self._saver.finish(self.step)
-        if self.member.fenced or not self.member.done(self.step, self.rule):
+        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
             self._leave()
             self._regroup()
             return False
         self.close()
         return True
+
+    @property
+    def _finite(self) -> bool:
+        last = self._standing.last
+        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def released(self) -> None:
         """The run goes on without this worker: what it has begun to save, it saves."""

@@ -122,7 +122,8 @@ def weighing(weight: Weigh | None, loss: Any) -> Weighing:
         RecipeError: the loss is a sum.
     """
     if weight is not None:
-        return Weighing(_checked(weight), True, "Recipe.weight")
+        name = "compute_loss" if loss is None else "Recipe.loss"
+        return Weighing(_checked(weight), True, name)
     if loss is None:
         return Weighing(None, False, "compute_loss")
     torch_loss = _of_torch(loss)

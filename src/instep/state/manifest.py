@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 
+from instep import formats
 from instep.errors import CheckpointError
 
 FORMAT = "instep checkpoint"
-VERSION = 1
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 REPLACED = ".old"
@@ -36,7 +36,9 @@ REPLACED = ".old"
 DELETING = ".deleting-"
 """Begins the name of a checkpoint that counts no more; the next writer clears it away."""
 
-_FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
+FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
+"""What the folder of a checkpoint is called."""
+
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"\n}\n\Z')
@@ -53,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """All that `manifest.json` says."""
 
     format: str = FORMAT
-    version: int = VERSION
+    version: int = formats.FORMAT
     step: int
     instep: str
     torch: str
@@ -78,6 +80,11 @@ def file_name(group: str) -> str:
             f"a group of tensors is called {group!r}: use letters, digits, '_', '-' and '.'."
         )
     return name
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the name of a checkpoint."""
+    return FOLDER.fullmatch(folder.name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -107,11 +114,11 @@ def decode(data: bytes, source: Path) -> Manifest:
         raise CheckpointError(f"{source} is damaged: it is no JSON ({error}).") from error
     if not isinstance(entries, dict) or entries.get("format") != FORMAT:
         raise CheckpointError(f"{source} is no manifest of a checkpoint of instep.")
-    if entries.get("version") != VERSION:
-        raise CheckpointError(
-            f"{source} has format version {entries.get('version')!r}; this instep reads "
-            f"version {VERSION}. Use the instep that wrote it."
-        )
+    version = entries.get("version")
+    if type(version) is not int:
+        raise CheckpointError(f"{source} is not a valid manifest: its version is {version!r}.")
+    if version != formats.FORMAT:
+        raise CheckpointError(formats.other_format(source, version, entries.get("instep")))
     sealed = _SEAL.search(data)
     if sealed is None or seal(data[: sealed.start(1)]) != data:
         raise CheckpointError(f"{source} was damaged or edited: its seal does not fit its text.")
@@ -143,7 +150,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     source = checkpoint / MANIFEST
     with open_regular(source) as file:
         manifest = decode(_read(file, source), source)
-    named = _FOLDER.fullmatch(checkpoint.name)
+    named = FOLDER.fullmatch(checkpoint.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(
             f"{source} is of step {manifest.step}, but its folder is called {checkpoint.name}."
@@ -215,7 +222,7 @@ def published(folder: Path) -> Iterator[tuple[int, Path]]:
         return
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be listed: {reason(error)}.") from error
-    matches = [match for match in map(_FOLDER.fullmatch, names) if match]
+    matches = [match for match in map(FOLDER.fullmatch, names) if match]
     found = [(int(match[1]), match[2] is None, match[0]) for match in matches]
     for step, _, name in sorted(found, reverse=True):
         yield step, folder / name

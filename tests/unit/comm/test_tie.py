@@ -7,7 +7,18 @@ import time
 import pytest
 
 from instep.comm.channel import Address, Hub, listen
-from instep.comm.messages import Built, Emit, Heard, Hello, Pulse, Refused, Release, Stop, Welcome
+from instep.comm.messages import (
+    Built,
+    Emit,
+    Heard,
+    Hello,
+    Pulse,
+    Refused,
+    Release,
+    Stop,
+    StoreGet,
+    Welcome,
+)
 from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
 
@@ -100,6 +111,57 @@ def test_what_was_heard_is_not_said_again(masters, tie):
     masters.begin()
     assert tie.poll() is None
     assert masters.heard(2)[0][1:] == [emit(3)]
+
+
+def test_a_question_without_an_answer_is_asked_again_also_if_it_was_heard(masters, tie):
+    tie.send(emit(0))
+    tie.question = StoreGet(key="a")
+    tie.send(tie.question)
+    _, peer = masters.heard(3)
+    for count in (1, 2):  # the last master had not, or had, heard it
+        masters.hub.send(peer, Heard(count=count))
+        masters.hub.send(peer, Stop(rule="a"))
+        assert tie.wait_for(Stop) == Stop(rule="a")
+        masters.lose()
+        masters.begin()
+        assert tie.poll() is None
+        again, peer = masters.heard(2)
+        assert (again[0].resends, again[1:]) == (1, [StoreGet(key="a")])
+    tie.question = None
+    masters.hub.send(peer, Heard(count=1))
+    masters.hub.send(peer, Stop(rule="a"))
+    assert tie.wait_for(Stop) == Stop(rule="a")
+    masters.lose()
+    masters.begin()
+    assert tie.poll() is None
+    assert masters.heard(1)[0][0].resends == 0
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_last_word_waits_for_the_next_master_to_hear_it_and_not_for_ever(masters, tie, listens):
+    if listens:
+        tie.listen(Pulse, lambda message: None)
+    tie.send(emit(0))
+    began = time.monotonic()
+    tie.wait_until_heard(0.3)
+    assert time.monotonic() - began >= 0.3
+    masters.lose()
+    masters.begin()
+
+    def hears():
+        _, peer = masters.heard(2)
+        masters.hub.send(peer, Heard(count=1))
+
+    thread = threading.Thread(target=hears)
+    thread.start()
+    tie.wait_until_heard(PATIENCE_S)
+    assert not tie._unheard
+    thread.join()
+    tie.send(emit(1))
+    masters.hub.close()
+    masters.listener.close()
+    tie.wait_until_heard(PATIENCE_S)  # nobody is left who could
+    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_process_that_waits_waits_for_the_next_master_too(masters, tie):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.events import LEDGER, STEPS
+from instep.events import LEDGER, STEPS, ledger_header
 from instep.spec_file import build, dump
 
 BEGIN_S = 1_790_000_000.0  # Unix seconds at which every made-up run starts
@@ -51,7 +51,7 @@ def make_run(
     epoch_steps = math.ceil(samples / global_batch)
     total = epochs * epoch_steps if steps is None else steps
     ledger = make_ledger(workers, samples, global_batch, total)
-    ledger.tofile(path / "ledger.bin")
+    write_ledger(path, ledger)
     make_steps(ledger, workers, step_s, nan_from).tofile(path / "steps.bin")
     events = _opening(workers, samples)
     events += _milestones(epoch_steps, total, step_s, metrics)
@@ -72,6 +72,11 @@ def make_run(
     events.sort(key=lambda event: event["time"])
     write_events(path, events)
     return path
+
+
+def write_ledger(path: Path, records: np.ndarray[Any, np.dtype[Any]]) -> None:
+    """The ledger of the run in `path`, with these records."""
+    (path / "ledger.bin").write_bytes(ledger_header() + records.tobytes())
 
 
 def make_ledger(

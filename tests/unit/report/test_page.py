@@ -2,11 +2,10 @@ import json
 import re
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
-from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events
+from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events, write_ledger
 
-from instep.events import LEDGER, read_events
+from instep.events import LEDGER, read_events, read_records
 from instep.report.markup import Html, embedded_json, tag
 from instep.report.page import write_report
 from instep.report.run_folder import RunFolder
@@ -209,10 +208,10 @@ def test_checkpoints_and_failures_are_marked_on_the_strips(tmp_path):
 
 def test_the_page_says_who_did_how_much_and_how_work_was_dealt(tmp_path):
     folder = make_run(tmp_path / "digits", workers=3)
-    ledger = np.fromfile(folder / "ledger.bin", LEDGER)
+    ledger = read_records(folder / "ledger.bin", LEDGER).copy()
     first, second = ledger[0::3], ledger[1::3]  # worker 1 gives half to worker 0
     first["stop"] = second["first"] = (second["first"] + second["stop"]) // 2
-    ledger.tofile(folder / "ledger.bin")
+    write_ledger(folder, ledger)
     dealt = {"step": 18, "members": [0, 1, 2], "micro_batches": [4, 1, 3], "reason": "speed"}
     events = list(read_events(folder / "events.jsonl"))
     event = {"time": BEGIN_S + 3, "event": "work_dealt", "generation": 1, "speeds": [4, 1, 3]}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up_runs import make_ledger, make_run, write_events
+from made_up_runs import make_ledger, make_run, write_events, write_ledger
 
 from instep.cli import main
 from instep.data.order import position
-from instep.events import LEDGER, read_events
+from instep.events import LEDGER, ledger_header, read_events, read_records
 from instep.report.audit import Stretch, audit
 from instep.report.proof import prove, untiled
 from instep.report.run_folder import RunFolder
@@ -26,7 +26,7 @@ unhurried = settings(
 
 
 def ledger_of(path):
-    return np.fromfile(path / "ledger.bin", LEDGER)
+    return read_records(path / "ledger.bin", LEDGER).copy()
 
 
 # ---- steps
@@ -150,7 +150,7 @@ def test_json_says_the_same_as_an_object(tmp_path, capsys):
 def test_a_run_that_goes_on_is_proved_as_far_as_it_got(tmp_path, capsys):
     path = make_run(tmp_path / "digits", steps=21, outcome=None)
     ledger = ledger_of(path)
-    ledger[:-1].tofile(path / "ledger.bin")  # worker 1 has not told of step 21 yet
+    write_ledger(path, ledger[:-1])  # worker 1 has not told of step 21 yet
     assert main(["audit", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
@@ -167,7 +167,7 @@ def test_a_torn_tail_is_left_out_and_told(tmp_path, capsys):
     assert main(["audit", str(path)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert "20 steps committed, 41 records in the ledger, 1 of them after" in first
-    assert first.endswith("25 bytes at its end are no whole record")
+    assert first.endswith("39 bytes at its end are no whole record")
 
 
 def test_a_torn_tail_of_a_run_that_came_to_its_end_is_a_fault(tmp_path, capsys):
@@ -237,7 +237,7 @@ def test_a_damaged_ledger_ends_with_6_and_names_epoch_place_and_step(
     tmp_path, capsys, damage, fault, sentence
 ):
     path = make_run(tmp_path / "digits")
-    damage(ledger_of(path)).tofile(path / "ledger.bin")
+    write_ledger(path, damage(ledger_of(path)))
     assert main(["audit", str(path)]) == 6
     out, err = capsys.readouterr()
     assert f"fault   {fault}" in out.splitlines()
@@ -254,7 +254,7 @@ def test_a_damaged_ledger_ends_with_6_and_names_epoch_place_and_step(
 @pytest.mark.parametrize("damage", [dropped, doubled, shifted, lambda ledger: ledger])
 def test_the_figures_of_the_summary_are_those_of_the_proof(tmp_path, damage):
     path = make_run(tmp_path / "digits")
-    damage(ledger_of(path)).tofile(path / "ledger.bin")
+    write_ledger(path, damage(ledger_of(path)))
     folder = RunFolder(path)
     summary, proof = summarise(folder), prove(folder)
     assert summary["repeated_samples"] == proof.audit.repeated + proof.audit.stray
@@ -275,11 +275,11 @@ def test_no_byte_that_says_who_took_what_when_can_change_unseen(tmp_path, at, ch
     write_events(path, [e for e in events if ended or e["event"] != "run_finished"])
     data = bytearray(make_ledger(2, 1000, 64, 48).tobytes())
     data[at] ^= change
-    (path / "ledger.bin").write_bytes(data)
+    (path / "ledger.bin").write_bytes(ledger_header() + data)
     place = at % LEDGER.itemsize
     who = any(
-        LEDGER.fields[name][1] <= place < LEDGER.fields[name][1] + 2
-        for name in ("worker", "generation")
+        LEDGER.fields[name][1] <= place < LEDGER.fields[name][1] + LEDGER[name].itemsize
+        for name in ("course", "generation", "worker", "kind", "unit")
     )
     proof = prove(RunFolder(path))
     assert proof.exact == who or (not ended and proof.last_step < 48)  # the last one, in flight
@@ -289,7 +289,7 @@ def test_no_byte_that_says_who_took_what_when_can_change_unseen(tmp_path, at, ch
 
 def test_a_record_after_the_end_of_a_run_is_a_fault(tmp_path, capsys):
     path = make_run(tmp_path / "digits")
-    make_ledger(2, 1000, 64, 49)[:97].tofile(path / "ledger.bin")
+    write_ledger(path, make_ledger(2, 1000, 64, 49)[:97])
     assert main(["audit", str(path)]) == 6
     assert "1 record after the last step" in capsys.readouterr().err
 
@@ -307,7 +307,7 @@ def test_many_faults_are_counted_and_not_listed_whole(tmp_path, capsys):
     path = make_run(tmp_path / "digits", samples=64, epochs=400)
     ledger = ledger_of(path)
     ledger["stop"][::2] -= 1
-    ledger.tofile(path / "ledger.bin")
+    write_ledger(path, ledger)
     assert main(["audit", str(path)]) == 6
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 30

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events
+from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
 
 from instep.errors import RunError
-from instep.events import LEDGER, STEPS, read_events
+from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.run_folder import RunFolder, Traffic
 
 
@@ -58,7 +58,7 @@ def test_a_run_that_a_crash_cut_short_reads_as_far_as_it_got(tmp_path):
 
 def test_a_step_that_only_some_workers_recorded_is_in_flight(tmp_path):
     path = make_run(tmp_path / "digits", steps=21, outcome=None)
-    np.fromfile(path / "ledger.bin", LEDGER)[:-1].tofile(path / "ledger.bin")
+    write_ledger(path, read_records(path / "ledger.bin", LEDGER).copy()[:-1])
     folder = RunFolder(path)
     assert folder.last_step == 20
     assert len(folder.committed) == 40
@@ -116,9 +116,9 @@ def test_training_time_leaves_start_up_out(tmp_path):
 
 def test_a_damaged_record_cannot_make_a_run_seem_longer_than_it_can_be(tmp_path):
     path = make_run(tmp_path / "digits", steps=21, outcome=None)
-    ledger = np.fromfile(path / "ledger.bin", LEDGER)
+    ledger = read_records(path / "ledger.bin", LEDGER).copy()
     ledger["step"][-1], ledger["stop"][-1] = 2**50, 2**60
-    ledger.tofile(path / "ledger.bin")
+    write_ledger(path, ledger)
     folder = RunFolder(path)
     assert folder.last_step == 20
     assert folder.audit.exact

@@ -2,9 +2,9 @@ import json
 
 import numpy as np
 import pytest
-from made_up_runs import make_run, stopped_by
+from made_up_runs import make_run, stopped_by, write_ledger
 
-from instep.events import LEDGER
+from instep.events import LEDGER, read_records
 from instep.report.run_folder import PARTS, RunFolder
 from instep.report.screen import notice
 from instep.report.sections import changes_and_failures
@@ -81,9 +81,9 @@ def test_a_run_of_no_steps_has_no_loss_and_no_speed(tmp_path):
 
 def test_repeats_and_gaps_are_counted(tmp_path):
     path = make_run(tmp_path / "digits")
-    ledger = np.fromfile(path / "ledger.bin", LEDGER)
+    ledger = read_records(path / "ledger.bin", LEDGER).copy()
     ledger[10] = ledger[12]
-    ledger.tofile(path / "ledger.bin")
+    write_ledger(path, ledger)
     folder = RunFolder(path)
     summary = summarise(folder)
     assert (summary["repeated_samples"], summary["missing_samples"]) == (32, 32)

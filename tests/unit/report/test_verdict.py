@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_up_runs import BEGIN_S, START_UP_S, make_run
 
-from instep.events import LEDGER, STEPS
+from instep.events import LEDGER, STEPS, ledger_header, read_records
 from instep.report.run_folder import RunFolder
 from instep.report.verdict import Fall, Injected, judge
 from instep.report.verdict_words import lines
@@ -47,9 +47,10 @@ def test_a_run_that_ends_like_the_other_holds(folders):
 
 
 def changed(folder, name, dtype, row, field, value):
-    records = np.fromfile(folder / name, dtype)
+    records = read_records(folder / name, dtype).copy()
     records[field][row] = value
-    records.tofile(folder / name)
+    head = ledger_header() if dtype is LEDGER else b""
+    (folder / name).write_bytes(head + records.tobytes())
 
 
 def test_other_bits_of_a_loss_do_not_hold(folders):

@@ -18,7 +18,7 @@ from instep.events import LEDGER, read_records
 from instep.run.launch.base import Seat
 from instep.run.ledger import Ledger
 from instep.run.member import Member
-from instep.run.replica import Replica
+from instep.run.replica import Replica, Weighed
 from instep.run.update import Update
 from instep.sync.base import make_strategy
 
@@ -70,7 +70,7 @@ class Master:
 
 
 class Worker:
-    """A member of its group, with a model of one number."""
+    """A member of its group, with a model of a few numbers, and statistics."""
 
     def __init__(self, master):
         self.member = Member(master.seat, 0)
@@ -78,7 +78,7 @@ class Worker:
         self.interrupts = []
         self.member.interrupt = lambda: self.interrupts.append(None)
         self.member.hold, self.replica = self.hold, None
-        self.model = nn.Linear(1, 1)
+        self.model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
         self.parameters = list(self.model.parameters())
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
@@ -103,6 +103,14 @@ class Worker:
             parameter.grad = torch.ones_like(parameter)
         where = position(step, 640, 64)
         self.replica.advance(self.update, step, where, 64, 1.0)
+
+    def agree(self):
+        """The passes of a step, and what comes of them: all but the update."""
+        self.replica.before_backward(1.0, last=True)
+        loss = self.model(torch.arange(64.0)[:, None]).square().mean()
+        loss.backward()
+        self.replica.after_pass(1.0, 0)
+        self.replica.agree({0: Weighed(float(loss.detach()), 64)}, stop=False, samples=64)
 
     @property
     def steps(self):
@@ -150,6 +158,23 @@ def test_once_the_master_is_silent_nothing_moves_and_another_may_write(master, w
     assert all(map(torch.equal, before, worker.parameters))
     assert worker.steps == [1]
     Ledger(master.folder / "ledger.bin").close()
+
+
+def test_statistics_move_with_the_parameters_or_not_at_all(master, worker):
+    batch_norm = worker.model[1]
+    worker.agree()
+    assert batch_norm.running_mean.tolist() == [0.0]
+    worker.advance(1)
+    after_one_step = batch_norm.running_mean.clone()
+    assert after_one_step.tolist() != [0.0]
+    worker.agree()
+    master.answers = False
+    until(lambda: worker.interrupts)
+    with pytest.raises(PeerError):
+        worker.advance(2)
+    worker.replica.abandon()
+    assert torch.equal(batch_norm.running_mean, after_one_step)
+    assert int(batch_norm.num_batches_tracked) == 1
 
 
 def test_it_stays_so_in_that_generation_though_the_master_be_back_and_ends_with_the_next(

@@ -13,7 +13,7 @@ import torch
 
 from instep import spec_file
 from instep.errors import CheckpointError, RunError, SpecError
-from instep.events import LEDGER, EventLog, read_records
+from instep.events import LEDGER, LEDGER_START, EventLog, read_records
 from instep.report.run_folder import RunFolder
 from instep.run import resume
 from instep.run.folder import held, make_run_folder, run_id
@@ -35,7 +35,7 @@ def facts_of(folder, job, step, **changes):
     return {
         "run": run_id(folder),
         "job": spec_file.dump(job),
-        "ledger_bytes": step * LEDGER.itemsize,
+        "ledger_bytes": LEDGER_START + step * LEDGER.itemsize,
         "epoch_so_far": [0.0, 0],
         "optimizer": {},
         "scaler": {},
@@ -57,7 +57,7 @@ def run(tmp_path):
     folder = make_run_folder(tmp_path, job, named=True)
     ledger = Ledger(folder / "ledger.bin")
     for step in range(1, 13):
-        ledger.append([(step, 0, 0, 1, 64 * step - 64, 64 * step)])
+        ledger.append([(step, 0, 0, 1, 0, 0, 0, 64 * step - 64, 64 * step)])
     ledger.close()
     log = EventLog(folder / "events.jsonl")
     log.emit("run_started", recipe_sha256="sha")
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_an_earlier_instep_is_refused_with_a_sentence(run, missi
 
 def test_a_checkpoint_beyond_the_ledger_is_skipped_and_set_aside(run):
     with (run / "ledger.bin").open("r+b") as file:
-        file.truncate(8 * LEDGER.itemsize - 3)  # as a crash of the host may leave it
+        file.truncate(LEDGER_START + 8 * LEDGER.itemsize - 3)  # as a crash of the host may leave it
     origin = go_on(run)
     assert origin.step == 5
     (warning,) = origin.warnings
@@ -148,7 +148,7 @@ def test_a_checkpoint_beyond_the_ledger_is_skipped_and_set_aside(run):
 
 
 def test_where_no_checkpoint_is_left_the_run_is_not_begun_again(run):
-    os.truncate(run / "ledger.bin", 4 * LEDGER.itemsize)
+    os.truncate(run / "ledger.bin", LEDGER_START + 4 * LEDGER.itemsize)
     with pytest.raises(CheckpointError, match=r"no checkpoint .* can no longer be told"):
         go_on(run)
     assert names(run) == ["step-00000010", "step-00000005"]
@@ -182,7 +182,7 @@ def test_what_a_worker_wrote_while_it_was_waited_for_is_seen(run, monkeypatch):
 
     def passes(seconds):
         for step in range(13, 16):
-            last.append([(step, 0, 0, 1, 64 * step - 64, 64 * step)])
+            last.append([(step, 0, 0, 1, 0, 0, 0, 64 * step - 64, 64 * step)])
         save(run, facts_of(run, job_of(), 15), 15)
         last.close()
 
@@ -268,7 +268,7 @@ def test_only_a_file_system_without_locks_is_excused(run, monkeypatch, number, r
 def finish(run, step, model_step=None):
     ledger = Ledger(run / "ledger.bin")
     for number in range(13, step + 1):
-        ledger.append([(number, 0, 0, 1, 64 * number - 64, 64 * number)])
+        ledger.append([(number, 0, 0, 1, 0, 0, 0, 64 * number - 64, 64 * number)])
     ledger.close()
     save(run, facts_of(run, job_of(), step), step)
     if model_step is not None:

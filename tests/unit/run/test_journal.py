@@ -60,6 +60,18 @@ def test_a_new_session_begins_with_an_empty_journal(tmp_path, begun):
     again.close()
 
 
+def test_what_members_have_left_for_each_other_is_there_until_the_next_generation(begun, tmp_path):
+    begun.keep("a/b", b"\x00 first")
+    begun.keep("a/b", b"\x00 second")
+    begun.keep("c", b"")
+    begun.close()
+    another = Journal(tmp_path)
+    assert sorted(another.kept()) == [("a/b", b"\x00 second"), ("c", b"")]
+    another.forget()
+    assert another.kept() == []
+    another.close()
+
+
 def test_every_state_of_a_story_survives(begun):
     state = State(wanted=frozenset({0, 1}), recovers=True)
     news = [Joined(0), Joined(1), Built(0), Built(1), Formed(0, 1), Ended(1, -signal.SIGKILL, 4, 3)]
@@ -75,7 +87,7 @@ def test_one_row_tells_what_was_heard(tmp_path, begun):
     rows = sqlite3.connect(tmp_path / FILE)
     ((news,),) = rows.execute("SELECT news FROM decisions").fetchall()
     rows.close()
-    assert news == "Ended(worker=1, code=None, step=4, committed=0)"
+    assert news == "Ended(worker=1, code=None, step=4, committed=0, place=None)"
 
 
 def test_a_journal_leaves_no_file_beside_it(tmp_path, begun):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from instep.errors import PeerError, RunError
-from instep.events import LEDGER, read_records
+from instep.events import LEDGER, LEDGER_START, ledger_header, read_records
 from instep.run.ledger import Ledger, cut_back, mend
 
 
@@ -14,7 +14,7 @@ def shares(step, workers=2):
     """Records of one step of 10 samples, an even part for each worker."""
     first = 10 * (step - 1)
     cuts = [first + 10 * n // workers for n in range(workers + 1)]
-    return [(step, 0, n, 1, cuts[n], cuts[n + 1]) for n in range(workers)]
+    return [(step, 0, 0, 1, n, 0, n, cuts[n], cuts[n + 1]) for n in range(workers)]
 
 
 def written(path, steps):
@@ -27,7 +27,7 @@ def written(path, steps):
 
 def steps_in(path):
     records = read_records(path, LEDGER)
-    assert len(records) * LEDGER.itemsize == path.stat().st_size
+    assert LEDGER_START + len(records) * LEDGER.itemsize == path.stat().st_size
     return records["step"].tolist()
 
 
@@ -119,11 +119,40 @@ def test_a_torn_record_at_its_end_is_taken_away(tmp_path):
 
 def test_it_is_cut_back_to_where_a_checkpoint_was_saved_and_never_made_longer(tmp_path):
     path = written(tmp_path / "ledger.bin", 3)
-    cut_back(path, 4 * LEDGER.itemsize)
+    cut_back(path, LEDGER_START + 4 * LEDGER.itemsize)
     assert steps_in(path) == [1, 1, 2, 2]
-    cut_back(path, 9 * LEDGER.itemsize)
+    cut_back(path, LEDGER_START + 9 * LEDGER.itemsize)
     assert steps_in(path) == [1, 1, 2, 2]
     cut_back(tmp_path / "none", 0)
+
+
+def test_where_the_run_begins_anew_the_header_stays(tmp_path):
+    path = written(tmp_path / "ledger.bin", 3)
+    cut_back(path, 0)
+    assert path.read_bytes() == ledger_header()
+    assert steps_in(written(path, 1)) == [1, 1]
+
+
+def test_a_header_whose_writer_died_with_it_is_written_anew(tmp_path):
+    path = tmp_path / "ledger.bin"
+    for cut in range(LEDGER_START):
+        path.write_bytes(ledger_header()[:cut])
+        assert len(read_records(path, LEDGER)) == 0
+        assert steps_in(written(path, 1)) == [1, 1]
+
+
+@pytest.mark.parametrize("begin", [b"x" * 500, (1).to_bytes(8, "little") + b"\0" * 24])
+def test_nothing_is_written_into_what_is_no_ledger_of_this_format(tmp_path, begin):
+    path = tmp_path / "ledger.bin"
+    path.write_bytes(begin)
+    for write in (lambda: Ledger(path), lambda: mend(path, 1, shares(1))):
+        with pytest.raises(
+            RunError, match=r"ledger\.bin (is no ledger|was written by instep 0\.1)"
+        ):
+            write()
+    assert path.read_bytes() == begin
+    path.write_bytes(ledger_header())
+    Ledger(path).close()  # whoever was refused has let go of it
 
 
 def test_a_step_that_finds_no_room_is_an_error_and_the_file_ends_with_the_one_before(small_disk):

@@ -59,7 +59,14 @@ def test_a_manifest_comes_back_as_it_was():
         (lambda m: m.update(extra=1), "extra"),
         (lambda m: m.pop("torch"), "torch"),
         (lambda m: m.update(facts=[]), "facts"),
-        (lambda m: m.update(version=2), "format version 2"),
+        (
+            lambda m: m.update(version=1, instep="0.1.7"),
+            r"written by instep 0\.1\.7 in format 1; .* Use instep 0\.1 for it\.",
+        ),
+        (lambda m: m.update(version=9, instep="odd"), r"in format 9; .* Use the one that wrote it"),
+        (lambda m: m.update(version="2"), "its version is '2'"),
+        (lambda m: m.update(version=True), "its version is True"),
+        (lambda m: m.pop("version"), "its version is None"),
         (lambda m: m.update(format="other"), "no manifest of a checkpoint"),
         (
             lambda m: m["files"].update(

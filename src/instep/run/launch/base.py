@@ -91,6 +91,10 @@ class Launcher(Protocol):
         """The exit code of the host that was started last under this number, negative for a
         signal; None while it runs. Another that it has brought up may have taken its place."""
 
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Kill the host that was started last under this number, and nothing of what it has
+        started, if it was stopped (SIGSTOP), as far as that can be seen from here."""
+
     def stop(self) -> None:
         """End the host and all it has started, now, and wait until they are gone.
 

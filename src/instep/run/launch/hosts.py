@@ -33,6 +33,10 @@ class HostsLauncher:
         """The exit code of the command that was run last for a host, or None while it runs."""
         return self._each[host].ended()
 
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Kill the command that was run last for a host, if it was stopped here."""
+        self._each[host].end_if_stopped()
+
     def stop(self) -> None:
         """End all; those that cannot be reached end once they find nobody to call."""
         for each in self._each:

@@ -1,0 +1,75 @@
+"""What a model keeps beside parameters and buffers: counters, generators, lists."""
+
+from __future__ import annotations
+
+import torch
+from pair import Parts, pair, said
+from torch import nn
+
+from pairs.common import classes, mlp
+
+TWICE = "twice|second|again|repeat|counter|state of its own|not the same"
+
+
+class Calls(nn.Module):
+    """Counts its calls in Python, and anneals by the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = mlp(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * (1 + 1 / self.calls)
+
+
+@pair("a counter in Python", said(TWICE))
+def counter():
+    return Parts(model=Calls(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Late(Calls):
+    """Changes only after some passes, as a warm-up does."""
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) * (2 if self.calls > 10 else 1)
+
+
+@pair("a counter in Python that acts late", said(TWICE + "|apart"))
+def late_counter():
+    return Parts(model=Late(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Noisy(nn.Module):
+    """Noise from a generator of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.generator = mlp(), torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return self.body(x + 0.3 * noise)
+
+
+@pair("a generator of the model's own", said(TWICE + "|generator|random"))
+def generator():
+    return Parts(model=Noisy(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Recalled(nn.Module):
+    """Remembers the mean of its last batch in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.last = mlp(), None
+
+    def forward(self, x):
+        last, self.last = self.last, x.detach().mean(0)
+        return self.body(x if last is None else x - 0.5 * last)
+
+
+@pair("a memory of the last batch in Python", said(TWICE))
+def recalled():
+    return Parts(model=Recalled(), train=classes(), loss=nn.CrossEntropyLoss())

@@ -1,0 +1,140 @@
+"""The judge: a plain PyTorch loop in one process, the whole global batch in one forward pass.
+
+Of instep it takes which samples a step has and, for models that draw random numbers, the
+job's keys. Between loss and update there is nothing but torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pair import GLOBAL_BATCH, MICRO_BATCHES, SEED, STEPS, Pair, Parts
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from instep.data.order import Order, key, micro_batch, position
+
+OF_PASS, OF_UPDATE = 1, 2
+"""What a key is drawn for."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A model, at one moment."""
+
+    trained: dict[str, Tensor]
+    """Parameters that need gradients, each once."""
+    other: dict[str, Tensor]
+    """Buffers, and parameters that need none."""
+
+
+def state_of(model: nn.Module) -> State:
+    """A copy of everything that a model holds."""
+    trained, other = {}, {}
+    for name, parameter in model.named_parameters():
+        (trained if parameter.requires_grad else other)[name] = parameter.detach().clone()
+    for name, buffer in model.named_buffers():
+        other[name] = buffer.detach().clone()
+    return State(trained, other)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a loop left behind."""
+
+    start: State
+    end: State
+    losses: list[float]
+    """Of each step, the mean over its global batch."""
+
+
+AS_IT_IS, PERMUTED, PERMUTED_AGAIN = 0, 1, 2
+"""Orders of the samples within a global batch (or of its micro-batches, if the model draws)."""
+
+
+def train(
+    pair: Pair, dtype: torch.dtype, way: int = AS_IT_IS, micro_batches: int = MICRO_BATCHES
+) -> Trained:
+    """Train a pair for 20 steps with nothing but PyTorch.
+
+    Args:
+        pair: of model and loss.
+        dtype: of its parameters and data.
+        way: in which order the samples of a global batch are, or its micro-batches are added.
+        micro_batches: of a step of the job, for a model that draws; others have one pass a step.
+    """
+    parts = pair.make(dtype)
+    model, start = parts.model.train(), state_of(parts.model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    given = parts.parameters(model) if parts.parameters else parameters
+    optimizer = parts.optimizer(given)
+    scheduler = parts.scheduler(optimizer) if parts.scheduler else None
+    limit = pair.train.get("max_grad_norm")
+    losses = []
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        if pair.draws:
+            losses.append(_micro_batches(parts, step, way, micro_batches))
+        else:
+            losses.append(_whole(parts, step, way))
+        if limit is not None:
+            nn.utils.clip_grad_norm_(parameters, limit)
+        _set_generators(key(SEED, OF_UPDATE, step))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return Trained(start, state_of(model), losses)
+
+
+def _whole(parts: Parts, step: int, way: int) -> float:
+    """The whole global batch in one pass."""
+    _, first, stop = position(step, len(parts.train), GLOBAL_BATCH)
+    (batch,) = _batches(parts, step, [(first, stop)], way)
+    loss = parts.mean_loss(batch)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _micro_batches(parts: Parts, step: int, way: int, micro_batches: int) -> float:
+    """The job's micro-batches one after the other, each with its key."""
+    _, first, stop = position(step, len(parts.train), GLOBAL_BATCH)
+    number_of = -(-(stop - first) * micro_batches // GLOBAL_BATCH)
+    cuts = [micro_batch(first, stop, number, number_of) for number in range(number_of)]
+    batches = list(_batches(parts, step, cuts, AS_IT_IS))
+    weights = [parts.of(batch) for batch in batches]
+    numbers = list(range(number_of))
+    if way == PERMUTED:
+        numbers.reverse()
+    if way == PERMUTED_AGAIN:
+        numbers = numbers[1:] + numbers[:1]
+    mean = 0.0
+    for number in numbers:
+        if not weights[number]:
+            continue
+        _set_generators(key(SEED, OF_PASS, step, number))
+        loss = parts.mean_loss(batches[number]) * (weights[number] / sum(weights))
+        loss.backward()
+        mean += float(loss.detach())
+    return mean
+
+
+def _batches(parts: Parts, step: int, cuts: list[tuple[int, int]], way: int) -> Iterator[Any]:
+    """The samples at some positions of a step's epoch, each cut collated."""
+    samples = len(parts.train)
+    epoch = position(step, samples, GLOBAL_BATCH).epoch
+    for first, stop in cuts:
+        indices = Order(samples, SEED).indices(epoch, first, stop).tolist()
+        if way != AS_IT_IS:
+            random.Random(1000 * way + step).shuffle(indices)
+        yield (parts.collate or default_collate)([parts.train[i] for i in indices])
+
+
+def _set_generators(number: int) -> None:
+    torch.default_generator.manual_seed(number)
+    np.random.seed([number & 0xFFFFFFFF, number >> 32])
+    random.seed(number)

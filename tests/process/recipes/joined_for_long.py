@@ -1,0 +1,20 @@
+"""A script whose run lasts for a while; with a number below 0, process 1 raises after that step."""
+
+import sys
+
+import slow_tiny
+
+import instep
+
+if __name__ == "__main__":
+    runs, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    with instep.join(
+        slow_tiny.recipe,
+        arguments={"pause_s": pause_s},
+        name="long",
+        runs=runs,
+        train={"steps": abs(steps), "global_batch": 16, "determinism": "bits"},
+    ) as session:
+        for step in session.steps():
+            if steps < 0 and session.rank == 1 and step.number == abs(steps) - 10:
+                raise ValueError("process 1 has had enough")

@@ -1,0 +1,61 @@
+"""What a run says of itself before its first step, and the steps in which nothing counts."""
+
+import json
+
+import pytest
+import torch
+import weighs
+from safetensors.torch import load_file
+from started import Start
+from torch import nn
+
+from instep.errors import RecipeError, SpecError
+from instep.events import read_events
+
+pytestmark = pytest.mark.process
+
+QUICK = ("train.epochs=1", "train.global_batch=16", "train.threads=1")
+NO = "no: BatchNorm1d '1' looks at the other samples of its batch: it sees 2 at a time, where one "
+
+
+def test_the_verdict_comes_before_the_first_step_and_stands_in_header_summary_and_report(
+    run: Start, tmp_path
+):
+    program = run("weighs.py:recipe", *QUICK, 'arguments.layer="batch norm"', options=("--json",))
+    assert program.end() == 0, program.stderr
+    assert program.stderr.index(f"same as one machine: {NO}") < program.stderr.index("epoch 1/1")
+    summary = json.loads(program.stdout.splitlines()[-1])
+    assert summary["same_as_one_machine"].startswith(NO)
+    assert "workers = 1 and train.micro_batches = 1" in summary["same_as_one_machine"]
+    folder = program.work / "runs" / "tested"
+    names = [event["event"] for event in read_events(folder / "events.jsonl")]
+    assert names.count("same_as_one_machine") == 1
+    assert "looks at the other samples of its batch" in (folder / "report.html").read_text()
+
+
+def test_strict_refuses_anything_but_yes(run: Start):
+    program = run("weighs.py:recipe", *QUICK, 'arguments.layer="batch norm"', options=("--strict",))
+    assert program.end() == SpecError.exit_code
+    assert "check.strict = true" in program.stderr
+    assert NO in program.stderr
+    fine = run("weighs.py:recipe", *QUICK, options=("--strict",))
+    assert fine.end() == 0, fine.stderr
+
+
+def test_a_validation_is_weighted_by_what_the_loss_is_a_mean_of(run: Start):
+    """Two thirds of the targets do not count, and the last of them lie in one batch."""
+    program = run("weighs.py:recipe", *QUICK, "arguments.ignored=43", options=("--json",))
+    assert program.end() == 0, program.stderr
+    summary = json.loads(program.stdout.splitlines()[-1])
+    made = weighs.recipe(ignored=43)
+    made.model.load_state_dict(load_file(program.work / "runs" / "tested" / "model.safetensors"))
+    inputs, target = made.validate.tensors
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(made.model(inputs), target))
+    assert summary["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_global_batch_in_which_nothing_counts_ends_the_run_and_says_so(run: Start):
+    program = run("weighs.py:recipe", *QUICK, "arguments.ignored=64")
+    assert program.end() == RecipeError.exit_code
+    assert "the weight of the whole global batch of 16 samples is 0" in program.stderr
