@@ -17,12 +17,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -103,12 +103,13 @@ class Torch:
         return iter(self._loader)
 
     def pids(self) -> list[int]:
-        return [child.pid for child in psutil.Process().children() if child.is_running()]
+        return [worker.pid for worker in self._loader._iterator._workers]
 
     def close(self) -> None:
         iterator = self._loader._iterator
         if iterator is not None:
-            iterator._shutdown_workers()
+            with suppress(RuntimeError):  # it raises where a worker was killed
+                iterator._shutdown_workers()
             self._loader._iterator = None
 
 
@@ -141,7 +142,7 @@ def measure(kind: type[Instep] | type[Torch], values: int) -> dict[str, Any]:
     try:
         for _ in loads:
             got += 1
-    except RuntimeError as error:
+    except (RuntimeError, OSError, EOFError) as error:
         found["killed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     found["after_kill"] = f"{got} of {COUNT} batches in {time.perf_counter() - begin:.2f} s"
     found["close_s"] = seconds(reader.close)
@@ -155,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     answer: dict[str, Any] = {}
-    for values in (16, 784, 150_528):
+    for values in (16, 784, 10_000):
         rounds: dict[str, list[dict[str, Any]]] = {"instep": [], "torch": []}
         for _ in range(args.rounds):
             for kind in (Instep, Torch):

@@ -190,8 +190,7 @@ def halted(folder: Path, **changes: Any) -> Path:
     )
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
-@pytest.mark.parametrize("how", ["plainly", "drawing", "its own draws"])
+@pytest.mark.parametrize(("how", "loaders"), [("plainly", 0), ("drawing", 2), ("its own draws", 2)])
 def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, loaders: int) -> None:
     run = halted(tmp_path, loaders=loaders, arguments={"how": how})
     done = instep.resume(run, quiet=True, workers=1)

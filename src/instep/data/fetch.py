@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from instep.comm.messages import Mark
 from instep.data import breadcrumb, keyed
@@ -90,7 +91,7 @@ class Fetch:
         """Of which samples the content is told."""
         self._augment, self._skip = augment, skip
         self._order = Order(self.samples, seed) if shuffle else None
-        self._collate: Collate = collate or default_collate
+        self._collate: Collate = collate or _collated
         self._whole = whole_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
         self._watch = keyed.Watch()
@@ -366,6 +367,19 @@ def _taker(tensor: torch.Tensor) -> Callable[[Indices], torch.Tensor]:
         return batch
 
     return take
+
+
+def _collated(samples: list[Any]) -> Any:
+    """torch's `default_collate`, into memory of this process.
+
+    Where it believes itself in a worker of a `DataLoader`, it makes a file in shared
+    memory for every tensor, which `wire.py` has no use for.
+    """
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        return default_collate(samples)
+    finally:
+        torch_worker._worker_info = info
 
 
 def _length(dataset: Any) -> int:

@@ -15,7 +15,9 @@ import torch
 from datasets import KillsItself, Plain, same
 
 from instep.data import wire
+from instep.data.child import Work
 from instep.data.loader import Loader, Slice
+from instep.data.processes import Pool
 from instep.errors import DataError
 
 pytestmark = pytest.mark.process
@@ -263,3 +265,18 @@ def test_a_worker_init_fn_that_raises_is_named():
     message = r"worker_init_fn\(0\) raised ValueError: no such store"
     with pytest.raises(DataError, match=message):
         made(Plain(), 2, worker_init=begin)
+
+
+def test_a_loader_process_makes_no_file_in_shared_memory_for_a_batch():
+    """As torch's `default_collate` does where it believes itself in a worker of torch's."""
+
+    def shared(batch):
+        return batch[0].is_shared() or batch[1].is_shared()
+
+    with made(Plain(), 1) as loader:
+        read = loader._pool._work.read
+        loader._pool.close()
+    work = Work(lambda part: shared(read(part)[0]), Plain(), 1)
+    pool = Pool(work, 1)
+    assert pool.take(pool.submit(SLICES[0])) is False
+    pool.close()
