@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-slow parity parity-table simulate check format bench chaos chaos-hosts clean
+.PHONY: help setup demo test test-slow test-timed test-long parity parity-table simulate check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -23,8 +23,14 @@ demo: setup      ## train the first example on two processes, ending with a repo
 test: setup      ## the whole suite; under ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-slow: setup ## what takes longer
+test-slow: setup ## what takes longer; its verdict does not depend on the machine's speed
 	$(BIN)/python -m pytest -m slow
+
+test-timed: setup ## what does depend on the machine's speed; on a quiet machine
+	$(BIN)/python -m pytest -m timed
+
+test-long: setup ## what takes many minutes
+	$(BIN)/python -m pytest -m long --timeout 3600
 
 parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes)
 	$(BIN)/python -m pytest -n 2 -m parity tests/parity

@@ -304,9 +304,9 @@ IN_A_RECIPE = {
     "a scheduler without a step": Part(
         {"scheduler": "lambda o: 0.1"}, ["Recipe.scheduler() returned a float, which has no step"]
     ),
-    "a loader for a dataset": Part(
-        {"train": "torch.utils.data.DataLoader([(torch.ones(3), 0)])"},
-        ["Recipe.train is a DataLoader, but a map-style dataset is wanted", "give its dataset"],
+    "a loader of whole batches": Part(
+        {"train": "torch.utils.data.DataLoader([(torch.ones(3), 0)], batch_size=None)"},
+        ["Recipe.train is a DataLoader that has batch_size = None", "samples are wanted"],
     ),
     "a stream for a dataset": Part(
         {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "with a length and dataset[i]"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,9 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from instep import __version__
-from instep.errors import INTERRUPTED, InstepError, RecipeError, SpecError, near_miss
+from instep.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    InstepError,
+    RecipeError,
+    SpecError,
+    near_miss,
+)
 
 if TYPE_CHECKING:
+    from instep.report.run_folder import RunFolder
     from instep.report.verdict import Verdict
     from instep.run.client import Run
     from instep.spec import JobSpec
@@ -108,12 +117,14 @@ def report(args: argparse.Namespace) -> int:
     from instep.report.page import write_report
     from instep.report.run_folder import RunFolder
     from instep.report.summary import summarise, verdict
-    from instep.state.export import asked_for
+    from instep.state.export import asked_for, check_page
 
     folder = RunFolder(Path(args.run))
     other = RunFolder(Path(args.other)) if args.other else None
     name = f"report-with-{Path(args.other).name}.html" if args.other else "report.html"
     path = Path(args.to) if args.to else Path(args.run) / name
+    if args.to:
+        check_page(path, folder.path)
     with asked_for(path):
         write_report(folder, path, other)
     summary = summarise(folder)
@@ -132,12 +143,31 @@ def audit(args: argparse.Namespace) -> int:
     from instep.report.proof import prove
     from instep.report.run_folder import RunFolder
 
-    proof = prove(RunFolder(Path(args.run)))
-    for line in [json.dumps(proof.as_table())] if args.json else proof.lines():
-        print(line)
-    if not proof.exact:
-        raise RunError(proof.fault)
+    run = RunFolder(Path(args.run))
+    proof, contents = prove(run), None
+    if args.content is not None:
+        from instep.run.contents import compare
+
+        contents = compare(run, _how_many(args.content))
+    if args.json:
+        more = {"content": contents.as_table()} if contents else {}
+        print(json.dumps({**proof.as_table(), **more}))
+    else:
+        *lines, next_ = proof.lines()
+        for line in [*lines, *(contents.lines() if contents else []), next_]:
+            print(line)
+    for each in (proof, contents):
+        if each is not None and not each.exact:
+            raise RunError(each.fault)
     return 0
+
+
+def _how_many(given: str) -> int | None:
+    if given == "all":
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise SpecError(f"--content {given}: needs a number of samples above 0, or 'all'.")
+    return int(given)
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -210,7 +240,7 @@ def export(args: argparse.Namespace) -> int:
     from instep.errors import RunError
     from instep.report.run_folder import RunFolder
     from instep.state.best import Best
-    from instep.state.export import asked_for, check_target, choose, copy_file, copy_model
+    from instep.state.export import asked_for, check_target, choose, copy_model
 
     target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
@@ -229,7 +259,7 @@ def export(args: argparse.Namespace) -> int:
         if kept is not None:
             copy_model(kept, target)
         else:
-            copy_file(model, target)
+            _copy_own(model, target, folder)
     if args.json:
         source = str(kept) if kept else str(model)
         said = {"model": str(target), "size_bytes": target.stat().st_size, "from": source}
@@ -240,6 +270,22 @@ def export(args: argparse.Namespace) -> int:
             print(f"from   {kept}")
         print(f"next   safetensors.torch.load_file({str(target)!r})")
     return 0
+
+
+def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
+    """Copy the model of a run's end; where it is damaged, say who has the same one."""
+    from instep.report.words import command
+    from instep.state.export import copy_own
+    from instep.state.manifest import published
+
+    try:
+        copy_own(model, target)
+    except CheckpointError as error:
+        step = folder.last("model_saved").get("step")
+        if step not in [kept for kept, _ in published(folder.path / "checkpoints")]:
+            raise
+        again = command("export", folder.path, f"--step {step} --to {shlex.quote(str(target))}")
+        raise CheckpointError(f"{error} Its checkpoint has the same model: {again}") from None
 
 
 def _safetensors(name: str) -> Path:
@@ -290,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any PyTorch model across whatever machines there are, "
         "with the result of one machine.",
         epilog="Exit codes: 0 done, 2 wrong job or command, 3 recipe, 4 data, 5 a worker failed, "
-        "6 run folder, 7 checkpoint, 130 interrupted.",
+        "6 run folder, 7 checkpoint, 8 the loss was no finite number, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -328,6 +374,14 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(commands, "audit")
     one.add_argument("run", help="run folder; of a run that goes on or was cut short too")
+    one.add_argument(
+        "--content",
+        nargs="?",
+        const="all",
+        metavar="N",
+        help="also compare samples as they were handed to training with a plain read of the "
+        "dataset: so many of those that were recorded, or all",
+    )
 
     one = _command(commands, "replay")
     one.add_argument("run", help="run folder; of a run that goes on too")

@@ -11,7 +11,8 @@
     └── CheckpointError          7   a checkpoint is damaged, foreign, or incomplete
 
 A run that the user interrupts ends with 130 (`INTERRUPTED`), whether it was
-saved first or not. An error prints as one line; a traceback means our bug.
+saved first or not, one whose loss was no finite number at the end with 8 (`DIVERGED`).
+An error prints as one line; a traceback means our bug.
 Each has its heading in `docs/reference/errors.md`.
 """
 
@@ -25,6 +26,10 @@ from pathlib import Path
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C or SIGTERM ended."""
+
+
+DIVERGED = 8
+"""Exit code of a run whose last loss was no finite number: what it trained is of no use."""
 
 
 class InstepError(Exception):

@@ -128,6 +128,9 @@ STEPS = np.dtype(
 )
 """Where one worker's time went in one step, in the order it was spent, and what came of it."""
 
+CONTENTS = np.dtype([("epoch", "<i8"), ("index", "<i8"), ("content", "<i8")])
+"""One sample as it was handed to a step; `content` is a hash of 63 bits."""
+
 EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
     "resumed_step where a run goes on",
@@ -148,6 +151,8 @@ EVENTS = {
     "work_dealt": "generation, step (the first that is dealt so), members, micro_batches "
     "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
     "loaders_started": "worker, pids (of its loader processes; one that is killed is replaced)",
+    "dataset_known": "dataset (training, validation), samples, contents (index, content), "
+    "differed (indices of samples that held something else when they were read again)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
     "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",

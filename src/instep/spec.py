@@ -127,8 +127,9 @@ class StopSpec(Section, frozen=True, kw_only=True):
     least_change: Annotated[float, Meta(ge=0)] = 0.0
     """By how much the metric has to get better for `patience` to begin anew."""
 
-    non_finite: bool = False
-    """Stop at a loss, or a norm of the gradient, that is not finite; otherwise a warning is all."""
+    non_finite: bool = True
+    """Stop at a loss that is not finite, and at such a norm of the gradient where it is computed
+    anyway; otherwise a warning is all."""
 
     rise: Annotated[float, Meta(gt=1)] | None = None
     """Stop when the mean loss of the last `window` steps is above so many times the lowest yet."""
@@ -159,13 +160,13 @@ class StopSpec(Section, frozen=True, kw_only=True):
 
     @property
     def by_step(self) -> bool:
-        """Whether a rule looks at every step."""
+        """Whether a rule asks the master at every step."""
         return self.by_norm or self.rise is not None
 
     @property
     def by_norm(self) -> bool:
-        """Whether a rule looks at the norm of the gradient."""
-        return self.non_finite or self.gradient_norm is not None
+        """Whether a rule wants the norm of the gradient."""
+        return self.gradient_norm is not None
 
     def __post_init__(self) -> None:
         for name in ("target", "least_change", "rise", "gradient_norm", "time_limit"):
@@ -226,6 +227,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     unreadable: Literal["stop", "skip"] = "stop"
     """What follows when a sample cannot be read, at the third attempt too: `stop` ends the run,
     `skip` leaves the sample out of its step or validation, and counts it."""
+
+    changed: Literal["refuse", "accept"] = "refuse"
+    """What follows when a run goes on with a dataset of another length or with other contents:
+    `accept` trains on with what is there now, and says so."""
 
 
 class StartSpec(Section, frozen=True, kw_only=True):
@@ -356,6 +361,10 @@ class CheckSpec(Section, frozen=True, kw_only=True):
     corruption: bool = False
     """Compare states, and gradients of micro-batches computed twice, to find the worker whose
     machine computes or remembers something wrong; needs `determinism = "bits"`."""
+
+    content: Literal["off", "sample", "all"] = "sample"
+    """Of which training samples the content is recorded when they are handed to a step, for
+    `instep audit --content`: a keyed sample (1 in 64, about 512 of an epoch at most), or all."""
 
     strict: bool = False
     """Refuse to train unless the run is shown to give the result of one machine

@@ -12,6 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from types import UnionType
@@ -84,10 +85,13 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
     """Lay `section.key=value` strings over `table`, in order, in place.
 
     A value is read as TOML (`3`, `0.1`, `true`, `"text"`, `[1, 2]`), and as
-    plain text where that fails, so quotes are needed only to make a number text.
+    plain text where that fails, so quotes are needed only to make text of what looks like
+    a number or a truth. What Python writes so and TOML does not (`False`, `None`, `.5`) is
+    refused: as text it would be true, and no number.
 
     Raises:
-        SpecError: a string has no `=`, or its path runs through a plain value.
+        SpecError: a string has no `=`, its path runs through a plain value, or its value
+            is one that Python has and TOML has not.
     """
     for override in overrides:
         dotted, equals, text = override.partition("=")
@@ -102,7 +106,7 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
             target = target.setdefault(key, {})
             if not isinstance(target, dict):
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
-        target[keys[-1]] = _value(text.strip())
+        target[keys[-1]] = _value(text.strip(), override)
         if (length := _EITHER.get(dotted.strip())) is not None:
             target.pop(length, None)  # a run has one length, and the last word has it
 
@@ -127,11 +131,31 @@ def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "
                 table.pop(length, None)  # as above
 
 
-def _value(text: str) -> Any:
+def _value(text: str, override: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        meant = _meant(text)
+    if meant:
+        quoted = f"'\"{text}\"'"
+        raise SpecError(
+            f"--set {override!r}: {text} is no value of a job file. In its place, {meant} "
+            f"{quoted} where it is text."
+        )
+    return text
+
+
+def _meant(text: str) -> str:
+    """What to write for a value that Python has and TOML has not; empty if it is none."""
+    word = text.lower()
+    if word in ("true", "false"):
+        return f"write {word}, or"
+    if word in ("none", "null"):
+        return "leave the key out, or write"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return f"write {kind(text)}, or"
+    return ""
 
 
 def build(table: Mapping[str, Any], *, source: str) -> JobSpec:

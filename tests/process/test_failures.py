@@ -1,5 +1,7 @@
 """A run that fails begins its message with the cause, and points at the user's own line."""
 
+from pathlib import Path
+
 import pytest
 from started import RECIPES, Start, Started
 
@@ -26,13 +28,26 @@ def failing(run: Start, recipe: str, *settings: str) -> Started:
     return program
 
 
+def refused(run: Start, recipe: str, *settings: str) -> Started:
+    """A run whose recipe was refused: there is a sentence, and nothing else."""
+    program = run(recipe, "train.epochs=1", "train.global_batch=8", *settings)
+    assert program.end() != 0
+    assert program.stderr.count("instep: ") == 1
+    assert "Traceback" not in program.stderr + program.stdout
+    assert "everything else" not in program.error
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+    assert list(program.work.iterdir()) == []
+    return program
+
+
 @pytest.mark.parametrize(
     ("at", "code", "kind", "who"),
     [
         ("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
         ("loss", 5, "KeyError", "worker 1 failed at step 2, in loss: "),
         ("dataset", 4, "OSError", "worker 1 failed at step 2, in loading: "),
-        ("metric", 5, "ZeroDivisionError", "failed at step 5, in validation: metric error: "),
+        ("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
     ],
 )
 def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
@@ -59,7 +74,7 @@ def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
     assert program.process.returncode == 5
     assert "worker 1 failed" in program.error
     assert "killed by SIGSEGV (signal 11). Native code of a library crashed." in program.error
-    assert "It happened 10 times and no step was committed." in program.error
+    assert "It happened 3 times at this step." in program.error
 
 
 def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -> None:
@@ -70,7 +85,7 @@ def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -
 
 
 def test_a_recipe_file_that_cannot_be_imported_is_a_wrong_recipe(run: Start) -> None:
-    program = failing(run, "typing_mistake.py:recipe")
+    program = refused(run, "typing_mistake.py:recipe")
     first, second, *_ = program.error.splitlines()
     assert "failed, in recipe: " in first
     assert "NameError: name 'tinny' is not defined" in first
@@ -87,7 +102,7 @@ def test_a_recipe_file_that_ends_the_program_when_imported_is_named(run: Start) 
 
 
 def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) -> None:
-    program = failing(run, "trains_at_import.py:recipe")
+    program = refused(run, "trains_at_import.py:recipe")
     first, second, *_ = program.error.splitlines()
     assert "a run was started while the recipe's file was being imported." in first
     assert "`if __name__ == '__main__':`" in first
@@ -96,17 +111,26 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
 
 
 def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start) -> None:
-    program = failing(run, "differs.py:recipe")
+    program = refused(run, "differs.py:recipe")
     first = program.error.splitlines()[0]
     assert "worker 1 failed, in joining: '2.bias' has other values on worker 1 than on" in first
     assert program.process.returncode == 3
 
 
 def test_a_recipe_with_other_samples_in_each_process_is_refused(run: Start) -> None:
-    program = failing(run, "uneven_data.py:recipe")
+    program = refused(run, "uneven_data.py:recipe")
     first = program.error.splitlines()[0]
     assert "worker 1 failed, in joining: Recipe.train has" in first
     assert program.process.returncode == 3
+
+
+def test_a_refused_recipe_leaves_what_was_there_before(run: Start, tmp_path: Path) -> None:
+    runs = tmp_path / "program-0" / "work" / "runs"
+    (runs / "tested").mkdir(parents=True)
+    program = run("typing_mistake.py:recipe")
+    assert program.end() == 3
+    assert [path.name for path in runs.iterdir()] == ["tested"]
+    assert list((runs / "tested").iterdir()) == []
 
 
 def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:

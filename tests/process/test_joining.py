@@ -165,6 +165,20 @@ def test_a_run_that_ended_without_a_word_after_its_last_step_is_ended(
     assert (again / "model.safetensors").read_bytes() == before
 
 
+def test_a_refused_recipe_leaves_no_run_folder(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import instep\n"
+        "def recipe():\n    return None\n"
+        "with instep.join(recipe, runs='runs', quiet=True) as session:\n"
+        "    for step in session.steps():\n        pass\n"
+    )
+    program = start(script)
+    assert program.end() != 0
+    assert "returned None, but an instep.Recipe is wanted" in program.stderr
+    assert list((program.work / "runs").iterdir()) == []
+
+
 def test_what_process_0_refuses_all_refuse(start: Start, again: Path) -> None:
     for program in two_tasks(start, AGAIN, again.parent, 6):
         assert program.process.returncode != 0

@@ -157,7 +157,7 @@ def test_the_kernel_counts_every_byte_of_a_host(network):
     assert network.traffic("h3").received_bytes < sent / 10
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.parametrize("rate", [10e6, 100e6])
 def test_a_link_has_the_rate_that_was_set(network, rate):
     network.slow("h1", rate)

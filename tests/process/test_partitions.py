@@ -177,7 +177,7 @@ def test_hosts_that_cannot_be_begun_end_the_run_with_what_they_said(
 
 
 @needs_hosts
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_in_fifty_partitions_at_most_one_side_ever_moves(start: Start, tmp_path: Path) -> None:
     result = tmp_path / "result.json"

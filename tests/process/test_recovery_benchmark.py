@@ -9,7 +9,7 @@ from started import Start
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "recovery.py"
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.timeout(400)
 @pytest.mark.process
 def test_one_kill_of_each_is_measured_and_nothing_is_left(start: Start, tmp_path: Path) -> None:

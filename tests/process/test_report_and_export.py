@@ -111,3 +111,53 @@ def test_a_run_without_a_model_says_how_it_ended(runs: Path, capsys: Out) -> Non
     (runs / "tested" / "model.safetensors").unlink()
     assert main(["export", str(runs / "tested"), "--to", str(runs / "m.safetensors")]) == 6
     assert "has no model: the run is completed" in capsys.readouterr().err
+
+
+def test_no_command_writes_over_a_file_of_a_run(
+    runs: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named as it is, through a link, or from elsewhere; of this run or of another."""
+    monkeypatch.chdir(runs)
+    (runs / "link.html").symlink_to(runs / "tested" / "ledger.bin")
+    (runs / "recipe.py").write_text("def recipe(): ...")
+    before = {p: p.read_bytes() for p in runs.rglob("*") if p.is_file()}
+    for name in ("ledger.bin", "job.toml", "events.jsonl", "checkpoints/report.html", "a.html"):
+        for run in ("tested", "other"):
+            assert main(["report", "tested", "--to", f"{run}/{name}"]) == 2
+            assert f"--to '{run}/{name}' lies in the run folder" in capsys.readouterr().err
+    assert main(["report", "tested", "--to", "link.html"]) == 2
+    assert main(["report", "tested", "--to", "other/report.html"]) == 2
+    assert main(["report", "tested", "--to", "recipe.py"]) == 2
+    assert "recipe.py' is there already, and is no HTML page" in capsys.readouterr().err
+    assert main(["export", "tested", "--to", "other/model.safetensors"]) == 2
+    step = ["--step", "1", "--to", "other/model.safetensors"]
+    assert main(["replay", "tested", *step]) == 2
+    assert {p: p.read_bytes() for p in runs.rglob("*") if p.is_file()} == before
+    for name in ("tested/report.html", "tested/report-with-me.html", "new/page.html"):
+        assert main(["report", "tested", "--to", name]) == 0
+        assert main(["report", "tested", "--to", name]) == 0
+    (runs / "tested" / "report.html").unlink()
+    (runs / "tested" / "report.html").symlink_to("ledger.bin")
+    assert main(["report", "tested"]) == 0
+    assert (runs / "tested" / "ledger.bin").read_bytes() == before[runs / "tested" / "ledger.bin"]
+
+
+def test_a_damaged_model_is_neither_exported_nor_started_from(runs: Path, capsys: Out) -> None:
+    model = runs / "tested" / "model.safetensors"
+    damaged = bytearray(model.read_bytes())
+    damaged[-1] ^= 16
+    model.write_bytes(damaged)
+    target = runs / "m.safetensors"
+    assert main(["export", str(runs / "tested"), "--to", str(target)]) == 7
+    said = capsys.readouterr().err
+    assert f"{model} is damaged: its SHA-256 is " in said
+    assert "instep export" in said  # the checkpoint of its last step has it still
+    assert not target.exists()
+    assert main(["export", str(runs / "tested"), "--step", "21", "--to", str(target)]) == 0
+    job = runs / "job.toml"
+    for start in (runs / "tested", model):
+        recipe = Path(__file__).parent / "recipes" / "tiny.py"
+        job.write_text(f'recipe = "{recipe}:recipe"\n[start]\nmodel = "{start}"\n')
+        assert main(["run", str(job), "--runs", str(runs / "new")]) == 7
+        assert "is damaged: its SHA-256 is " in capsys.readouterr().err
+    assert not (runs / "new").exists()

@@ -131,6 +131,46 @@ def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
     assert json.loads(again.stdout.splitlines()[-1])["steps"] == 42
 
 
+def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_killed(
+    start: Start, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (run / "model.safetensors").is_file()
+    forever = ("--set", "train.epochs=1000000", "--set", "checkpoint.every=never")
+    program = start("-m", "instep", "resume", run, *forever)
+    program.until(lambda: RunFolder(run).last_step > 10, "beyond step 10")
+    assert not (run / "model.safetensors").exists()
+    for process in program.processes():
+        process.send_signal(signal.SIGKILL)
+    program.check_no_process_is_left(soon_s=SOON_S)
+    target = run.parent / "m.safetensors"
+    assert main(["export", str(run), "--to", str(target)]) == 6
+    assert "has no model: the run is unfinished" in capsys.readouterr().err
+    assert main(["export", str(run), "--step", "10", "--to", str(target)]) == 0
+
+
+def test_a_run_that_does_not_go_on_keeps_its_model(run: Path) -> None:
+    with pytest.raises(SpecError, match="cannot become"):
+        instep.resume(run, quiet=True, seed=8)
+    with pytest.raises(SpecError, match="stop_after_steps"):
+        instep.resume(run, quiet=True, train={"stop_after_steps": 10})
+    assert (run / "model.safetensors").is_file()
+
+
+def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
+    run: Path, undisturbed: Path
+) -> None:
+    newest = run / "checkpoints" / "step-00000010" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    before = (run / "model.safetensors").read_bytes()
+    instep.resume(run, quiet=True)
+    check_same(run, undisturbed)
+    assert (run / "model-of-step-10.safetensors").read_bytes() == before
+    (warning,) = [
+        e["text"] for e in RunFolder(run).named("warning") if "model-of-step" in e["text"]
+    ]
+    assert "the model of step 10" in warning
+
+
 def test_a_run_that_somebody_runs_is_left_alone(start: Start, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     recipe = RECIPES / "tiny.py"
@@ -187,7 +227,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     instep.resume(run, quiet=True)
     check_same(run, undisturbed)
     folder = RunFolder(run)
-    (warning,) = folder.named("warning")
+    warning, _ = folder.named("warning")  # the other is of the model, see above
     assert "step-00000010/model.safetensors" in warning["text"]
     assert "An earlier checkpoint is used." in warning["text"]
     assert folder.last("run_started")["resumed_step"] == 5

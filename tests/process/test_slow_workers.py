@@ -26,7 +26,7 @@ def check_ledger(program: Started) -> None:
     assert all(done[int(r["step"]), int(r["worker"])] == r["samples"] for r in told)
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_a_slow_worker_gets_less_and_the_bits_are_those_of_one_process(
     run: Start, tmp_path: Path
 ) -> None:

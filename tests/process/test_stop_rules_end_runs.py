@@ -11,7 +11,7 @@ from started import RECIPES, Start, Started
 from test_joining import slurm_task, summary_of
 
 import instep
-from instep.errors import SpecError
+from instep.errors import DIVERGED, SpecError
 from instep.events import STEPS, read_events, read_records
 
 pytestmark = pytest.mark.process
@@ -76,19 +76,54 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_sta
         "spoils.py:recipe",
         "train.epochs=3",
         "train.global_batch=8",
-        "stop.non_finite=true",
         "checkpoint.every=1",
         "checkpoint.keep_last=1",
     )
-    assert program.end() == 0, program.stderr
+    assert program.end() == DIVERGED, program.stderr
     assert program.stdout.startswith("stopped (diverged) after ")
-    assert "\nrule    the loss was inf, at step 3\n" in program.stdout
-    assert last_step(program, 2) == program.summary["steps"] == 4
+    assert "\nrule    the loss was inf from step 3 on\n" in program.stdout
+    assert "stopping: the loss was inf from step 3 on\n" in program.stderr
+    assert last_step(program, 2) == program.summary["steps"] == 3
+    assert program.summary["diverged"]
+    assert np.isnan(norms(program.run)).all()  # nobody asked for them
     (kept,) = (program.run / "checkpoints").iterdir()
     assert kept.name == "step-00000002"
     assert all(bool(t.isfinite().all()) for t in load_file(kept / "model.safetensors").values())
     assert program.events("warning") == []
     program.check_nothing_is_left()
+
+
+def test_a_run_that_goes_on_with_no_finite_loss_does_not_end_as_if_all_were_well(
+    run: Start,
+) -> None:
+    length = ("train.epochs=1", "train.global_batch=8", "stop.non_finite=false")
+    program = run("spoils.py:recipe", *length)
+    assert program.end() == DIVERGED, program.stderr
+    summary = program.summary
+    assert (summary["outcome"], summary["rule"], summary["steps"]) == ("completed", "epochs", 5)
+    assert summary["diverged"]
+    assert program.stdout.startswith("diverged (epochs) after ")
+    assert "\nrule    the loss was inf from step 3 on\n" in program.stdout
+    assert len(program.events("warning")) == 1
+    page = (program.run / "report.html").read_text()
+    assert 'class="dot calm"' in page
+    assert 'class="dot good"' not in page
+    assert "the loss was inf from step 3 on" in page
+
+
+def test_a_loss_of_the_very_last_step_that_is_not_finite_shows_too(run: Start) -> None:
+    program = run("spoils.py:recipe", "train.steps=3", "train.global_batch=8")
+    assert program.end() == DIVERGED, program.stderr
+    assert program.summary["steps"] == 3
+    assert program.summary["rule_text"] == "the loss was inf from step 3 on"
+    assert not (program.run / "checkpoints" / "step-00000003").exists()
+
+
+def test_a_norm_that_is_not_finite_ends_the_run_where_it_is_computed_anyway(run: Start) -> None:
+    program = run("explodes.py:recipe", "train.max_grad_norm=1.0", "train.epochs=3")
+    assert program.end() == DIVERGED, program.stderr
+    assert last_step(program, 2) == 1
+    assert "\nrule    the norm of the gradient was inf, at step 1\n" in program.stdout
 
 
 def test_a_small_gradient_ends_the_run_at_the_step_after_it(run: Start) -> None:

@@ -143,6 +143,25 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_all_stand_still_for_a_while_are_waited_for(
+    start: Start, tmp_path: Path, undisturbed: Path, workers: int
+) -> None:
+    program = begin(start, tmp_path, workers)
+    program.until(lambda: step_of(program) > 60, "training")
+    pids = newest_pids(program).values()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    since = time.monotonic()
+    program.until(lambda: time.monotonic() - since > 4.0, "four seconds later")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert program.end() == 0, program.stderr
+    for name in ("worker_hung", "worker_lost", "went_back"):
+        assert program.events(name) == []
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
 def scale(program: Started, workers: int) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "instep", "scale", str(program.run), "--workers", str(workers)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

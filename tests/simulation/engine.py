@@ -396,6 +396,9 @@ class Hub:
         if not peer.gone:
             peer.end.down.put(message)
 
+    def trust(self, peer: Peer) -> None:
+        """It has shown the token."""
+
     def drop(self, peer: Peer) -> None:
         """Hang up on one."""
         peer.drop()

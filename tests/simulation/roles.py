@@ -104,6 +104,8 @@ class _Log:
         pass
 
     def emit(self, name: str, **fields: Any) -> dict[str, Any]:
+        if name == "warning" and "cannot use" in fields["text"]:
+            raise Violation(fields["text"])
         event = {"time": TIME.time(), "event": name, **fields}
         self.world.takes_effect()
         self.world.truth.events.append(event)
@@ -209,6 +211,7 @@ def staged(world: World) -> Generator[None, None, None]:
         "EventLog": _Log,
         "cut_torn_record": lambda *_: None,
         "read_records": lambda *_: np.empty(0, STEPS),
+        "last_step": lambda path: len(world.truth.ledger),
     }
     of_the_questions = {
         "stack_file": lambda run, worker: _File(world),

@@ -87,13 +87,13 @@ def test_a_seed_that_fails_is_printed_and_fails_again(capsys):
     assert said.split(f"seed {seed}: ")[1].split("\n")[0][:100] in again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_in_ten_thousand_stories_every_promise_holds():
     assert main(["--seeds", str(IN_ALL), "--jobs", "2"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(QUICK)))
 def test_each_other_fault_breaks_a_promise_too(name):

@@ -344,6 +344,14 @@ def _pause_worker(world: World) -> None:
         world.engine.after(world.engine.between(0.1, 1.5), worker.go_on)
 
 
+def _pause_all_workers(world: World) -> None:
+    """A machine that sleeps, or a shared disk that stalls: all of them stand still at once."""
+    seconds = world.engine.between(0.5, 20.0)
+    for worker in world.workers():
+        worker.stop()
+        world.engine.after(seconds, worker.go_on)
+
+
 def _loop_worker(world: World) -> None:
     if (worker := _some_worker(world)) is not None:
         world.looping = world.looping | {worker}
@@ -401,6 +409,7 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "the master hangs": (_hang_master, 1),
     "a worker hangs": (_stop_worker, 1),
     "a worker pauses": (_pause_worker, 2),
+    "all workers pause": (_pause_all_workers, 1),
     "a worker gets nowhere": (_loop_worker, 1),
     "a worker has to leave": (_notice, 2),
     "the run is scaled": (_scale, 3),

@@ -238,6 +238,10 @@ def test_a_file_that_is_not_text_a_folder_and_no_file_are_refused(tmp_path):
         ("arguments.deep.er=true", ["arguments", "deep", "er"], True),
         ("arguments.path=a=b", ["arguments", "path"], "a=b"),
         ("arguments.empty=", ["arguments", "empty"], ""),
+        ("arguments.off=false", ["arguments", "off"], False),
+        ('arguments.name="False"', ["arguments", "name"], "False"),
+        ("arguments.name='None'", ["arguments", "name"], "None"),
+        ("arguments.name=Falsehood", ["arguments", "name"], "Falsehood"),
     ],
 )
 def test_an_override_is_read_as_toml_or_else_as_text(override, path, value):
@@ -255,6 +259,14 @@ def test_an_override_is_read_as_toml_or_else_as_text(override, path, value):
         ("=3", "not of the form"),
         ("train.=3", "not of the form"),
         ("workers.more=3", "'workers' is a value, not a section"),
+        ("arguments.augment=False", "write false, or '\"False\"' where it is text"),
+        ("stop.non_finite=True", "write true, or '\"True\"'"),
+        ("arguments.x= TRUE", "write true, or '\"TRUE\"'"),
+        ("arguments.name=None", "leave the key out, or write '\"None\"' where it is text"),
+        ("arguments.name=null", "leave the key out, or write '\"null\"'"),
+        ("arguments.lr=.5", "write 0.5, or '\".5\"'"),
+        ("arguments.lr=1.e-3", "write 0.001, or '\"1.e-3\"'"),
+        ("arguments.zip=007", "write 7, or '\"007\"'"),
     ],
 )
 def test_an_override_that_makes_no_sense_is_refused_as_it_was_typed(override, words):

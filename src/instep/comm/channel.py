@@ -7,6 +7,7 @@ Nothing here knows what a message means.
 
 from __future__ import annotations
 
+import errno
 import select
 import selectors
 import socket
@@ -27,9 +28,19 @@ LARGEST = 64 * 1024 * 1024
 LARGEST_OF_A_STRANGER = 4096
 """The same, from a peer that has not shown the run's token yet."""
 
+MOST_STRANGERS = 64
+"""Connections of peers that have not shown the run's token yet; the oldest makes way."""
+
+ACCEPTED = 32
+"""Callers that are answered before those who are there are heard again."""
+
+FULL_S = 0.5
+"""How long nobody is answered where the process can open no more files."""
+
 Wanted = TypeVar("Wanted", bound=AnyMessage)
 
 _LENGTH = struct.Struct("!I")
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Address(NamedTuple):
@@ -188,6 +199,8 @@ class Peer:
 
     def __init__(self, connection: socket.socket, largest: int) -> None:
         self.socket = connection
+        self.trusted = False
+        """Whether it has shown the run's token."""
         self.frames = _Frames(largest)
         self.unsent = bytearray()
         self.since = time.monotonic()
@@ -211,6 +224,8 @@ class Hub:
         self._largest = largest
         self._listener = listener or listen()
         self._listener.setblocking(False)
+        self._strangers: dict[Peer, None] = {}  # the oldest first
+        self._full_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         name = self._listener.getsockname()
@@ -218,9 +233,14 @@ class Hub:
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Peer, AnyMessage | None]]:
         """Whatever arrives within `timeout_s`; None from a peer that hung up."""
+        if self._full_until and time.monotonic() > self._full_until:
+            self._full_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
-                self._accept()
+                for _ in range(ACCEPTED):
+                    if not self._accept():
+                        break
                 continue
             peer: Peer = key.data
             if events & selectors.EVENT_WRITE:
@@ -228,14 +248,34 @@ class Hub:
             if events & selectors.EVENT_READ and peer.socket.fileno() >= 0:
                 yield from self._read(peer)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Answer one caller; whether there may be another."""
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # the caller hung up again before we answered
+        except OSError as error:
+            if error.errno in _NO_MORE_FILES:
+                self._make_room()
+            return False  # nobody calls, or the caller hung up again before we answered
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(connection, selectors.EVENT_READ, Peer(connection, self._largest))
+        peer = Peer(connection, self._largest)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._strangers[peer] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            self.drop(next(iter(self._strangers)))
+        return True
+
+    def _make_room(self) -> None:
+        """No file can be opened: strangers make way, and for a moment nobody is answered."""
+        for peer in list(self._strangers):
+            self.drop(peer)
+        self._selector.unregister(self._listener)  # else it would be asked again without pause
+        self._full_until = time.monotonic() + FULL_S
+
+    def trust(self, peer: Peer) -> None:
+        """A peer has shown the run's token: it may stay, and send long frames."""
+        self._strangers.pop(peer, None)
+        peer.trusted, peer.frames.largest = True, LARGEST
 
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
         try:
@@ -284,6 +324,7 @@ class Hub:
 
     def drop(self, peer: Peer) -> None:
         """Hang up on a peer; a second call does nothing."""
+        self._strangers.pop(peer, None)
         if peer.socket.fileno() >= 0:
             self._selector.unregister(peer.socket)
             peer.socket.close()

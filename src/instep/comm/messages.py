@@ -11,12 +11,39 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 5
+VERSION = 6
 """Of the messages below; both ends of a channel must have the same."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
+
+
+class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a process was when it ended, as far as it left word (`data/breadcrumb.py`)."""
+
+    step: int = 0
+    """The step that it computed; 0 before the first."""
+    dataset: str = ""
+    """`training` or `validation`, of which it read a sample; empty where it read none."""
+    sample: int = -1
+    """Its index."""
+    count: int = 1
+    """How many were read in one call, of which `sample` is the first."""
+    ahead: bool = False
+    """Whether the process was at something else too: a thread of it read ahead."""
+    file: str = ""
+    """Of the sample, where that is known."""
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample at which processes have ended."""
+
+    dataset: str
+    sample: int
+    cause: str = ""
+    """Why it is to be left out; empty where it is only suspected: then it is read by itself, and
+    when somebody waits for it."""
 
 
 # ---- a process introduces itself
@@ -59,6 +86,8 @@ class Welcome(Message, frozen=True):
     """Whether a worker that is lost is replaced, and the others go on with it."""
     complete: bool = False
     """Whether the run is over: there is nothing to do in it."""
+    marks: list[Mark] = []
+    """Samples at which processes have ended so far."""
     goes_on: bool = False
     """Whether other workers hold the state of the run by now."""
 
@@ -97,6 +126,10 @@ class Exited(Message, frozen=True):
     pid: int
     code: int | None
     """None where it was started by another host: nobody saw how it ended."""
+    place: Whereabouts | None = None
+    """Where it was, if it left word."""
+    error: str = ""
+    """Why it could not be started, of which `pid` is 0; empty if it could."""
 
 
 class Signal(Message, frozen=True):
@@ -178,6 +211,8 @@ class Pulse(Message, frozen=True):
     cpu_s: float = 0.0
     """Seconds that a processor has spent on its computing and reading so far; 0.0 where the
     system does not tell."""
+    steps: int = 0
+    """That this process has committed."""
     stopped: list[int] = []
     """From a host: processes of workers that were stopped, as by SIGSTOP."""
     number: int = 0
@@ -216,6 +251,8 @@ class Form(Message, frozen=True):
     step that a member has committed counts."""
     ends: bool = False
     """Whether a rule had the run end with that checkpoint, so that no step follows."""
+    marks: list[Mark] = []
+    """Samples at which processes have ended; the same for all members."""
 
 
 class Formed(Message, frozen=True):
@@ -325,6 +362,8 @@ class Done(Message, frozen=True):
     generation: int
     step: int
     rule: str
+    finite: bool = True
+    """Whether its last loss was a number."""
 
 
 class Release(Message, frozen=True):

@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -65,20 +66,21 @@ class TorchComm:
         patience_s: float = PATIENCE.total_seconds(),
     ) -> None:
         self._rank, self._size = rank, size
-        before = open_sockets()
+        before, noted = open_sockets(), _Noted(store)
         cuda = device is not None and device.type == "cuda"
         try:
             patience = timedelta(seconds=patience_s)
             if cuda:
                 group = _nccl(store, rank, size)
             else:
-                group = _gloo(store, rank, size, address, patience)
+                group = _gloo(noted, rank, size, address, patience)
         except RuntimeError as error:
             raise PeerError(f"the group of {size} workers did not form: {error}") from error
         self._group: Any = group
         self._in_stream = cuda
         self._given_up = False
-        self._sockets = open_sockets() - before
+        made = open_sockets() - before  # also what the user's own threads opened meanwhile
+        self._sockets = {one for one in made if _is_of_group(*one, noted.values)}
 
     @property
     def rank(self) -> int:
@@ -191,6 +193,55 @@ def open_sockets() -> set[tuple[int, int]]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(name), status.st_ino))
     return found
+
+
+class _Noted(Store):
+    """A store, and what is said through it: where each rank listens."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self.values: list[bytes] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values.append(value.encode() if isinstance(value, str) else bytes(value))
+        self._store.set(key, value)  # type: ignore[arg-type]  # torch takes both
+
+    def get(self, key: str) -> bytes:
+        self.values.append(bytes(self._store.get(key)))
+        return self.values[-1]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout) if timeout is not None else self._store.wait(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+def _is_of_group(number: int, inode: int, told: list[bytes]) -> bool:
+    """Whether a connection is one of gloo's: one of its ends is where a rank has said it listens.
+
+    Gloo tells that as the system's own `sockaddr` (torch 2.11 to 2.13), among other bytes.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+        if os.fstat(end.fileno()).st_ino != inode:
+            return False
+        ends = [end.getsockname()]
+        with contextlib.suppress(OSError):  # it listens
+            ends.append(end.getpeername())
+        wanted = [_sockaddr(end.family, name) for name in ends]
+        return any(each and each in value for each in wanted for value in told)
+    return False
+
+
+def _sockaddr(family: int, name: Any) -> bytes:
+    """Family, port and address as C has them; empty for what is none of the network's."""
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack("!H", name[1]) + socket.inet_aton(name[0])
+    if family == socket.AF_INET6:
+        host = socket.inet_pton(family, name[0].partition("%")[0])
+        return struct.pack("=H", family) + struct.pack("!HI", name[1], name[2]) + host
+    return b""
 
 
 def _gloo(store: Store, rank: int, size: int, address: str, patience: timedelta) -> Any:

@@ -2,12 +2,14 @@
 
 It reads slices, writes the tensors into shared memory and tells of them over a
 socket. The end of that socket is its own end; so is the death of its parent.
+To the dataset it is a worker of a `DataLoader`: `get_worker_info()` answers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import mmap
 import os
@@ -17,15 +19,16 @@ import stat
 import sys
 import tempfile
 import traceback
-from typing import IO, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple, NoReturn
 
 import msgspec
 import torch
+from torch.utils.data._utils import worker as torch_worker
 
-from instep.data import wire
+from instep.data import keyed, wire
 from instep.data.blame import told
 from instep.data.fetch import Slice
-from instep.data.readers import Work
 from instep.errors import DataError
 
 _PR_SET_PDEATHSIG = 1
@@ -50,11 +53,27 @@ class Reply(msgspec.Struct, array_like=True):
     trace: str = ""
 
 
-class Slot:
-    """Memory for one batch, shared by both sides and grown by whoever writes."""
+class Work(NamedTuple):
+    """What loader processes do, and as what the dataset sees them."""
 
-    def __init__(self) -> None:
-        self._file = _memory_file()
+    read: Callable[[Slice], Any]
+    """From a slice to plain data that `wire.py` can carry."""
+    dataset: Any
+    seed: int
+    """Of the first; the others count on."""
+    begin: Callable[[int], Any] | None = None
+    """The user's `worker_init_fn`."""
+
+
+class Slot:
+    """Memory for one batch, shared by both sides and grown by whoever writes.
+
+    Args:
+        file: of another process's slot, for the other side of it.
+    """
+
+    def __init__(self, file: int = -1) -> None:
+        self._file = _memory_file() if file < 0 else file
         self._map: mmap.mmap | None = None
 
     def room(self, size: int) -> mmap.mmap:
@@ -64,6 +83,10 @@ class Slot:
                 os.ftruncate(self._file, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
             self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
         return self._map
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._file
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing."""
@@ -101,30 +124,67 @@ def receive(stream: IO[bytes]) -> bytes | None:
     return body if len(head) == 4 and len(body) == size else None
 
 
-def serve(end: socket.socket, slots: list[Slot], work: Work, parent: int) -> NoReturn:
-    """Be a loader process; returns never, and runs nothing of the parent's on its way out."""
-    code = 1
-    try:
-        _leave_the_family(end, parent)
+def serve(
+    end: socket.socket, slots: list[Slot], work: Work, parent: int, number: int, of: int
+) -> NoReturn:
+    """Be loader process `number` of `of`; returns never, and runs nothing of the parent's."""
+    with leaving() as left:
+        leave_the_family(end, parent)
+        torch.set_num_threads(1)  # a thread pool of the parent does not exist here
+        wrong = _introduced(work, number, of)
         stream = end.makefile("rb")
         while (body := receive(stream)) is not None:
             task = msgspec.msgpack.decode(body, type=Task)
-            end.sendall(_answer(task, slots[task.slot], work))
-        code = 0
+            end.sendall(_answer(task, slots[task.slot], work.read, wrong))
+        left.code = 0
+    raise AssertionError("not reached")
+
+
+class Left:
+    """With which code the process ends."""
+
+    code = 1
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[Left]:
+    """End the process with the block, and run nothing that its parent meant for its own end."""
+    left = Left()
+    try:
+        yield left
     except SystemExit as error:  # from the dataset
-        code = error.code if isinstance(error.code, int) else 1
+        left.code = error.code if isinstance(error.code, int) else 1
     except ConnectionError:
-        code = 0
+        left.code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        os._exit(left.code)
 
 
-def _leave_the_family(end: socket.socket, parent: int) -> None:
+def _introduced(work: Work, number: int, of: int) -> DataError | None:
+    """Be to the dataset what a worker of a `DataLoader` is; what its `worker_init_fn` raised."""
+    seed = work.seed + number
+    keyed.set_from(seed)
+    # torch has no other way to say it; `get_worker_info` reads this
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=of, seed=seed, dataset=work.dataset
+    )
+    if work.begin is not None:
+        try:
+            work.begin(number)
+        except Exception as error:
+            found = DataError(f"worker_init_fn({number}) raised {told(error)}")
+            found.__cause__ = error
+            return found
+    return None
+
+
+def leave_the_family(end: socket.socket, parent: int) -> None:
+    """After a fork: let go of what is the parent's, `end` excepted."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -137,8 +197,8 @@ def _leave_the_family(end: socket.socket, parent: int) -> None:
     if os.getppid() != parent:  # it died before the line above
         os._exit(0)
     _let_go_of_connections(end.fileno())
+    own_places()
     gc.freeze()  # else the collector would copy every page of the parent it looks at
-    torch.set_num_threads(1)  # a thread pool of the parent does not exist here
 
 
 def _let_go_of_connections(keep: int) -> None:
@@ -158,9 +218,32 @@ def _let_go_of_connections(keep: int) -> None:
                 os.dup2(nothing, number)
 
 
-def _answer(task: Task, slot: Slot, work: Work) -> bytes:
+def own_places() -> None:
+    """Give this process places of its own in the files that it reads.
+
+    A file that was open before a fork has one place for both processes, and each
+    would move it under the other's reads. Those that are written stay as they are.
+    """
+    if sys.platform != "linux":
+        return  # elsewhere /dev/fd gives the same place again
+    for name in os.listdir("/dev/fd"):
+        number = int(name)
+        with contextlib.suppress(OSError):
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
+                continue
+            inherited = os.get_inheritable(number)
+            mine = os.open(f"/proc/self/fd/{number}", flags)
+            os.lseek(mine, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(mine, number, inheritable=inherited)
+            os.close(mine)
+
+
+def _answer(task: Task, slot: Slot, read: Callable[[Slice], Any], wrong: DataError | None) -> bytes:
     try:
-        skeleton, tensors = wire.pack(work(task.part))
+        if wrong is not None:
+            raise wrong
+        skeleton, tensors = wire.pack(read(task.part))
         places, size = wire.layout(tensors)
         if size:
             wire.write(tensors, places, slot.room(size))

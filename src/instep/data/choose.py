@@ -1,28 +1,41 @@
-"""Read beside training in a thread, or in processes: whichever a measurement favours.
+"""Read in the process that trains, or in others: whichever a measurement favours.
 
 Loader processes can be the slow path: for small samples two of them were ten
 times slower than reading in the process that trains. So a few samples are read
-at the start, and where they are dear both ways are raced while matrix products
-keep this process as busy as training will. Takes under 0.3 s unless a handful
-of samples alone takes longer.
+at the start, and where they are dear, processes are raced against what reading
+here would take, while matrix products keep this process as busy as training
+will. Takes under 0.3 s unless a handful of samples alone takes longer.
+
+A dataset's own code is measured in a loader process, which reads on if processes
+are chosen and ends if not: here nobody has read from it before. Where torch's
+and instep's own code alone reads, a thread may read ahead as well. It must not
+where the user's does: a thread shares the global generators with training, and
+no look at them can tell whose draw it was.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from instep.data import keyed, wire
+from instep.data import wire
+from instep.data.child import Work
 from instep.data.fetch import Fetch, Slice
+from instep.data.fingerprint import fingerprint
+from instep.data.order import key
 from instep.data.processes import Pool
-from instep.data.readers import Ahead, Inline, Reader
+from instep.data.readers import Ahead, Reader
 from instep.errors import DataError
 
 _CHEAP_S = 0.2e-3
-"""A sample that takes less is not worth a trip between processes."""
+"""A sample that takes less is not worth a trip between processes, where a thread would do."""
+
+_SHORT_S = 1e-3
+"""A slice that takes less is not worth a trip between processes at all."""
 
 _QUICK_S = 0.3e-3
 """A slice that takes less is not worth a thread: both want the interpreter, and one core."""
@@ -32,7 +45,12 @@ _RACE_PARTS = 4
 _PROCESSES = 2
 _WARM_S, _LIMIT_S = 0.005, 0.06
 _CLEARLY = 0.9
-"""Processes must need this share of the thread's time or less: they cost memory too."""
+"""Processes must need this share of the time here or less: they cost memory too."""
+
+_OF_LOADER = 4
+
+LOOK, FINGERPRINT = Slice(-1, 0, 0), Slice(-2, 0, 0)
+"""Asked of a reader in place of a slice: what `look` found, and the dataset's fingerprint."""
 
 
 class Probe(NamedTuple):
@@ -56,18 +74,55 @@ class Choice(NamedTuple):
     pool: Pool | None
 
 
-def choose(fetch: Fetch, processes: int | Literal["auto"]) -> Choice:
-    """Look at the dataset, then decide; sets `fetch.draws`.
+def choose(
+    fetch: Fetch,
+    processes: int | Literal["auto"],
+    begin: Callable[[int], Any] | None = None,
+) -> Choice:
+    """Look at the dataset, then decide; a dataset's own code is not run in this process.
+
+    Args:
+        fetch: reads.
+        processes: how many are asked for.
+        begin: called in each process with its number, before it reads.
 
     Raises:
-        DataError: the first sample cannot be read.
+        DataError: the first sample cannot be read; where the dataset's own code is
+            to read in this process, that is not seen here.
     """
-    probe = look(fetch)
-    if processes == "auto":
-        return _choose_by_measuring(fetch, probe)
+    work = Work(answers(fetch), fetch.dataset, key(fetch.seed, _OF_LOADER) >> 1, begin)
     if processes == 0:
-        return _here(fetch, probe, "data.loaders = 0")
-    return Choice("processes", f"data.loaders = {processes}", Pool(fetch, processes))
+        return _here(fetch, look(fetch) if fetch.plain else None, "data.loaders = 0")
+    if processes != "auto":
+        pool = Pool(work, processes, unread=lambda: _unread(fetch))
+        try:
+            pool.take(pool.submit(Slice(0, 0, 1)))
+        except BaseException:
+            pool.close()
+            raise
+        return Choice("processes", f"data.loaders = {processes}", pool)
+    if fetch.plain:
+        return _choose_plain(fetch, work)
+    if not hasattr(os, "fork"):
+        return _here(fetch, None, "this system cannot fork")
+    return _choose_by_measuring(fetch, work)
+
+
+def answers(fetch: Fetch) -> Callable[[Slice], Any]:
+    """What a reader of this dataset answers to a slice, or to one of the questions above."""
+
+    def answer(part: Slice) -> Any:
+        if part == LOOK:
+            return tuple(look(fetch))
+        if part == FINGERPRINT:
+            return fingerprint(fetch).plain()
+        return fetch(part)
+
+    return answer
+
+
+def _unread(fetch: Fetch) -> bool:
+    return fetch.plain or fetch.read_by != os.getpid()
 
 
 def look(fetch: Fetch) -> Probe:
@@ -81,22 +136,20 @@ def look(fetch: Fetch) -> Probe:
             may be cut otherwise.
     """
     begin, busy = time.perf_counter(), time.process_time()
-    with keyed.kept() as before:
-        batch, _ = fetch(Slice(0, 0, 1))
-        stop, now = 1, time.perf_counter()
-        sample_s = slice_s = now - begin
-        while now - begin < _PROBE_S and stop < min(_PROBE_SAMPLES, fetch.samples):
-            part = Slice(0, stop, min(2 * stop + 1, fetch.samples))
-            started = now
-            try:
-                more, _ = fetch(part)
-            except DataError:
-                break
-            batch = batch if more is None else more
-            stop, now = part.stop, time.perf_counter()
-            slice_s = now - started
-            sample_s = slice_s / (part.stop - part.first)
-        fetch.draws = not keyed.states().same(before)
+    batch, *_ = fetch(Slice(0, 0, 1))
+    stop, now = 1, time.perf_counter()
+    sample_s = slice_s = now - begin
+    while now - begin < _PROBE_S and stop < min(_PROBE_SAMPLES, fetch.samples):
+        part = Slice(0, stop, min(2 * stop + 1, fetch.samples))
+        started = now
+        try:
+            more, *_ = fetch(part)
+        except DataError:
+            break
+        batch = batch if more is None else more
+        stop, now = part.stop, time.perf_counter()
+        slice_s = now - started
+        sample_s = slice_s / (part.stop - part.first)
     share = (time.process_time() - busy) / max(now - begin, 1e-9)
     return Probe(stop, sample_s, slice_s, min(share, 1.0), _carried(batch))
 
@@ -109,26 +162,58 @@ def _carried(batch: Any) -> bool:
     return True
 
 
-def _choose_by_measuring(fetch: Fetch, probe: Probe) -> Choice:
-    cost = f"a sample takes {probe.sample_s * 1e3:.2g} ms"
+def _choose_plain(fetch: Fetch, work: Work) -> Choice:
+    """Here, in a thread, or in processes; all read from one object, which keeps nothing."""
+    probe = look(fetch)
+    cost = _cost(probe)
     if probe.sample_s < _CHEAP_S:
         return _here(fetch, probe, f"{cost}, less than {_CHEAP_S * 1e3:g} ms")
-    if not probe.carried:
-        return _here(fetch, probe, f"{cost}; its type cannot come from another process")
     if not hasattr(os, "fork"):
         return _here(fetch, probe, f"{cost}; this system cannot fork")
-    if probe.samples < _RACE_PARTS:
-        return _choose_unraced(fetch, probe, cost)
+    chores, parts = _race_of(probe)
+    here = Ahead(fetch)
     try:
-        return _race(fetch, probe, cost)
+        here_s = _timed(here, parts, chores)
+    finally:
+        here.close()
+    return _raced(fetch, probe, lambda: Pool(work, 1, of=_PROCESSES), here_s)
+
+
+def _choose_by_measuring(fetch: Fetch, work: Work) -> Choice:
+    """Here or in processes; the dataset's own code runs in processes alone by now."""
+    try:
+        pool = Pool(work, 1, of=_PROCESSES, unread=lambda: _unread(fetch))
     except DataError as error:
-        return _here(fetch, probe, f"{cost}; processes were tried, but: {error}")
+        return _here(fetch, None, f"processes were tried, but: {error}")
+    try:
+        probe = Probe(*pool.take(pool.submit(LOOK)))
+    except BaseException:
+        pool.close()
+        raise
+    why = ""
+    if probe.slice_s < _SHORT_S:
+        count = probe.samples // 2 + 1
+        why = f"{count} samples take {probe.slice_s * 1e3:.2g} ms, less than {_SHORT_S * 1e3:g} ms"
+    elif not probe.carried:
+        why = f"{_cost(probe)}; its type cannot come from another process"
+    if why:
+        pool.close()
+        return _here(fetch, probe, why)
+    if probe.samples < _RACE_PARTS:
+        return _choose_unraced(fetch, probe, pool)
+    chores, parts = _race_of(probe)
+    here_s = chores.seconds + sum(part.stop - part.first for part in parts) * probe.sample_s
+    return _raced(fetch, probe, lambda: pool, here_s)
 
 
-def _here(fetch: Fetch, probe: Probe, why: str) -> Choice:
-    if fetch.draws:
-        text = "the dataset draws from global generators, which training shares"
-        return Choice("inline", f"{why}; {text}", None)
+def _cost(probe: Probe) -> str:
+    return f"a sample takes {probe.sample_s * 1e3:.2g} ms"
+
+
+def _here(fetch: Fetch, probe: Probe | None, why: str) -> Choice:
+    if not fetch.plain:
+        return Choice("inline", why, None)
+    assert probe is not None, "what is plain was looked at"
     if probe.slice_s < _QUICK_S:
         count = probe.samples // 2 + 1
         text = f"{count} samples take {probe.slice_s * 1e3:.2g} ms, a thread would cost more"
@@ -136,13 +221,18 @@ def _here(fetch: Fetch, probe: Probe, why: str) -> Choice:
     return Choice("ahead", why, None)
 
 
-def _choose_unraced(fetch: Fetch, probe: Probe, cost: str) -> Choice:
+def _choose_unraced(fetch: Fetch, probe: Probe, pool: Pool) -> Choice:
     """Samples too slow to race in the time there is: waiting overlaps, computing needs a core."""
     spare = cores() - torch.get_num_threads()
-    facts = f"{cost}, {probe.busy:.0%} of it computing, with {max(spare, 0)} cores to spare"
+    facts = f"{_cost(probe)}, {probe.busy:.0%} of it computing, with {max(spare, 0)} cores to spare"
     if probe.busy > 0.5 and spare < 1:
+        pool.close()
         return _here(fetch, probe, facts)
-    return Choice("processes", facts, Pool(fetch, _PROCESSES))
+    try:
+        pool.grow(_PROCESSES)
+    except DataError as error:
+        return _here(fetch, probe, f"{facts}; processes were tried, but: {error}")
+    return Choice("processes", facts, pool)
 
 
 def cores() -> int:
@@ -152,27 +242,34 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _race(fetch: Fetch, probe: Probe, cost: str) -> Choice:
-    size = probe.samples // _RACE_PARTS  # samples seen before, so that both find warm caches
+def _race_of(probe: Probe) -> tuple[_Chores, list[Slice]]:
+    size = max(probe.samples // _RACE_PARTS, 1)  # samples seen before: all find warm caches
     parts = [Slice(0, i * size, (i + 1) * size) for i in range(_RACE_PARTS)]
     # half of what reading takes alone: only where reading is the longer part does the way matter
-    chores = _Chores(_RACE_PARTS * size * probe.sample_s / 2)
-    here: Reader = Inline(fetch.keeping) if fetch.draws else Ahead(fetch)
+    return _Chores(_RACE_PARTS * size * probe.sample_s / 2), parts
+
+
+def _raced(fetch: Fetch, probe: Probe, made: Callable[[], Pool], here_s: float) -> Choice:
+    """Processes, if they are clearly faster than `here_s`."""
+    chores, parts = _race_of(probe)
+    pool = None
     try:
-        here_s = _timed(here, parts, chores)
-    finally:
-        here.close()
-    pool = Pool(fetch, _PROCESSES)
-    try:
+        pool = made()
+        pool.grow(_PROCESSES)
         for ticket in [pool.submit(Slice(0, i, i + 1)) for i in range(_PROCESSES)]:
             pool.take(ticket)  # each process copies what it touches of the parent's memory, once
         there_s = _timed(pool, parts, chores)
+    except DataError as error:
+        if pool is not None:
+            pool.close()
+        return _here(fetch, probe, f"{_cost(probe)}; processes were tried, but: {error}")
     except BaseException:
-        pool.close()
+        if pool is not None:
+            pool.close()
         raise
     facts = (
-        f"{cost}; {_RACE_PARTS * size} of them beside other work took {here_s * 1e3:.0f} ms here, "
-        f"{there_s * 1e3:.0f} ms in {_PROCESSES} processes"
+        f"{_cost(probe)}; {parts[-1].stop} of them beside other work took {here_s * 1e3:.0f} ms "
+        f"here, {there_s * 1e3:.0f} ms in {_PROCESSES} processes"
     )
     if there_s < _CLEARLY * here_s:
         return Choice("processes", facts, pool)
@@ -189,6 +286,8 @@ class _Chores:
         self.do(_WARM_S)
         done, took_s = self.do(_WARM_S)
         self._count = max(1, round(done * seconds / took_s))
+        self.seconds = self._count * took_s / done
+        """What they take alone."""
 
     @property
     def count(self) -> int:

@@ -7,15 +7,20 @@ readers run a `Fetch` wherever they like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from instep.data import keyed
+from instep.comm.messages import Mark
+from instep.data import breadcrumb, keyed
 from instep.data.blame import odd_one_out, told
+from instep.data.breadcrumb import files_of
+from instep.data.contents import Chosen, content_of, rows_of
 from instep.data.order import Indices, Order, key
 from instep.data.unreadable import tried
 from instep.errors import DataError
@@ -24,6 +29,10 @@ Collate = Callable[[list[Any]], Any]
 Augment = Callable[[Any, torch.Generator], Any]
 Missed = list[tuple[int, str]]
 """Samples that were left out, each with its cause, as plain data that travels between processes."""
+Contents = list[list[int]]
+"""Index and content (`contents.py`) of samples."""
+Got = tuple[Any, Missed, Contents]
+"""What came of a slice: the batch, who is missing, contents."""
 
 _OF_AUGMENT, _OF_GLOBALS = 0, 1
 
@@ -49,6 +58,7 @@ class Fetch:
         augment: (sample, generator) to sample; the generator is keyed by
             (seed, epoch, index).
         skip: leave out a sample that cannot be read; else it is an error.
+        name: `training` or `validation`, under which the process leaves word of what it reads.
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
@@ -63,34 +73,61 @@ class Fetch:
         collate: Collate | None = None,
         augment: Augment | None = None,
         skip: bool = False,
+        name: str = "training",
     ) -> None:
         self.samples = _length(dataset)
+        self.name, self._file_of = name, files_of(dataset)
+        self._left_out: dict[int, str] = {}
+        self._suspected: set[int] = set()
+        self.dataset, self.seed = dataset, seed
+        self.plain = collate is None and augment is None and is_plain(dataset)
+        """Whether torch's and instep's own code alone reads, which keeps and draws nothing."""
         self.draws = False
-        """Whether reading a sample draws from the global generators; set by who saw it."""
-        self._dataset, self._seed, self._augment, self._skip = dataset, seed, augment, skip
+        """Whether reading was seen to draw from the global generators."""
+        self.read_by = 0
+        """The process in which the dataset's own code has read; 0 if it has not."""
+        self.chosen: Chosen | None = None
+        """Of which samples the content is told."""
+        self._augment, self._skip = augment, skip
         self._order = Order(self.samples, seed) if shuffle else None
         self._collate: Collate = collate or default_collate
         self._whole = whole_reader(dataset) if collate is None and augment is None else None
         self._many = offers(dataset, "__getitems__")
+        self._watch = keyed.Watch()
 
-    def __call__(self, part: Slice) -> tuple[Any, Missed]:
-        """The batch of a slice, and which of its samples are not in it.
+    def __call__(self, part: Slice) -> Got:
+        """The batch of a slice, which of its samples are not in it, and contents of some.
 
         The batch is None where it has no sample. A read that raises is tried
-        again before the sample counts as one that cannot be read. Where
-        `draws` is set, this leaves the global generators where the last sample
-        left them; `keeping` does not.
+        again before the sample counts as one that cannot be read. The global
+        generators are left as they were. Where one of them was drawn from, the
+        slice is read again, with all three set from each sample's key.
 
         Raises:
             DataError: a sample raised and is not to be left out, or the samples
                 cannot be collated; the text names sample, cause and the user's line.
         """
-        return (None, []) if part.first == part.stop else self._batch(part)
-
-    def keeping(self, part: Slice) -> tuple[Any, Missed]:
-        """The same, with the caller's global generators as they were."""
-        with keyed.kept():
-            return self(part)
+        if part.first == part.stop:
+            return None, [], []
+        if self.plain:
+            return self._batch(part)
+        self.read_by = os.getpid()
+        self._watch.begin()
+        try:
+            if not self.draws:
+                try:
+                    got = self._batch(part)
+                except DataError:
+                    if not self._watch.moved():
+                        raise
+                else:
+                    if not self._watch.moved():
+                        return got
+                self.draws = True
+            return self._batch(part)
+        finally:
+            if self.draws:
+                self._watch.give_back()
 
     def indices(self, part: Slice) -> Indices:
         """The samples of a slice, [stop - first] int64."""
@@ -98,32 +135,71 @@ class Fetch:
             return np.arange(part.first, part.stop, dtype=np.int64)
         return self._order.indices(*part)
 
-    def _batch(self, part: Slice) -> tuple[Any, Missed]:
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Leave these samples out, or be careful with them: processes have ended there.
+
+        The marks of other datasets are not looked at; those of before no longer count.
+        """
+        own = [mark for mark in marks if mark.dataset == self.name]
+        self._left_out = {mark.sample: mark.cause for mark in own if mark.cause}
+        self._suspected = {mark.sample for mark in own if not mark.cause}
+
+    def content(self, index: int) -> int:
+        """The content of a sample of epoch 0, read with generators set from its key."""
+        self.read_by = os.getpid()
+        with keyed.kept():
+            set_keyed(self.seed, 0, index)
+            return content_of(tried(lambda: self._sample(index)))
+
+    def _batch(self, part: Slice) -> Got:
         indices, missed = self.indices(part), Missed()
-        if self._whole is not None and not self.draws:
-            return self._together(part.epoch, indices, self._whole, missed), missed
-        if self._many and not self.draws:
-            samples = self._read_many(part.epoch, indices, missed)
-        else:
-            samples = self._read_apart(part.epoch, indices.tolist(), missed)
+        contents = Contents()
+        trail = breadcrumb.trail(self.name)
+        try:
+            if self._whole is not None and not self.draws:
+                batch = self._together(part.epoch, indices, self._whole, missed)
+                self._note_rows(part.epoch, _without(indices, missed), batch, contents)
+                return batch, missed, contents
+            if self._many and not self.draws:
+                samples = self._read_many(part.epoch, indices, missed, contents)
+            else:
+                samples = self._read_apart(part.epoch, indices, missed, contents)
+        finally:
+            trail.ends()
         if not samples:
-            return None, missed
+            return None, missed, contents
         names = _without(indices, missed).tolist()
         try:
-            return self._collate(samples), missed
+            return self._collate(samples), missed, contents
         except Exception as error:
             text = odd_one_out(names, samples) or f"samples {_listed(names)} cannot be collated."
             raise DataError(f"{text} {told(error)}") from error
+
+    def _note_rows(self, epoch: int, indices: Indices, batch: Any, contents: Contents) -> None:
+        if self.chosen is None or batch is None:
+            return
+        places = np.flatnonzero(self.chosen(epoch, indices)).tolist()
+        samples = rows_of(batch, places) if places else None
+        if samples is not None:
+            contents += [
+                [int(indices[place]), content_of(sample)]
+                for place, sample in zip(places, samples, strict=True)
+            ]
 
     def _together(
         self, epoch: int, indices: Indices, read: Callable[[Indices], Any], missed: Missed
     ) -> Any:
         """What `read` gives for many samples at once; None where none of them can be read."""
+        first, trail = int(indices[0]), breadcrumb.trail(self.name)
         try:
-            return read(indices)
+            if not self._has_marked(indices):
+                trail.begins_many(first, len(indices))
+                return read(indices)
         except Exception:
-            for index in indices.tolist():  # which of them is it?
-                self._one(epoch, index, missed)
+            pass
+        trail.ends()
+        for index in indices.tolist():  # which of them is it?
+            self._one(epoch, index, missed)
         readable = _without(indices, missed)
         if not len(readable):
             return None
@@ -133,32 +209,56 @@ class Fetch:
             names = _listed(readable.tolist())
             raise DataError(f"samples {names} cannot be read together: {told(error)}") from error
 
-    def _read_many(self, epoch: int, indices: Indices, missed: Missed) -> list[Any]:
+    def _read_many(
+        self, epoch: int, indices: Indices, missed: Missed, contents: Contents
+    ) -> list[Any]:
         def read(some: Indices) -> list[Any]:
-            return list(self._dataset.__getitems__(some.tolist()))
+            return list(self.dataset.__getitems__(some.tolist()))
 
         samples = self._together(epoch, indices, read, missed) or []
-        names = _without(indices, missed).tolist()
+        names = _without(indices, missed)
         if len(samples) != len(names):
             raise DataError(
-                f"__getitems__ of {type(self._dataset).__name__} was asked for {len(names)} "
+                f"__getitems__ of {type(self.dataset).__name__} was asked for {len(names)} "
                 f"samples and gave {len(samples)}: it must return one for each index, in order."
             )
+        if self.chosen is not None:
+            for place in np.flatnonzero(self.chosen(epoch, names)).tolist():
+                contents.append([int(names[place]), content_of(samples[place])])
         if self._augment is None:
             return samples
-        return [self._augmented(epoch, *pair) for pair in zip(names, samples, strict=True)]
+        return [self._augmented(epoch, *pair) for pair in zip(names.tolist(), samples, strict=True)]
 
-    def _read_apart(self, epoch: int, names: list[int], missed: Missed) -> list[Any]:
+    def _read_apart(
+        self, epoch: int, indices: Indices, missed: Missed, contents: Contents
+    ) -> list[Any]:
         samples = []
-        for index in names:
+        flags = self.chosen(epoch, indices) if self.chosen is not None else None
+        for place, index in enumerate(indices.tolist()):
             for sample in self._one(epoch, index, missed):
+                if flags is not None and flags[place]:
+                    contents.append([index, content_of(sample)])
                 samples.append(self._augmented(epoch, index, sample))
         return samples
 
+    def _has_marked(self, indices: Indices) -> bool:
+        marked = [*self._left_out, *self._suspected]
+        return bool(marked) and bool(np.isin(indices, marked).any())
+
     def _one(self, epoch: int, index: int, missed: Missed) -> list[Any]:
         """The sample, alone in a list; an empty one where it is left out."""
+        if index in self._left_out:
+            missed.append((index, self._left_out[index]))
+            return []
+        trail = breadcrumb.trail(self.name)
+        if index in self._suspected:
+            while trail.ahead:
+                time.sleep(0.001)  # until it is waited for: then nothing else can be to blame
+            trail.begins_named(index, self._file_of(index))
+        else:
+            trail.begins(index)
         try:
-            return [tried(lambda: self._sample(epoch, index))]
+            return [tried(lambda: self._keyed_sample(epoch, index))]
         except Exception as error:
             cause = told(error)
             if not self._skip:
@@ -169,18 +269,21 @@ class Fetch:
             missed.append((index, cause))
             return []
 
-    def _sample(self, epoch: int, index: int) -> Any:
+    def _keyed_sample(self, epoch: int, index: int) -> Any:
         if self.draws:
-            keyed.set_from(key(self._seed, epoch, index, _OF_GLOBALS))
-        if hasattr(self._dataset, "__getitem__"):
-            return self._dataset[index]
-        return self._dataset.__getitems__([index])[0]
+            set_keyed(self.seed, epoch, index)
+        return self._sample(index)
+
+    def _sample(self, index: int) -> Any:
+        if self._many or not hasattr(self.dataset, "__getitem__"):
+            return self.dataset.__getitems__([index])[0]
+        return self.dataset[index]
 
     def _augmented(self, epoch: int, index: int, sample: Any) -> Any:
         if self._augment is None:
             return sample
         generator = torch.Generator()
-        generator.manual_seed(key(self._seed, epoch, index, _OF_AUGMENT))
+        generator.manual_seed(key(self.seed, epoch, index, _OF_AUGMENT))
         try:
             return self._augment(sample, generator)
         except Exception as error:
@@ -201,16 +304,48 @@ def offers(dataset: Any, method: str) -> bool:
     return False
 
 
+def set_keyed(seed: int, epoch: int, index: int) -> None:
+    """Set the three global generators as they are when this sample is read."""
+    keyed.set_from(key(seed, epoch, index, _OF_GLOBALS))
+
+
+def is_plain(dataset: Any) -> bool:
+    """Whether none of the user's code runs to read it, and nothing is kept from read to read."""
+    kind = type(dataset)
+    if kind is Subset:
+        return is_plain(dataset.dataset)
+    if kind is TensorDataset:
+        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    return kind.__module__.startswith("instep.data.")
+
+
 def whole_reader(dataset: Any) -> Callable[[Indices], Any] | None:
-    """The way to read many samples as one batch, without Python for each; None if there is none."""
+    """The way to read many samples as one batch, without Python for each; None if there is none.
+
+    A subset with indices that are not simply the places of samples (below 0, no
+    integers, too large) has none: what they mean is left to PyTorch.
+    """
     if type(dataset) is TensorDataset:
         takers = [_taker(tensor) for tensor in dataset.tensors]
         return lambda indices: [take(indices) for take in takers]
     if type(dataset) is Subset:
-        inner = whole_reader(dataset.dataset)
-        chosen = np.asarray(dataset.indices, dtype=np.int64)
-        return None if inner is None else lambda indices: inner(chosen[indices])
+        inner, chosen = whole_reader(dataset.dataset), _places(dataset)
+        if inner is None or chosen is None:
+            return None
+        return lambda indices: inner(chosen[indices])
     return dataset.batch_of if offers(dataset, "batch_of") else None
+
+
+def _places(subset: Subset[Any]) -> Indices | None:
+    try:
+        places = np.asarray(subset.indices)
+        least, most = int(places.min(initial=0)), int(places.max(initial=0))
+        size = len(subset.dataset)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if places.ndim != 1 or places.dtype.kind not in "iu" or least < 0 or most >= size:
+        return None
+    return places.astype(np.int64)
 
 
 def _taker(tensor: torch.Tensor) -> Callable[[Indices], torch.Tensor]:
@@ -222,9 +357,11 @@ def _taker(tensor: torch.Tensor) -> Callable[[Indices], torch.Tensor]:
         return lambda indices: tensor.index_select(0, torch.from_numpy(indices).to(tensor.device))
 
     def take(indices: Indices) -> torch.Tensor:
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(rows):
+            raise IndexError(f"indices {indices.min()} to {indices.max()} of {len(rows)} rows")
         # allocated by torch: some matrix products round by the alignment of their input
         batch = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype)
-        # "clip" writes in place, "raise" copies; the indices are right by construction
+        # "clip" writes in place, "raise" copies; that the indices are right was seen above
         np.take(rows, indices, axis=0, out=batch.numpy(), mode="clip")
         return batch
 

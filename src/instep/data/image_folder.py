@@ -15,6 +15,9 @@ from instep.errors import DataError
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
+_SHORT = ("PNG", "PPM")  # formats with 16 bits at most, which Pillow may hold in 32
+
+
 class ImageFolder:
     """Image files, decoded when they are asked for.
 
@@ -85,11 +88,33 @@ def _decoded(path: Path, size: tuple[int, int] | None) -> Any:
     image = _pillow()
     try:
         with image.open(path) as file:
-            picture = file.convert("RGB")
+            largest = _largest(file, path)
+            # `convert` would cut off whatever is above 255
+            grey = None if largest == 255 else np.asarray(file).astype(np.float32)
+            picture = file.convert("RGB") if grey is None else image.fromarray(grey)
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
             f"{path} cannot be decoded: {error}. It is damaged, or no image."
         ) from error
     if size is not None:
         picture = picture.resize(size[::-1], image.Resampling.BILINEAR)
-    return np.divide(np.asarray(picture).transpose(2, 0, 1), np.float32(255), order="C")
+    pixels = np.asarray(picture)
+    channels = pixels if grey is None else np.stack([pixels] * 3, axis=2)
+    return np.divide(channels.transpose(2, 0, 1), np.float32(largest), order="C")
+
+
+def _largest(picture: Any, path: Path) -> int:
+    """What stands for white in a picture.
+
+    Raises:
+        DataError: its pixels are floats, or whole numbers of 32 bits.
+    """
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format in _SHORT):
+        return 65535
+    if picture.mode in ("I", "F"):
+        kind = "floats" if picture.mode == "F" else "whole numbers of 32 bits"
+        raise DataError(
+            f"{path} has pixels of {kind}, and does not say what is white: images of 8 or 16 bits "
+            "a channel are read. Convert it."
+        )
+    return 255

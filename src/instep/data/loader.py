@@ -9,12 +9,15 @@ knows nothing of workers and steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 from weakref import WeakSet
 
-from instep.data.choose import choose
+from instep.comm.messages import Mark
+from instep.data.choose import FINGERPRINT, answers, choose
+from instep.data.contents import Chosen, Record
 from instep.data.fetch import Augment, Collate, Fetch, Slice
+from instep.data.fingerprint import Fingerprint
 from instep.data.readers import Ahead, Inline, Reader
 from instep.data.unreadable import Read, Skipped
 
@@ -25,7 +28,8 @@ class Loader:
     """Reads a dataset slice by slice, ahead of who trains on it.
 
     Construct it in the main thread, before process groups, threads and CUDA: it
-    may fork loader processes.
+    may fork loader processes. Construct all there are before anything is read in
+    this process (`begin`): processes get the datasets as they are by then.
 
     Args:
         dataset: map-style; see `Fetch` for its batched forms.
@@ -36,15 +40,22 @@ class Loader:
             (seed, epoch, index).
         processes: loader processes; 0 reads in this process, `"auto"` measures.
         unreadable: `"skip"` leaves out samples that cannot be read, `"stop"` raises.
+        name: `training` or `validation`, for whoever asks what a process that died was reading.
+        marks: samples at which processes have ended before.
+        worker_init: called in each loader process with its number, before it reads.
+        contents: which samples' contents are told to `record`.
 
     Raises:
         DataError: the dataset is empty or not map-style, or its first sample
-            cannot be read and is not to be left out.
+            cannot be read and is not to be left out; with no process to read
+            it, `begin` finds that.
         SpecError: processes are asked for where the system cannot fork.
     """
 
     mode: Literal["inline", "ahead", "processes"]
-    """`inline` reads when asked, `ahead` in one thread, `processes` in forked ones."""
+    """`inline` reads when asked, `ahead` in one thread, `processes` in forked ones.
+
+    The user's code never runs in a thread beside the one that takes the batches."""
 
     why: str
     """The measurement or the setting behind `mode`."""
@@ -59,6 +70,10 @@ class Loader:
         augment: Augment | None = None,
         processes: int | Literal["auto"] = "auto",
         unreadable: Literal["stop", "skip"] = "stop",
+        name: str = "training",
+        marks: Iterable[Mark] = (),
+        worker_init: Callable[[int], Any] | None = None,
+        contents: Literal["off", "sample", "all"] = "off",
     ) -> None:
         self._fetch = Fetch(
             dataset,
@@ -67,11 +82,32 @@ class Loader:
             collate=collate,
             augment=augment,
             skip=unreadable == "skip",
+            name=name,
         )
-        self.mode, self.why, self._pool = choose(self._fetch, processes)
+        self._fetch.mark(marks)
+        if contents != "off":
+            self._fetch.chosen = Chosen(self._fetch.samples, seed, contents)
+        self.record: Record | None = None
+        """Takes the contents of samples as they are handed out."""
+        self.mode, self.why, self._pool = choose(self._fetch, processes, worker_init)
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False
+
+    def begin(self) -> None:
+        """Read the first sample, where it will be read; all loaders have been made.
+
+        Raises:
+            DataError: it cannot be read, and is not to be left out.
+        """
+        if self._pool is None:
+            self._fetch(Slice(0, 0, 1))
+
+    def fingerprint(self) -> Fingerprint:
+        """By what the dataset is known again; read where samples are read."""
+        if self._pool is None:
+            return Fingerprint.of(answers(self._fetch)(FINGERPRINT))
+        return Fingerprint.of(self._pool.take(self._pool.submit(FINGERPRINT)))
 
     @property
     def samples(self) -> int:
@@ -91,6 +127,10 @@ class Loader:
     def pids(self) -> list[int]:
         """Process numbers of the loader processes; none in the other modes."""
         return self._pool.pids if self._pool else []
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Leave samples out, or be careful with them, from the next `read` on (`Fetch.mark`)."""
+        self._fetch.mark(marks)
 
     def load(self, slices: Iterable[Slice]) -> Generator[Any]:
         """The batch of each slice, in order; None for an empty slice.
@@ -120,6 +160,8 @@ class Loader:
             batches.close()
         if self._pool:
             self._pool.close()
+        if self.record is not None:
+            self.record.close()
 
     def _reads(self, slices: Iterable[Slice]) -> Generator[Read]:
         reader = self._reader()
@@ -128,9 +170,9 @@ class Loader:
             for part in slices:
                 waiting.append((part, None if part.first == part.stop else reader.submit(part)))
                 if len(waiting) > reader.ahead:
-                    yield _taken(reader, *waiting.popleft())
+                    yield self._taken(reader, *waiting.popleft())
             while waiting:
-                yield _taken(reader, *waiting.popleft())
+                yield self._taken(reader, *waiting.popleft())
         finally:
             reader.drop(ticket for _, ticket in waiting if ticket is not None)
             if reader is not self._pool:
@@ -142,12 +184,13 @@ class Loader:
         if self.mode == "ahead":
             self._ahead = Ahead(self._fetch)
             return self._ahead
-        return Inline(self._fetch.keeping if self._fetch.draws else self._fetch)
+        return Inline(self._fetch)
 
-
-def _taken(reader: Reader, part: Slice, ticket: Any) -> Read:
-    if ticket is None:
-        return Read(None, 0)
-    batch, missed = reader.take(ticket)
-    skipped = tuple(Skipped(*each) for each in missed)
-    return Read(batch, part.stop - part.first - len(skipped), skipped)
+    def _taken(self, reader: Reader, part: Slice, ticket: Any) -> Read:
+        if ticket is None:
+            return Read(None, 0)
+        batch, missed, contents = reader.take(ticket)
+        if contents and self.record is not None:
+            self.record.add(part.epoch, contents)
+        skipped = tuple(Skipped(*each) for each in missed)
+        return Read(batch, part.stop - part.first - len(skipped), skipped)

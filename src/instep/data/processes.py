@@ -2,7 +2,8 @@
 
 Headers travel as msgpack over a socket, tensors through memory that parent and
 child share and use again. Fork them early: a process without threads, process
-groups or an open CUDA context forks fast and cleanly.
+groups or an open CUDA context forks fast and cleanly, and nobody has read from
+its dataset. All come from one process that is kept for that (`template.py`).
 
 A process that is killed is replaced and its slices are read again, which gives
 the same batches (`fetch.py`). That may happen any number of times, as long as
@@ -16,16 +17,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from instep.data import wire
-from instep.data.child import Reply, Slot, Task, receive, send, serve
+from instep.data.child import Reply, Slot, Task, Work, receive, send
 from instep.data.fetch import Slice
-from instep.data.readers import Work
-from instep.errors import DataError, SpecError
+from instep.data.template import Template
+from instep.errors import DataError, PeerError, SpecError
 
 _SLOTS = 2
 """Batches that each process may be ahead."""
@@ -41,30 +42,70 @@ class Pool:
     """A reader (see `readers.py`) that reads in processes.
 
     Args:
-        work: slice to batch; runs in the children, with all it refers to as of now.
+        work: of the children, with all it refers to as of now.
         processes: 1 or more.
+        of: how many there may come to be, with `grow`.
+        unread: whether nobody has read from the dataset in this process until now;
+            asked where the process that forks the others is killed.
 
     Raises:
         SpecError: this system cannot fork.
+        DataError: no process can be started.
     """
 
-    def __init__(self, work: Work, processes: int) -> None:
+    def __init__(
+        self,
+        work: Work,
+        processes: int,
+        *,
+        of: int = 0,
+        unread: Callable[[], bool] = lambda: True,
+    ) -> None:
         if not hasattr(os, "fork"):
             raise SpecError(
                 f"data.loaders = {processes}: loader processes need a system that can fork, "
                 f"which {sys.platform} is not. Set data.loaders = 0."
             )
-        self.ahead = processes * _SLOTS - 1
+        self._work, self._unread, self._of = work, unread, of or processes
         self._submitted = 0
         self._batches: dict[int, Any] = {}
         self._dropped: set[int] = set()
         self._children: list[_Child] = []
+        self._template = Template(work)
+        self.grow(processes)
+
+    def grow(self, processes: int) -> None:
+        """Have so many processes; nothing may be under way.
+
+        Raises:
+            DataError: no other can be started.
+        """
+        assert processes <= self._of, f"{processes} of {self._of}"
         try:
-            for _ in range(processes):
-                self._children.append(_Child(work))
+            while len(self._children) < processes:
+                self._children.append(_Child(self._fork, self._ending, len(self._children)))
         except DataError:
             self.close()
             raise
+        self.ahead = processes * _SLOTS - 1
+
+    def _fork(self, number: int, end: socket.socket, slots: list[Slot]) -> int:
+        try:
+            return self._template.start(number, self._of, end, slots)
+        except PeerError as error:
+            if not self._unread():
+                raise DataError(
+                    f"{error} Another cannot be made, as the dataset has been read here since."
+                ) from error
+            self._template.close()
+            self._template = Template(self._work)
+        try:
+            return self._template.start(number, self._of, end, slots)
+        except PeerError as error:
+            raise DataError(str(error)) from error
+
+    def _ending(self, pid: int) -> str:
+        return self._template.ending(pid)
 
     @property
     def pids(self) -> list[int]:
@@ -109,6 +150,7 @@ class Pool:
         for child in self._children:
             child.end()
         self._children = []
+        self._template.close()
 
     def _owner(self, ticket: int) -> _Child:
         return self._children[ticket % len(self._children)]
@@ -129,8 +171,13 @@ class Pool:
 class _Child:
     """The parent's side of one process."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(
+        self,
+        fork: Callable[[int, socket.socket, list[Slot]], int],
+        ending: Callable[[int], str],
+        number: int,
+    ) -> None:
+        self._fork, self._ending_of, self._number = fork, ending, number
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._under_way: dict[int, Task] = {}
         self._lost = 0  # processes that have ended since the last reply
@@ -169,42 +216,41 @@ class _Child:
                 os.kill(self.pid, signal.SIGKILL)
             except ConnectionError:
                 pass
-            _ending_of(self.pid)
+            self._ending_of(self.pid)
         self._disconnect()
         for slot in self._slots:
             slot.close()
 
     def _start(self) -> None:
-        sys.stdout.flush()  # else both processes would print what is waiting
-        sys.stderr.flush()
         self._end, theirs = socket.socketpair()
-        parent = os.getpid()
-        # a signal between fork and `serve` would be handled by a second copy of the parent
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            self.pid = os.fork()
-            if self.pid == 0:
-                serve(theirs, self._slots, self._work, parent)
-        except OSError as error:
-            self._ending = "could not be started"
-            raise DataError(
-                f"a loader process {self._ending}: {error.strerror}. "
-                "Set data.loaders = 0, or to fewer."
-            ) from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
         self._stream = self._end.makefile("rb")
+        try:
+            self.pid = self._fork(self._number, theirs, self._slots)
+        except DataError:
+            self._ending = "could not be started"
+            self._disconnect()
+            for slot in self._slots:
+                slot.close()
+            raise
+        finally:
+            theirs.close()
 
     def _replace(self) -> None:
         if not self._ending:
-            self._ending = _ending_of(self.pid)
+            self._ending = self._ending_of(self.pid)
         self._lost += 1
         if self._lost >= _MOST_LOST:
             part = min(self._under_way.values(), key=lambda task: task.ticket).part
+            which = (
+                "the first samples"
+                if part.epoch < 0
+                else (
+                    f"the samples at positions {part.first} to {part.stop - 1} of epoch "
+                    f"{part.epoch + 1}"
+                )
+            )
             raise DataError(
-                f"{self._lost} loader processes in a row ended while they read the samples at "
-                f"positions {part.first} to {part.stop - 1} of epoch {part.epoch + 1}; the last "
+                f"{self._lost} loader processes in a row ended while they read {which}; the last "
                 f"(pid {self.pid}) {self._ending}. Killed by SIGKILL often means that memory ran "
                 "out: set data.loaders = 0, or to fewer."
             )
@@ -221,13 +267,3 @@ class _Child:
     def _disconnect(self) -> None:
         self._stream.close()
         self._end.close()
-
-
-def _ending_of(pid: int) -> str:
-    """Wait for a child that is ending; what it ended with."""
-    try:
-        _, status = os.waitpid(pid, 0)
-    except ChildProcessError:  # somebody else was told
-        return "ended"
-    code = os.waitstatus_to_exitcode(status)
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

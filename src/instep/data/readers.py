@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from instep.data import breadcrumb
 from instep.data.fetch import Slice
 from instep.data.threads import asked_here, cpu_clock
 
@@ -63,6 +64,8 @@ class Ahead:
 
     def __init__(self, work: Work) -> None:
         self._work = work
+        self._trail = breadcrumb.trail(getattr(work, "name", breadcrumb.DATASETS[0]))
+        self._trail.ahead = True
         self._clock: Callable[[], float] = lambda: 0.0
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="instep-loader", initializer=self._begin
@@ -84,11 +87,16 @@ class Ahead:
         return self._thread.submit(self._read, part)
 
     def take(self, ticket: Future[Any]) -> Any:
-        return ticket.result()
+        self._trail.ahead = False
+        try:
+            return ticket.result()
+        finally:
+            self._trail.ahead = True
 
     def drop(self, tickets: Iterable[Future[Any]]) -> None:
         for ticket in tickets:
             ticket.cancel()
 
     def close(self) -> None:
+        self._trail.ahead = False
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -33,7 +33,8 @@ class TextWindows:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Samples by index, as torch's own loader asks for them."""
-        inputs, targets = self.batch_of(np.asarray(indices, dtype=np.int64))
+        places = [range(len(self))[index] for index in indices]
+        inputs, targets = self.batch_of(np.asarray(places, dtype=np.int64))
         return list(zip(inputs, targets, strict=True))
 
     def batch_of(self, indices: Indices) -> list[Tensor]:

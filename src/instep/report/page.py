@@ -7,6 +7,7 @@ policy that forbids it to load anything, so it is the same page offline and in a
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -25,10 +26,15 @@ def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) 
 
     Args:
         folder: the run that the page is about.
-        path: the file to write; replaced if it exists.
+        path: the file to write; replaced if it exists, whole or not at all.
         other: a second run, whose curves are laid over those of the first.
     """
-    path.write_text(render(folder, other), encoding="utf-8")
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(render(folder, other), encoding="utf-8")
+        beside.replace(path)  # never through a link, into another file
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def render(folder: RunFolder, other: RunFolder | None = None) -> str:

@@ -54,7 +54,7 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":
         return f"corruption: {corruption_in_words(event)}"
-    if what == "stop_requested" and event["by"] == "master":
+    if what == "stop_requested" and event["rule"] != "interrupted":
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"

@@ -42,6 +42,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
         sentence += " No step was committed."
     exact = not (summary["repeated_samples"] or summary["missing_samples"])
     mark = _MARKS.get(summary["outcome"], "calm") if exact else "bad"
+    if summary["diverged"] and mark == "good":
+        mark = "calm"
     label = tag("b", f"{name}: ") if name else ""
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
     if folder.outcome == "failed" and folder.failures:

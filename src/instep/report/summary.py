@@ -33,7 +33,8 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "run": str(folder.path),
         "outcome": folder.outcome,
         "rule": folder.ending.get("rule"),
-        "rule_text": _rule_text(folder),
+        "rule_text": _not_finite(folder) or _rule_text(folder),
+        "diverged": bool(_not_finite(folder)) or folder.ending.get("rule") == "diverged",
         "steps": folder.last_step,
         "epochs": _finished_epochs(folder),
         "samples": proof.used,
@@ -54,6 +55,17 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     }
     cleaned: dict[str, Any] = finite(summary)
     return cleaned
+
+
+def _not_finite(folder: RunFolder) -> str | None:
+    """From which step on every loss was no finite number, if the last one was none."""
+    step, loss = loss_per_step(folder)
+    step, loss = (each[step <= folder.last_step] for each in (step, loss))
+    good = np.flatnonzero(np.isfinite(loss))
+    since = int(good[-1]) + 1 if len(good) else 0
+    if since == len(loss):
+        return None
+    return f"the loss was {loss[since]} from step {readable_count(step[since])} on"
 
 
 def _rule_text(folder: RunFolder) -> str | None:
@@ -165,8 +177,9 @@ def outcome_words(summary: dict[str, Any]) -> str:
     """How a run ended, and after how long: `done in 2m31s`."""
     took = readable_seconds(summary["seconds"])
     rule = f" ({summary['rule']})" if summary["rule"] else ""
+    well = f"diverged{rule} after {took}" if summary["diverged"] else f"done in {took}"
     return {
-        "completed": f"done in {took}",
+        "completed": well,
         "stopped": f"stopped{rule} after {took}",
         "interrupted": f"interrupted after {took}",
         "failed": f"failed after {took}",

@@ -38,6 +38,8 @@ def metrics_in_words(validated: dict[str, Any]) -> str:
 
 def stop_words(asked: dict[str, Any]) -> str:
     """`accuracy 0.973 reached the target 0.97, at step 120`, from a `stop_requested` event."""
+    if asked["why"].endswith(" on"):  # it says from which
+        return str(asked["why"])
     return f"{asked['why']}, at step {readable_count(asked['step'])}"
 
 

@@ -12,13 +12,14 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
+from instep.run.ledger import last_step
 
 _REMEMBERED = 500
 """Events among which one that is told again is sought."""
@@ -28,6 +29,16 @@ _LATELY = 100
 
 Records: TypeAlias = np.ndarray[Any, Any]
 """[any] of `STEPS`."""
+
+
+class Pace(NamedTuple):
+    """How long steps took."""
+
+    steps: int
+    step_s: float
+    """Each, all told."""
+    load_s: float
+    """Of that, waiting for data."""
 
 
 class Books:
@@ -47,7 +58,7 @@ class Books:
         self._last_step: dict[int, int] = {}
         self._last_begin: dict[int, float] = {}
 
-    def take_up(self, folder: RunFolder, workers: Iterable[int]) -> float | None:
+    def take_up(self, folder: RunFolder, workers: Iterable[int]) -> Pace | None:
         """Go on where a master was lost.
 
         Args:
@@ -55,7 +66,7 @@ class Books:
             workers: those that may say again what they have told it.
 
         Returns:
-            How many seconds a step took of late; None where there was none.
+            How long steps took of late; None where there was none.
         """
         for worker in workers:
             mine = folder.steps_of(worker)
@@ -64,7 +75,7 @@ class Books:
                 self._last_begin[worker] = float(mine["begin"].max())
         for event in folder.events[-_REMEMBERED:]:
             self._told.append(_as_told(event))
-        return _seconds(folder.steps[-_LATELY:]) if len(folder.steps) else None
+        return _pace(folder.steps[-_LATELY:]) if len(folder.steps) else None
 
     # ---- steps
 
@@ -73,13 +84,16 @@ class Books:
         """The last step that a worker has recorded; 0 before the first."""
         return max(self._last_step.values(), default=0)
 
+    @property
+    def reached(self) -> int:
+        """The last step that is committed, also where nobody who recorded it is left."""
+        return max(self.committed, last_step(self._run / "ledger.bin"))
+
     def in_flight(self, worker: int) -> int:
         """The step that a worker was at, as far as is known; 0 if it is not."""
         return self._last_step[worker] + 1 if worker in self._last_step else 0
 
-    def record(
-        self, worker: int, ledger: bytes, steps: bytes, *, again: bool
-    ) -> tuple[int, float] | None:
+    def record(self, worker: int, ledger: bytes, steps: bytes, *, again: bool) -> Pace | None:
         """Steps that a worker has committed.
 
         Args:
@@ -89,7 +103,7 @@ class Books:
             again: whether another master may have heard of them.
 
         Returns:
-            How many were new, and how many seconds one took; None where none was.
+            How many were new, and how long they took; None where none was.
         """
         done, timed = np.frombuffer(ledger, LEDGER), np.frombuffer(steps, STEPS)
         if again:
@@ -100,7 +114,7 @@ class Books:
             return None
         self._last_begin[worker] = float(timed["begin"].max())
         self._last_step[worker] = int(timed["step"][-1])
-        return len(timed), _seconds(timed)
+        return _pace(timed)
 
     def go_back(self, step: int) -> None:
         """No worker has committed more than this any longer."""
@@ -150,10 +164,11 @@ class Books:
         self._steps.close()
 
 
-def _seconds(timed: Records) -> float:
-    """How long a step took, all told, in the mean."""
+def _pace(timed: Records) -> Pace:
+    """Means over these steps."""
     parts = [name for name in STEPS.names or () if name.endswith("_s")]
-    return float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
+    step_s = float(np.mean(sum(timed[name].astype(np.float64) for name in parts)))
+    return Pace(len(timed), step_s, float(np.mean(timed["load_s"])))
 
 
 def _as_told(event: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ import msgspec
 import psutil
 
 from instep import spec_file
-from instep.errors import RunError, SpecError, WorkerError
+from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError
 from instep.report.run_folder import RunFolder
 from instep.report.verdict import Verdict, judge
 from instep.run.breaker import Breaker, Plan, Say
@@ -66,7 +66,7 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
     say("running it undisturbed")
     done = run_job(_named(job, SUFFIXES[0]), runs, named=False, quiet=True, watch=Progress(say))
-    if done.exit_code:
+    if done.exit_code == INTERRUPTED:
         raise KeyboardInterrupt
     return break_again(RunFolder(done.path), runs, plan, say, name=job.name)
 

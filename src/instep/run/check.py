@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from instep.errors import InstepError, RunError, SpecError
+from instep.errors import INTERRUPTED, InstepError, RunError, SpecError
 from instep.report.run_folder import RunFolder
 from instep.run.client import run_job
 from instep.run.trial import folder_for_runs, without_folder
@@ -89,7 +89,7 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
         train=msgspec.structs.replace(
             job.train, determinism="bits", merge="auto", stop_after_steps=STEPS
         ),
-        stop=StopSpec(),
+        stop=StopSpec(non_finite=False),
         checkpoint=msgspec.structs.replace(job.checkpoint, every=1, keep_last=STEPS),
     )
     try:
@@ -97,7 +97,7 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
     except InstepError as error:
         error.args = (without_folder(str(error), runs),)
         raise
-    if done.exit_code:
+    if done.exit_code == INTERRUPTED:
         raise KeyboardInterrupt  # the signal was the run's, and means the whole check
     check_length(RunFolder(done.path))
     return done.path

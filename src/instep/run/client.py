@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,13 +28,17 @@ import psutil
 from instep import __version__, spec_file
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
-from instep.run.folder import BEGINNING, Origin, held, make_run_folder
+from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
 from instep.run.live_run import seated
 from instep.run.start_file import start_file
 from instep.spec import JobSpec
+from instep.state.recorded import check_recorded
 from instep.sync import STRATEGIES
+
+WILDCARDS = ("::", "::0", "[::]", "*")
+"""What else than 0.0.0.0 stands for every address of a machine."""
 
 if TYPE_CHECKING:
     from instep.run.launch.base import Launcher
@@ -138,9 +143,15 @@ def run_job(
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
     check_job(job, resumed=origin.checkpoint is not None)
+    there = runs.exists()
     folder = make_run_folder(runs, job, named=named)
-    with held(folder):
-        return _conduct(job, folder, origin, started, _Audience(quiet, json_output, watch))
+    try:
+        with held(folder):
+            return _conduct(job, folder, origin, started, _Audience(quiet, json_output, watch))
+    finally:
+        if not there:
+            with suppress(OSError):  # as a rule there is a run in it
+                runs.rmdir()
 
 
 def resume_run(
@@ -228,6 +239,9 @@ def _conduct(
     finally:
         launcher.stop()
         switchboard.close()
+    if over.failed is not None and refused(over.failed, folder, origin):
+        remove_run_folder(folder)
+        raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
     try:
         summary = finish(folder)
     finally:  # what ended the run comes before what came of its report
@@ -270,7 +284,15 @@ def open_switchboard(job: JobSpec) -> Switchboard:
         return Switchboard()
     address = job.launch.address
     try:
-        found = socket.gethostbyname(address or socket.gethostname())
+        wild = address in WILDCARDS  # of which some are no names of IPv4
+        found = "0.0.0.0" if wild else socket.gethostbyname(address or socket.gethostname())
+        if found == "0.0.0.0":
+            what = f"launch.address = {address!r}" if address else f"this machine's name, {found},"
+            raise SpecError(
+                f"{what} means every address of this machine: the run would listen on all its "
+                "networks, and no host could be told where to call. Give the one address that the "
+                "hosts reach, such as 10.0.0.1."
+            )
         if not address and found.startswith("127."):
             raise SpecError(
                 f"this machine's name leads to {found}, which other hosts cannot reach. Say "
@@ -294,7 +316,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     Raises:
         SpecError: a part by that name does not exist, or is not built yet; or
             this is a process of another run.
-        CheckpointError: the model to start from is no sound safetensors file.
+        CheckpointError: the model to start from is no sound safetensors file, or not as
+            it was saved.
     """
     if INSIDE in os.environ:
         raise SpecError(
@@ -322,8 +345,9 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         raise RecipeError(f"there is no recipe file {str(file)!r}. {near_miss(file.name, beside)}")
     if job.launch.hosts:
         open_switchboard(job).close()
-    if not resumed:
-        start_file(job.start)
+    model = None if resumed else start_file(job.start)
+    if model is not None:
+        check_recorded(model)
 
 
 def about(job: JobSpec) -> dict[str, Any]:
@@ -382,6 +406,21 @@ def finish(folder: Path) -> dict[str, Any]:
             "its report has gaps: the disk was full, or not to be written to."
         )
     return summary
+
+
+def refused(word: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
+    """Whether a run was refused before it had trained anything: its folder tells nothing more.
+
+    Args:
+        word: why it failed.
+        folder: of the run.
+        origin: from where it went on.
+    """
+    from instep.events import LEDGER, read_records
+
+    kinds = ["SpecError", "RecipeError", "CheckpointError", *(() if word.step else ("DataError",))]
+    fresh = origin == BEGINNING and word.kind in kinds
+    return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
 
 
 def failure(worker: int, word: Failed, folder: Path) -> InstepError:

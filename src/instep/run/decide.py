@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
 from instep.errors import PeerError
-from instep.run import endings
+from instep.run import crash_loop, endings
 from instep.run.news import (
     Action,
     Attached,
@@ -49,6 +49,7 @@ from instep.run.news import (
     State,
     Stuck,
     Tick,
+    Unborn,
     Undone,
     WentBack,
 )
@@ -60,12 +61,6 @@ BROKEN_S = 0.3
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to find each other."""
-
-MOST_LOSSES = 10
-"""A worker that is lost so often while no step is committed is not replaced again."""
-
-MOST_HANGS = 7
-"""The same, for one that hangs; each time it is given twice as long."""
 
 
 def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
@@ -91,6 +86,9 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _said(state, worker, word, now)
         case Ended(worker):
             return _ended(state, news, now)
+        case Unborn(worker, error):
+            cause = f"its process could not be started: {error}. Make room, or use fewer workers."
+            return endings.fail(state, Blame(worker, endings.failed("killed", cause, 0)), now)
         case Hung():
             return _hung(state, news)
         case Stuck(generation, seconds):
@@ -186,6 +184,7 @@ def _form(state: State, worker: int) -> Form:
         patience_s=state.patience_s,
         checkpoint=state.begins_at,
         ends=state.begins_at is not None and after is not None and after < state.origin_step,
+        marks=crash_loop.marks(state),
     )
 
 
@@ -356,24 +355,18 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     if state.phase in ("releasing", "ending"):
         return endings.finish(state) if state.ended >= state.joined else (state, [])
     if unexplained:  # a signal is a cause in itself
-        return endings.fail(state, Blame(worker, endings.by_signal(code, news.step)), now)
+        word = endings.by_signal(code, news.step, news.place)
+        return endings.fail(state, Blame(worker, word), now)
     return endings.suspect(state, Blame(worker, endings.without_word(code or 0, news.step)), now)
 
 
 def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     """Somebody was lost: bring up another in its place, unless that has been of no use."""
-    worker, word = news.worker, endings.by_signal(news.code, news.step)
-    hung = state.hung.get(worker)
-    cause = hung or word.cause
-    counts = state.hangs if hung else state.lost
-    before, times = counts.get(worker, (-1, 0))
-    times = times + 1 if news.committed <= before else 1
-    counts = counts | {worker: (news.committed, times)}
-    if times >= (MOST_HANGS if hung else MOST_LOSSES):
-        cause = f"{cause} It happened {times} times and no step was committed."
-        state = replace(state, ended=state.ended | {worker})
-        kind = "hang" if hung else word.kind
-        return endings.fail(state, Blame(worker, endings.failed(kind, cause, word.step)), now)
+    worker = news.worker
+    state, word, ends = crash_loop.judge(state, news)
+    if ends:
+        return endings.fail(replace(state, ended=state.ended | {worker}), Blame(worker, word), now)
+    cause = word.cause
     since = state.since if state.phase == "gathering" and state.formed else now
     after = replace(
         _without(state, {worker}),
@@ -381,8 +374,6 @@ def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]
         spoke=state.spoke - {worker},
         since=since if state.formed else state.since,
         why=f"worker {worker} was lost: {cause}",
-        hangs=counts if hung else state.hangs,
-        lost=state.lost if hung else counts,
         changing=False,
         broken=0,
         deadline=state.deadline if state.suspect else None,
@@ -407,6 +398,7 @@ def _without(state: State, gone: Iterable[int]) -> State:
         inside=state.inside - out,
         ended=state.ended - out,
         hung={worker: how for worker, how in state.hung.items() if worker not in out},
+        loops=state.loops - out,
     )
 
 
@@ -427,7 +419,8 @@ def _hung(state: State, news: Hung) -> tuple[State, list[Action]]:
     how = f"it {news.how} in {news.phase}{during}{at}."
     fields = {"worker": worker, "step": news.step, "phase": news.phase, "how": news.how}
     log = Log("worker_hung", {**fields, "where": news.where})
-    return replace(state, hung=state.hung | {worker: how}), [log, Kill(worker)]
+    loops = state.loops | {worker} if news.loops else state.loops
+    return replace(state, hung=state.hung | {worker: how}, loops=loops), [log, Kill(worker)]
 
 
 # ---- who speaks

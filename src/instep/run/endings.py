@@ -10,8 +10,8 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from instep.comm.messages import Failed
-from instep.errors import INTERRUPTED, WorkerError
+from instep.comm.messages import Failed, Whereabouts
+from instep.errors import DIVERGED, INTERRUPTED, WorkerError
 from instep.run.news import Action, Blame, Finish, KillAll, Log, State
 
 SECOND_THOUGHT_S = 1.0
@@ -19,6 +19,9 @@ SECOND_THOUGHT_S = 1.0
 
 FAREWELL_S = 5.0
 """How long processes may take to end after they were told to."""
+
+NOT_FINITE = "diverged"
+"""What it gives where a figure of the last step was no finite number."""
 
 TOLD = "told"
 """What a worker gives as its rule that stopped because the master wanted it to."""
@@ -95,27 +98,42 @@ def finish_of(state: State) -> Finish:
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
     if rule in ("interrupted", TOLD):
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
+    code = 0 if all(word.finite for word in state.done.values()) else DIVERGED
     if rule in ("epochs", "steps", "own loop"):
-        return Finish("completed", rule, step, 0)
-    return Finish("stopped", rule, step, 0)
+        return Finish("completed", rule, step, code)
+    return Finish("stopped", rule, step, code)
 
 
-def by_signal(code: int | None, step: int) -> Failed:
+def by_signal(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
     """What is to be said of a process that a signal ended, or whose end nobody saw."""
+    at = f" {reading(place)}" if place is not None and place.sample >= 0 else ""
     if code is None:
-        return failed("killed", "the process has ended, and nobody was there to see how.", step)
-    number = -code
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "an unknown signal"
+        cause = f"the process has ended{at}, and nobody was there to see how."
+        return failed("killed", cause, step)
+    number, name = -code, signal_name(code)
     hints = {
         "SIGKILL": " Somebody killed it, or the system ran out of memory.",
         "SIGSEGV": " Native code of a library crashed.",
         "SIGBUS": " The disk or the shared memory may be full.",
     }
-    cause = f"the process was killed by {name} (signal {number}).{hints.get(name, '')}"
+    cause = f"the process was killed by {name} (signal {number}){at}.{hints.get(name, '')}"
     return failed("killed", cause, step)
+
+
+def signal_name(code: int) -> str:
+    """Of the exit code of a process that a signal ended."""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return "an unknown signal"
+
+
+def reading(place: Whereabouts) -> str:
+    """`while it read sample 512 (pictures/512.png)`: what a process was at that left word."""
+    kind = "validation sample" if place.dataset == "validation" else "sample"
+    many = f", or one of the {place.count - 1} after it in that call," if place.count > 1 else ""
+    ahead, file = " ahead" if place.ahead else "", f" ({place.file})" if place.file else ""
+    return f"while it read {kind} {place.sample}{file}{many}{ahead}"
 
 
 def without_word(code: int, step: int) -> Failed:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +46,9 @@ BEGINNING = Origin(0, None)
 ID = "run.id"
 """The file that tells a run from every other; whoever holds the run folder has it locked."""
 
+OWNERS = 0o600
+"""Mode of the files whose lock counts."""
+
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
@@ -61,7 +66,7 @@ def held(folder: Path) -> Iterator[None]:
         RunError: another process has it: the run is going on; or it cannot be written.
     """
     try:
-        file = (folder / ID).open("ab")  # some file systems lock only what may be written
+        file = open_own(folder / ID)  # some file systems lock only what may be written
     except OSError as error:
         raise RunError(
             f"the run folder {folder} cannot be written: {error.strerror}. Get access to it."
@@ -76,6 +81,23 @@ def held(folder: Path) -> Iterator[None]:
             yield
         finally:
             unlock(file)
+
+
+def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
+    """Open a file that only its owner may open: whoever may read it may lock it.
+
+    Raises:
+        OSError: it cannot be opened for writing.
+    """
+    file = open(path, mode, buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
+    with suppress(OSError):  # it is another user's, or the file system knows no modes
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            os.fchmod(file.fileno(), OWNERS)
+    return file
+
+
+def _owners(path: str, flags: int) -> int:
+    return os.open(path, flags, OWNERS)
 
 
 def lock(file: IO[Any]) -> bool:
@@ -132,10 +154,16 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
                         f"there is already a run at {folder}. Choose another --name, or remove it."
                     ) from None
         (folder / "logs").mkdir()
-        (folder / ID).write_text(f"{secrets.token_hex(16)}\n", encoding="utf-8")
+        with open_own(folder / ID) as file:
+            file.write(f"{secrets.token_hex(16)}\n".encode())
         (folder / "job.toml").write_text(spec_file.dump(job), encoding="utf-8")
     except OSError as error:
         raise RunError(
             f"the run folder {folder} cannot be made: {error.strerror}. Choose another --runs."
         ) from None
     return folder.resolve()
+
+
+def remove_run_folder(folder: Path) -> None:
+    """Take away the folder of a run that was refused before it had trained anything."""
+    shutil.rmtree(folder, ignore_errors=True)

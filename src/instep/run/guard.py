@@ -28,7 +28,7 @@ from instep.errors import RunError
 from instep.run.blame import as_error
 from instep.run.launch.base import Launcher, Switchboard, host_log
 from instep.run.lease import Lease
-from instep.run.processes import on_signals
+from instep.run.processes import on_signals, start_patiently
 
 LINGER_S = 2.0
 """How long a master may take to end once it has said that the run has."""
@@ -41,6 +41,10 @@ STUCK_S = 10.0
 
 MOST_RESTARTS, WITHIN_S = 10, 10.0
 """A master that is killed more often within so long is given up."""
+
+SHORT_S, LONGEST_PAUSE_S = 2.0, 1.0
+"""A master that lives no longer than the one was of no use; before the next there is a pause that
+grows up to the other."""
 
 MOST_HANGS, WELL_S = 7, 10.0
 """A master that was silent for too long so often, and never did its work for so long in between,
@@ -80,6 +84,8 @@ class Guard:
         self._signs = -1  # what the master writes while it lives
         self._hung = ""  # how the present one hangs, once it has been killed for that
         self._hangs = 0
+        self._short_lives = 0  # of masters in a row that ended soon after their start
+        self._due: float | None = None  # when the next is brought up, while there is none
         self._over = False
         self._longest_s = 0.0  # that a master was silent, and went on
         self._master = self._start()
@@ -92,7 +98,7 @@ class Guard:
         self._close_signs()
         self._signs, signs = os.pipe()
         os.set_blocking(self._signs, False)
-        master = subprocess.Popen(
+        master = start_patiently(
             [sys.executable, "-P", "-m", "instep.run.master_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -174,8 +180,18 @@ class Guard:
             raise RunError(f"the run's master failed: {_last_line(log)} Everything else: {log}")
         else:
             why = self._hung or f"it was killed by {_name_of(-code)}"
-            self._check_restarts(why)
-            self._master = self._start(why)
+            now = time.monotonic()
+            if self._due is None:  # it has just ended
+                self._check_restarts(why)
+                self._due = now + self._pause_s(now - self._starts[-1])
+            if now >= self._due:
+                self._due = None
+                self._master = self._start(why)
+
+    def _pause_s(self, lived_s: float) -> float:
+        """How long to wait before the next master: longer each time that one ends at once."""
+        self._short_lives = self._short_lives + 1 if lived_s < SHORT_S else 0
+        return 0.0 if self._short_lives < 3 else min(0.05 * 2**self._short_lives, LONGEST_PAUSE_S)
 
     def _watch_signs(self) -> None:
         """Kill a master that gives no sign of life for too long; once dead, it is replaced."""
@@ -209,6 +225,12 @@ class Guard:
             raise RunError(
                 f"the run's master was killed {MOST_RESTARTS} times within {WITHIN_S:g} s "
                 f"({why}, the last time)."
+            )
+        if self._short_lives >= MOST_RESTARTS:
+            raise RunError(
+                f"the run's master ended within {SHORT_S:g} s of its start {self._short_lives} "
+                f"times in a row ({why}, the last time). What it said is in "
+                f"{self._run / 'logs' / 'master.log'}."
             )
 
     def _bring_hosts(self, numbers: Iterable[int]) -> None:

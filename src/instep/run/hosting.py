@@ -25,8 +25,8 @@ from instep.comm.messages import Over, Refused, Welcome
 from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, failure, finish, recipe_sha256
-from instep.run.folder import BEGINNING, Origin, held, make_run_folder
+from instep.run.client import about, failure, finish, recipe_sha256, refused
+from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
 from instep.run.guard import Guard
 from instep.run.journal import Begin, Journal
 from instep.run.launch.base import Seat, Switchboard
@@ -70,12 +70,13 @@ class Host:
         self._over: Over | None = None
         self._broke: BaseException | None = None
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
-        self._job, self._place = job, place
+        self._job, self._place, self._origin = job, place, BEGINNING
         self._switchboard = Switchboard(placement.host_address(place))
         try:
             origin = self._take_folder(runs, resume, own_loop)
             self._goes_on = origin is not None
             if origin is not None:
+                self._origin = origin
                 Journal(self.folder, Begin(time.time(), origin)).close()
             if place.size > 1:
                 placement.invite(self._meeting, self._switchboard.seat)
@@ -162,12 +163,16 @@ class Host:
                 raise self._broke
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            summary = self._summary()
+            failed = self._over.failed if self._over is not None else None
+            if failed is not None and refused(failed, self.folder, self._origin):
+                remove_run_folder(self.folder)
+            else:
+                summary = self._summary()
         finally:
             self._hold.close()
-        if self._over is not None and self._over.failed is not None:
-            worker = self._over.worker
-            raise failure(-1 if worker is None else worker, self._over.failed, self.folder)
+        if failed is not None:
+            worker = self._over.worker if self._over is not None else None
+            raise failure(-1 if worker is None else worker, failed, self.folder)
         return summary
 
     def _summary(self) -> dict[str, Any]:

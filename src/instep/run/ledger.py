@@ -21,7 +21,7 @@ import numpy as np
 
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, LEDGER_START, check_ledger, ledger_header, read_records
-from instep.run.folder import lock, unlock
+from instep.run.folder import lock, open_own, unlock
 
 PATIENCE_S = 2.0
 """How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
@@ -55,7 +55,7 @@ class Ledger:
     ) -> None:
         self._path, self._patience_s = path, patience_s
         try:
-            self._file = path.open("a+b", buffering=0)
+            self._file = open_own(path, "a+b", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from None
         try:
@@ -165,6 +165,18 @@ def mend(
         raise RunError(f"{path} cannot be written: {error.strerror}.") from None
     finally:
         ledger.close()
+
+
+def last_step(path: Path) -> int:
+    """The last step in a ledger, of which only the end is read; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END) // LEDGER.itemsize * LEDGER.itemsize
+            file.seek(max(0, size - LEDGER.itemsize))
+            tail = file.read(min(size, LEDGER.itemsize))
+    except OSError:
+        return 0
+    return int(np.frombuffer(tail, LEDGER)["step"][0]) if len(tail) == LEDGER.itemsize else 0
 
 
 def check_reaches(path: Path, size_bytes: int) -> None:

@@ -24,12 +24,13 @@ import msgspec
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.comm.channel import LARGEST, Peer
-from instep.errors import PeerError
+from instep.comm.channel import Peer
+from instep.errors import InstepError, PeerError
 from instep.report.live import View
 from instep.report.run_folder import RunFolder
-from instep.run import endings
+from instep.run import crash_loop, endings
 from instep.run import news as mind
+from instep.run.blame import sentence
 from instep.run.books import Books
 from instep.run.decide import decide
 from instep.run.folder import BEGINNING, Origin
@@ -60,6 +61,8 @@ RETRY_S = 4.0
 CALL_AGAIN_S = UNKNOWN_S
 """How long a process that others have started may take to find a new master; nobody tells
 whether it has ended."""
+MOST_UNUSABLE = 3
+"""Who sends a message that the master cannot use so often, sends it again and again."""
 
 ASKED_TICK_S = 0.01
 """The same, while a process that hangs is about to tell where it stands."""
@@ -131,6 +134,7 @@ class Master:
         self._absent: dict[int, float] = {}  # since when a living worker has had no connection
         self._no_host: dict[int, float] = {}  # since when there is none by this number
         self._gathered = False  # whether workers may be started
+        self._unusable: dict[tuple[str, int], int] = {}  # how often each sent such a message
         self._watch = Watch()
         self._interrupts: list[str] = []
         known = journal.last() if journal is not None else None
@@ -150,6 +154,7 @@ class Master:
         self._state = mind.State(
             wanted=frozenset(range(self._job.workers)),
             recovers=self._hosted,
+            skips=self._job.data.unreadable == "skip",
             since=now,
             generation=origin.generations,
             origin=str(origin.checkpoint or ""),
@@ -179,7 +184,8 @@ class Master:
                 if self._hosted:
                     self._watch_process(worker, pid, int(event.get("host", 0)))
                 self._pids[worker] = pid
-        self._watch.step_s = self._books.take_up(folder, known.joined)
+        if (pace := self._books.take_up(folder, known.joined)) is not None:
+            self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
@@ -235,14 +241,13 @@ class Master:
             if message is None:
                 self._hung_up(peer)
             elif isinstance(message, m.Hello):
-                self._welcome(peer, message)
-            elif peer in self._names:
                 try:
-                    self._hear(peer, message)
-                    self._confirm(peer, message)
-                except (AssertionError, TypeError, ValueError):  # it does not know the rules
+                    self._welcome(peer, message)
+                except (TypeError, ValueError, AssertionError):  # a pid beyond all, say
                     self._hub.drop(peer)
                     self._hung_up(peer)
+            elif peer in self._names:
+                self._digest(peer, message)
             else:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
@@ -271,7 +276,7 @@ class Master:
         if not known or hello.version != m.VERSION or hello.role not in _ROLES:
             self._hub.drop(peer)
             return
-        peer.frames.largest = LARGEST
+        self._hub.trust(peer)
         if not self._may_come(peer, hello):
             text = "the run goes on without this process: another has its place."
             self._hub.send(peer, m.Refused(kind="PeerError", text=text, exit_code=5))
@@ -288,6 +293,7 @@ class Master:
                 started=self._started,
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
+                marks=crash_loop.marks(self._state),
                 goes_on=bool(self._state.holders),
             ),
         )
@@ -379,6 +385,33 @@ class Master:
 
     # ---- what arrives
 
+    def _digest(self, peer: Peer, message: m.AnyMessage) -> None:
+        """Hear a message; one that cannot be used ends its connection, and does not come again."""
+        try:
+            self._hear(peer, message)
+            self._confirm(peer, message)
+        except (Outcome, InstepError):
+            raise
+        except Exception as error:
+            role, number = self._names.get(peer, ("", -1))
+            times = self._unusable[role, number] = self._unusable.get((role, number), 0) + 1
+            what = f"{type(message).__name__}: {sentence(error)}"
+            if times == 1:
+                text = f"{role} {number} sent a message that the master cannot use ({what})."
+                self._books.emit("warning", {"text": text})
+            if times >= MOST_UNUSABLE and role != "worker":
+                self._confirm(peer, message)  # else it would be sent again
+                return
+            self._hub.drop(peer)
+            self._hung_up(peer)
+            if times >= MOST_UNUSABLE:
+                how = f"sent a message that the master cannot use, {times} times ({what}),"
+                step = self._books.in_flight(number)
+                if self._state.recovers:
+                    self._think(mind.Hung(number, step, "what it tells", how))
+                else:
+                    self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
         role, number = self._names[peer]
         if role == "client":
@@ -411,8 +444,10 @@ class Master:
                 self._think(mind.Noticed(number))
             case m.Done() | m.Failed():
                 self._think(mind.Said(number, message))
-            case m.Exited(number=worker, pid=pid, code=code):
-                self._exited(worker, pid, code, host=number)
+            case m.Exited(number=worker, pid=0, error=error) if error:
+                self._think(mind.Unborn(worker, error))
+            case m.Exited(number=worker, pid=pid, code=code, place=place):
+                self._exited(worker, pid, code, host=number, place=place)
             case _:
                 raise TypeError(message)
 
@@ -490,13 +525,14 @@ class Master:
     def _hear_event(self, peer: Peer, name: str, fields: Mapping[str, Any]) -> None:
         """An event that a worker tells of."""
         _, number = self._names[peer]
+        clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
         if not self._books.hear(name, fields, again=self._may_repeat(peer)):
             return
         if name == "worker_ready":
             self._ready.add(number)
             self._began = self._began or self._ready >= set(self._state.members)
-        elif name == "corruption_found" and fields["clean_step"] >= 0:
-            self._unhear(RunFolder(self._run), fields["clean_step"])
+        elif clean_step >= 0:
+            self._unhear(RunFolder(self._run), clean_step)
 
     def _unhear(self, folder: RunFolder, step: int) -> None:
         """The workers go back to a step in memory: figures of later ones may have been wrong."""
@@ -538,7 +574,14 @@ class Master:
 
     # ---- who goes, and who hangs
 
-    def _exited(self, worker: int, pid: int, code: int | None, host: int = 0) -> None:
+    def _exited(
+        self,
+        worker: int,
+        pid: int,
+        code: int | None,
+        host: int = 0,
+        place: m.Whereabouts | None = None,
+    ) -> None:
         """A worker's process is gone."""
         process = self._processes.get(worker)
         if process is not None and (process.pid, self._places[worker]) != (pid, host):
@@ -565,9 +608,11 @@ class Master:
             self._think(hung)
         for known in (self._seen_ended, self._absent, self._pulsed, self._places):
             known.pop(worker, None)
+        self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
         self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-        self._think(mind.Ended(worker, code, self._books.in_flight(worker), self._books.committed))
+        step = (place.step if place is not None else 0) or self._books.in_flight(worker)
+        self._think(mind.Ended(worker, code, step, self._books.reached, place))
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))
@@ -611,6 +656,8 @@ class Master:
 
     def _patience_s(self, worker: int, process: Process) -> float:
         """How long it may take to find another master; an import may hold it up."""
+        if self._state.joined <= self._absent.keys():
+            return UNKNOWN_S  # where all are away, as a rule it is none of them
         at_once = worker in self._state.built or process.stopped
         return ATTACH_S if at_once else UNKNOWN_S
 
@@ -721,7 +768,7 @@ class Master:
     def _look_into(self, hang: Hang, now: float) -> None:
         process = self._processes[hang.worker]
         if not (isinstance(process, Far) and self._hosts.is_quiet(process.host)):
-            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how)
+            hung = mind.Hung(hang.worker, hang.step, hang.phase, hang.how, loops=hang.loops)
             self._questions.ask(hung, process, now)  # else its host is to blame
 
     # ---- what follows

@@ -11,7 +11,7 @@ import os
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from instep.comm.messages import (
     Form,
     Formed,
     Hello,
+    Mark,
     Notice,
     Pulse,
     Records,
@@ -102,6 +103,8 @@ class Member:
         self.goes_on = welcome.goes_on
         """Whether other workers hold the state of the run."""
         self._tie.lasting = not welcome.complete  # the master is lost, and another answers
+        self.marks: Sequence[Mark] = welcome.marks
+        """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None
         self.phase = "recipe"
         """What this worker is at while it gets ready."""
@@ -157,6 +160,7 @@ class Member:
             self._take(answer)
         self._tie.wait_for_lease()
         self.form, self._next = self._next, None
+        self.marks = self.form.marks
         return self.form
 
     def _take(self, form: Form) -> None:
@@ -325,8 +329,13 @@ class Member:
         self._tie.send(word)
         self._tie.wait_until_heard(LAST_WORD_S)
 
-    def done(self, step: int, rule: str) -> bool:
+    def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
         """Say that all is done, and wait until everyone else is: peers may still read from us.
+
+        Args:
+            step: the last one.
+            rule: why it was.
+            finite: whether its loss was a number.
 
         Returns:
             False where another generation begins instead: somebody was lost before the end.
@@ -334,7 +343,7 @@ class Member:
         self.flush()
         self.meter()
         generation = self.form.generation if self.form else 0
-        self._tie.send(Done(generation=generation, step=step, rule=rule))
+        self._tie.send(Done(generation=generation, step=step, rule=rule, finite=finite))
         if self._next is None:
             answer = self._tie.wait_for(Release, Form)
             if isinstance(answer, Release):

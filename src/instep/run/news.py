@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from instep.comm.messages import AnyMessage, Done, Failed
+from instep.comm.messages import AnyMessage, Done, Failed, Mark, Whereabouts
 from instep.run.stop_rules import Fired
 
 # ---- news: what can happen
@@ -65,6 +65,16 @@ class Ended:
     """The step that it was computing, as far as is known; 0 before the first."""
     committed: int = 0
     """The last step that any worker has committed, as far as is known."""
+    place: Whereabouts | None = None
+    """What it was at, where it left word."""
+
+
+@dataclass(frozen=True)
+class Unborn:
+    """A worker's process could not be started, however often it was tried."""
+
+    worker: int
+    error: str
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,8 @@ class Hung:
     """What was seen, and for how long."""
     where: str = ""
     """The line at which it stands, as far as it could be asked."""
+    loops: bool = False
+    """Whether it keeps a processor busy with one read, and so does not wait for a disk."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,7 @@ News: TypeAlias = (
     | Formed
     | Said
     | Ended
+    | Unborn
     | HostLost
     | Hung
     | Stuck
@@ -321,11 +334,20 @@ class State:
     course: int = 0
     """The first generation since the run began, or went back: what came before does not count."""
     lost: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Worker to the committed step when it was lost last, and how often it was lost there."""
+    """Worker to the farthest step that was committed when it was lost, and how often it was lost
+    since. Going back does not make it less."""
     hangs: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The same, of those that were lost because they hung."""
     hung: dict[int, str] = field(default_factory=dict)
     """Worker that is being ended to how it hung."""
+    loops: frozenset[int] = frozenset()
+    """Of those, who hung in a read that kept a processor busy."""
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The same as `lost`, by place: a sample (`training 512`), or a step and a signal."""
+    skips: bool = False
+    """Whether samples that cannot be read are left out."""
+    left_out: tuple[Mark, ...] = ()
+    """Samples that ended who read them, again and again."""
     broken: int = 0
     """How often groups have come apart since somebody was lost last."""
     asked: int = 0

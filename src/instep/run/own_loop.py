@@ -7,6 +7,7 @@ moves the parameters and commits, as `training.py` does for a recipe.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import SpecError
-from instep.run.endings import TOLD
+from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
@@ -51,6 +52,7 @@ class OwnLoop:
         self._replica: Replica | None = None
         self._rule: str | None = None  # why training stopped before the loop's own end
         self._in_pass = self._again = False
+        self._finite = True  # the last loss
         if self.job.train.precision != "float32":
             raise SpecError(
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
@@ -264,7 +266,11 @@ class OwnLoop:
         self.step += 1
         samples = share.stop - share.first
         norm = replica.advance(self._update, self.step, where, samples, agreed.loss)
-        if agreed.stop:
+        self._finite = math.isfinite(agreed.loss)
+        if why := self._stopping.not_finite(agreed.loss, norm):
+            self._rule, self._finite = NOT_FINITE, False
+            self._stopping.tell_of(why, self.step)
+        elif agreed.stop:
             self._rule = TOLD
         elif self.step == self.job.train.stop_after_steps:
             self._rule = "stop_after_steps"
@@ -315,7 +321,7 @@ class OwnLoop:
         self._save(last=True)
         if self._saver is not None:
             self._saver.finish(self.step)
-        self._member.done(self.step, self._rule or "own loop")
+        self._member.done(self.step, self._rule or "own loop", finite=self._finite)
         self.close()
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ def host_address(place: Placement) -> str:
     if place.one_host:
         return "127.0.0.1"
     address = socket.gethostbyname(socket.gethostname())
-    if address.startswith("127."):
+    if address.startswith("127.") or address == "0.0.0.0":
         raise SpecError(
             f"this host's name, {socket.gethostname()}, leads to {address}, which other hosts "
             "cannot reach. Give the name its network address (in /etc/hosts, as a rule)."

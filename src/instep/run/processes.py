@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import select
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -43,6 +45,30 @@ def call_itself(name: str) -> str:
     before = Path("/proc/self/comm").read_text().strip()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     return before
+
+
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+"""How long to wait before each further attempt at a process that could not be started."""
+
+_FOR_A_MOMENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+def start_patiently(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program; where the system is short of processes or memory, try again, and say so.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return subprocess.Popen(command, **options)
+        except OSError as error:
+            if error.errno not in _FOR_A_MOMENT:
+                raise
+            text = f"a process could not be started ({error.strerror}); it is tried again in"
+            print(f"warning {text} {pause_s:g} s.", file=sys.stderr)
+            time.sleep(pause_s)
+    return subprocess.Popen(command, **options)
 
 
 def machine() -> str:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.data import keyed
+from instep.data.given import Given, taken_apart
 from instep.errors import InstepError, RecipeError, SpecError, near_miss
 from instep.run import tuning
 from instep.run.blame import sentence
@@ -38,7 +39,8 @@ class Recipe:
     """The model, or a function that builds it."""
 
     train: Any
-    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`."""
+    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or a
+    `DataLoader` of one."""
 
     optimizer: Callable[[Any], Optimizer]
     """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
@@ -75,13 +77,16 @@ class Recipe:
     parameters: Callable[[nn.Module], Any] | None = None
     """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
 
+    given: dict[str, Given] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """How `train` and `validate` are read; a `DataLoader` in their place is taken apart."""
+
     def __new__(cls, **given: Any) -> Recipe:
         """Check the names of what is given.
 
         Raises:
             RecipeError: a Recipe has no part of that name, or a needed one is not there.
         """
-        parts = [f.name for f in fields(cls)]
+        parts = [f.name for f in fields(cls) if f.init]
         for name in given:
             if name not in parts:
                 raise RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
@@ -92,9 +97,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_loss(self)
-        _check_dataset("train", self.train)
-        if self.validate is not None:
-            _check_dataset("validate", self.validate)
+        for name in ("train", "validate"):
+            if name == "train" or self.validate is not None:
+                self.given[name] = _apart(name, getattr(self, name))
+                object.__setattr__(self, name, self.given[name].dataset)
+                _check_dataset(name, self.given[name].dataset)
         for name in ("optimizer", "weight", "collate", "augment", "scheduler", "parameters"):
             given = getattr(self, name)
             if given is not None and not callable(given):
@@ -150,21 +157,22 @@ def _check_metrics(metrics: Any) -> None:
         )
 
 
+def _apart(name: str, given: Any) -> Given:
+    try:
+        return taken_apart(given)
+    except ValueError as error:
+        raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
+
+
 def _check_dataset(name: str, dataset: Any) -> None:
-    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
-        hint = (
-            " A DataLoader is built by instep itself; give its dataset." if _loads(dataset) else ""
-        )
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if iterable or not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
         raise RecipeError(
             f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
-            f"one with a length and dataset[i].{hint}"
+            "one with a length and dataset[i]."
         )
     if len(dataset) == 0:
         raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
-
-
-def _loads(dataset: Any) -> bool:
-    return isinstance(dataset, torch.utils.data.DataLoader)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from instep import spec_file
-from instep.errors import CheckpointError, InstepError, RunError, SpecError
+from instep.errors import INTERRUPTED, CheckpointError, InstepError, RunError, SpecError
 from instep.report.replayed import Replayed, judge
 from instep.report.run_folder import RunFolder
 from instep.run.client import about, recipe_sha256, run_job
@@ -27,7 +27,7 @@ from instep.run.resume import check_own
 from instep.run.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import asked_for, check_target, copy_file
+from instep.state.export import asked_for, check_target, copy_own
 from instep.state.manifest import published
 from instep.state.sound import check
 
@@ -81,7 +81,7 @@ def replay(
             warnings += _other_start(run, computed[0])
         if to is not None:
             with asked_for(to):
-                copy_file(computed[-1].path / "model.safetensors", to)
+                copy_own(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
         said = (*refused, *warnings, *found.warnings)
         return replace(found, warnings=said, model=to)
@@ -142,7 +142,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
         workers=1,
         train=msgspec.structs.replace(given.train, device=device, stop_after_steps=0),
         data=given.data,
-        stop=StopSpec(non_finite=given.stop.non_finite, gradient_norm=given.stop.gradient_norm),
+        stop=StopSpec(non_finite=False, gradient_norm=given.stop.gradient_norm),
         checkpoint=CheckpointSpec(every="never", keep_last=1),
         report=ReportSpec(),
         launch=LaunchSpec(),  # here, wherever the run was
@@ -189,7 +189,7 @@ def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], Non
     except InstepError as error:
         error.args = (without_folder(str(error), runs),)
         raise
-    if done.exit_code:
+    if done.exit_code == INTERRUPTED:
         raise KeyboardInterrupt  # the signal was the run's, and means the whole replay
     return RunFolder(done.path)
 

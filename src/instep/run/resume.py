@@ -164,6 +164,8 @@ def go_back(
 ) -> Origin:
     """Go back to the newest checkpoint that can be believed: the ledger ends with its step again.
 
+    The model of an end that lies behind is taken away.
+
     Args:
         folder: of the run.
         job: as it goes on.
@@ -171,7 +173,7 @@ def go_back(
             changed; may raise.
 
     Raises:
-        RunError: somebody still writes the ledger, or it cannot be written.
+        RunError: somebody still writes the ledger, or the folder cannot be written.
         CheckpointError: no checkpoint can be believed, although there are some.
         SpecError: the checkpoint is of a job that cannot become this one.
     """
@@ -189,13 +191,37 @@ def go_back(
             step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
             check_changes(_job_of(checkpoint, manifest), job)
         check(run, job, step)
+        kept = _take_model_away(run, step)
         if checkpoint is not None:
             set_aside(checkpoint)
         cut_back(folder / "ledger.bin", size_bytes)
-    warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused]
+    warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused] + kept
     watched = job.stop.by_step or job.stop.by_metric
     heard = tuple(recorded(run.steps, run.validations, step)) if watched else ()
     return Origin(step, checkpoint, len(run.generations), tuple(warnings), heard, run.seconds)
+
+
+def _take_model_away(run: RunFolder, step: int) -> list[str]:
+    """While a run goes on it has no model: the one there is that of an end which is none any more.
+
+    It is deleted where the checkpoint of `step` has the same, else given another name.
+
+    Returns:
+        A sentence that says so, where it was given another name.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    model, its_step = run.path / "model.safetensors", run.last("model_saved").get("step")
+    try:
+        if its_step == step:
+            model.unlink(missing_ok=True)
+        elif model.exists():
+            aside = model.replace(model.with_name(f"model-of-step-{its_step}.safetensors"))
+            return [f"the model of step {its_step}, which no sound checkpoint has, is now {aside}."]
+    except OSError as error:
+        raise RunError(f"{model} cannot be moved away: {error.strerror}. Get access.") from None
+    return []
 
 
 _KEPT = ("run", "job", "ledger_bytes", "epoch_so_far", "optimizer", "scaler")

@@ -105,15 +105,15 @@ def roles_of(run: RunFolder) -> list[str]:
 
 
 def _forks_of(known: Known, role: str) -> Iterator[Known]:
-    """A process's children that are forks of it; what else it started is left alone."""
+    """Forks of a process, and forks of those; what else it started is left alone."""
     with contextlib.suppress(psutil.Error):
         if not _is(known):
             return
         parent = psutil.Process(known.pid)
-        for child in sorted(parent.children(), key=lambda each: each.pid):
+        for child in sorted(parent.children(recursive=True), key=lambda each: each.pid):
             with contextlib.suppress(psutil.Error):
                 if child.cmdline() == parent.cmdline():
-                    yield Known(role, known.number, child.pid, time.time(), known.pid)
+                    yield Known(role, known.number, child.pid, time.time(), child.ppid())
 
 
 def _name_of(pid: int) -> str:

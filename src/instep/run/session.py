@@ -233,6 +233,7 @@ class Session:
                 processes=self.job.data.loaders,
                 unreadable=self.job.data.unreadable,
             )
+            loader.begin()
             self._loop = OwnLoop(
                 self._member, model.to(self.device), optimizer, scheduler, loader, len(dataset)
             )

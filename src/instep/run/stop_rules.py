@@ -5,8 +5,9 @@ in order, and says which rule fires, if any. What it remembers follows from
 what it heard and from nothing else: no clock, socket or worker is in it. So
 the step at which a rule fires is the same at any number of workers, and after
 a restart it is brought up to date by hearing the run's own records again
-(`recorded`, `Rules.replay`). The time limit is the one rule that is not here:
-it needs a clock, and stands in `decide.py`.
+(`recorded`, `Rules.replay`). Two rules are not here: the time limit needs a clock, and
+stands in `decide.py`; a loss that is no finite number is seen by every worker alike, and
+ends the run without a question (`stopping.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Rules:
         """Take in what a step or a validation gave; says which rule fires, the first if several."""
         causes = []
         if figures.loss is not None:
-            causes += [self._not_finite(figures), self._rise(figures.loss, figures.step)]
+            causes += [self._rise(figures.loss, figures.step)]
             causes += [self._small_gradient(figures.gradient_norm)]
         if (value := figures.metrics.get(self._spec.metric)) is not None:
             causes += [self._target(value), self._plateau(value, figures.step)]
@@ -78,16 +79,6 @@ class Rules:
         return [self.hear(each) for each in figures]
 
     # ---- of a step
-
-    def _not_finite(self, figures: Figures) -> tuple[str, str] | None:
-        loss, norm = figures.loss, figures.gradient_norm
-        if not self._spec.non_finite or loss is None:
-            return None
-        if not math.isfinite(loss):
-            return "diverged", f"the loss was {loss}"
-        if norm is not None and not math.isfinite(norm):
-            return "diverged", f"the norm of the gradient was {norm}"
-        return None
 
     def _rise(self, loss: float, step: int) -> tuple[str, str] | None:
         rise, window, recent = self._spec.rise, self._spec.window, self._recent

@@ -1,10 +1,12 @@
 """One worker's part in the rules of `[stop]`: it measures, asks the master, and passes on the word.
 
-The worker of rank 0 tells the master the figures of a step as soon as it is
-committed, and waits for the verdict only when the passes of the next step are
-done: the answer has had that time to come. The verdict then travels in the
+A loss that is no number ends the run at its own step: every worker has the same
+loss, and decides alone. For the other rules the worker of rank 0 tells the
+master the figures of a step as soon as it is committed, and waits for the
+verdict only when the passes of the next step are done: the answer has had that
+time to come. The verdict then travels in the
 next commit, or, where a validation is over, by a broadcast, so that all
-workers stop at the same step. Without rules nothing is sent and nothing
+workers stop at the same step. Without such rules nothing is sent and nothing
 waits. What a rule is, this file does not know: see `stop_rules.py`.
 """
 
@@ -19,6 +21,7 @@ import torch
 from instep.comm.base import Comm
 from instep.comm.messages import Figures
 from instep.errors import SpecError, near_miss
+from instep.run.endings import NOT_FINITE
 from instep.run.member import Member
 from instep.run.recipe import Recipe
 from instep.spec import StopSpec
@@ -88,6 +91,24 @@ class Stopping:
             self._spoil(self._of_step)
         return bool(self._rule)
 
+    def not_finite(self, loss: float, gradient_norm: float | None) -> str:
+        """Which figure of a step ends the run because it is no number, as a clause; else empty.
+
+        Every worker comes to the same, as both are agreed on: nobody is asked.
+        """
+        if not self.spec.non_finite:
+            return ""
+        if not math.isfinite(loss):
+            return f"the loss was {loss}"
+        norm = gradient_norm if gradient_norm is not None else 0.0
+        return "" if math.isfinite(norm) else f"the norm of the gradient was {norm}"
+
+    def tell_of(self, why: str, step: int) -> None:
+        """Say in the log, once, why this step is the last."""
+        if self._comm.rank == 0:
+            why += f" from step {step} on" if why.startswith("the loss") else ""
+            self._member.emit("stop_requested", by="workers", rule=NOT_FINITE, step=step, why=why)
+
     def after_commit(
         self, step: int, loss: float, gradient_norm: float | None, *, last: bool
     ) -> None:
@@ -99,8 +120,7 @@ class Stopping:
             gradient_norm: of the agreed gradient, None where it was not computed.
             last: whether the run ends with this step.
         """
-        finite = math.isfinite(loss) and math.isfinite(gradient_norm or 0.0)
-        if self.spec.non_finite and not finite:
+        if self.not_finite(loss, gradient_norm):
             self._spoil(step)
         if self.spec.by_step and not last:
             self._tell(Figures(step=step, loss=loss, gradient_norm=gradient_norm))

@@ -14,19 +14,20 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import Pulse
+from instep.data import breadcrumb
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
+from instep.run import knowing
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
-from instep.run.endings import TOLD
+from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
 from instep.run.member import Member
@@ -78,6 +79,7 @@ class Training:
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
+        self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
@@ -87,11 +89,14 @@ class Training:
         fresh = member.checkpoint is None  # else it has what the model is by now
         built = build(recipe, self.job.seed, device, self.last_step, self.job.start, load=fresh)
         self._built = built
-        self._loader = self._make_loader(recipe.train, train=True)  # forks before groups exist
-        self._validation = (
-            self._make_loader(recipe.validate, train=False) if recipe.validate is not None else None
-        )
+        self._loader = self._make_loader("train")  # forks before groups exist
+        self._validation = self._make_loader("validate") if recipe.validate is not None else None
         self._loaders = [self._loader, *([self._validation] if self._validation else [])]
+        for loader in self._loaders:
+            loader.begin()
+        knowing.record_contents(self._loader, member)
+        if not member.goes_on and member.number == 0:
+            knowing.check_datasets(member, self._loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._update = Update(
             built.optimizer,
@@ -120,16 +125,24 @@ class Training:
                 member, built.model, self._update, copy, self._repeat, self._set_aside
             )
 
-    def _make_loader(self, dataset: Any, *, train: bool) -> Loader:
-        recipe = self.recipe
+    def _make_loader(self, name: str) -> Loader:
+        recipe, job, train = self.recipe, self.job, name == "train"
+        given = recipe.given[name]
+        loaders = job.data.loaders
+        if loaders == "auto" and given.loaders is not None:
+            loaders = given.loaders
         return Loader(
-            dataset,
-            seed=self.job.seed,
+            given.dataset,
+            seed=job.seed,
             shuffle=train,
-            collate=recipe.collate,
+            collate=recipe.collate or given.collate,
             augment=recipe.augment if train else None,
-            processes=self.job.data.loaders,
-            unreadable=self.job.data.unreadable,
+            processes=loaders,
+            unreadable=job.data.unreadable,
+            name="training" if train else "validation",
+            marks=self.member.marks,
+            worker_init=given.worker_init,
+            contents=job.check.content if train else "off",
         )
 
     def join(self) -> None:
@@ -168,6 +181,7 @@ class Training:
         taken = replica.strategy.progress if replica is not None else 0
         return Pulse(
             step=self.step,
+            steps=self._done,
             phase=self.phase,
             progress=self._forward.batches + taken,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
@@ -210,6 +224,8 @@ class Training:
             PeerError: a member went away meanwhile.
         """
         member, built, standing = self.member, self._built, self._standing
+        for loader in self._loaders:
+            loader.mark(member.marks)
         comm = make_comm(member, self.device, address_towards(member.master_host))
         self._comm = comm
         try:
@@ -234,6 +250,7 @@ class Training:
             comm.close()
             raise
         self.step = standing.carried.step
+        breadcrumb.at_step(self.step)
         self.sized(comm.size)
         standing.formed()
         if self._stopping is None:
@@ -356,6 +373,10 @@ class Training:
                 f"{self.job.workers} workers compute on the CPU, since this machine has "
                 f"{gpus} GPUs; --workers {gpus} would use them"
             )
+        for name, given in self.recipe.given.items():
+            batch = self.job.train.global_batch
+            for text in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+                self._warn(text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
         parameters = sum(p.numel() for p in self._built.parameters)
@@ -425,7 +446,9 @@ class Training:
         try:
             for where, share in self._plan(first):
                 self.step += 1
+                breadcrumb.at_step(self.step)
                 done = self._standing.commit(self._one_step(where, share, loads), where)
+                self._done += 1
                 step, ends = self._settle(done)
                 yield step
                 self._regroups &= not ends
@@ -463,7 +486,7 @@ class Training:
                 metrics=metrics,
             )
         if done.ends:
-            self._why(done.told)
+            self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
         self._standing.settled = done.step
         return Step(done.step, where.epoch, done.loss, metrics), done.ends
 
@@ -477,8 +500,12 @@ class Training:
                 samples=self._standing.carried.epoch_samples,
             )
 
-    def _why(self, told: bool) -> None:
+    def _why(self, told: bool, not_finite: str = "") -> None:
         if self.step == self.last_step:
+            return
+        if not_finite:
+            self.rule = NOT_FINITE
+            self.stopping.tell_of(not_finite, self.step)
             return
         self.rule = TOLD if told else "stop_after_steps"
 
@@ -506,10 +533,12 @@ class Training:
         self._regroups = agreed.regroups
         self.phase, samples = "update", share.stop - share.first
         norm = self.replica.advance(self._update, self.step, where, samples, agreed.loss)
-        stops = self.job.stop.non_finite and self.step != self.last_step
-        if not (math.isfinite(agreed.loss) or stops):
+        spoilt = bool(self.stopping.not_finite(agreed.loss, norm))
+        if not (math.isfinite(agreed.loss) or spoilt):
             self._warn_of_loss(agreed.loss)
-        ends = agreed.stop or self.step in (self.last_step, self.job.train.stop_after_steps)
+        ends = (
+            agreed.stop or spoilt or self.step in (self.last_step, self.job.train.stop_after_steps)
+        )
         return Committed(self.step, agreed.loss, norm, agreed.stop, ends, agreed.skipped)
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
@@ -617,12 +646,17 @@ class Training:
         self.phase = "saving"
         if self._saver is not None and not self.member.fenced:
             self._saver.finish(self.step)
-        if self.member.fenced or not self.member.done(self.step, self.rule):
+        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
             self._leave()
             self._regroup()
             return False
         self.close()
         return True
+
+    @property
+    def _finite(self) -> bool:
+        last = self._standing.last
+        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def released(self) -> None:
         """The run goes on without this worker: what it has begun to save, it saves."""

@@ -27,8 +27,12 @@ STEPS = 2.5
 """How many learnt step times may pass without anything getting done."""
 
 UNKNOWN_S = 30.0
-"""How long something may take that this run has not seen the end of, a read may stall, and a
-process may be silent that gets ready: an import may hold the interpreter's lock for long."""
+"""How long something may take that this run has not seen the end of, a read may stall, all workers
+may stand still at once, and a process may be silent that gets ready: an import may hold the
+interpreter's lock for long."""
+
+STILL_S = 0.5
+"""Who has not been heard for so long may stand still as others do."""
 
 WAITING = frozenset(["joining", "exchange", "saving"])
 """What a worker is at while it can do nothing, and is not to blame."""
@@ -81,6 +85,8 @@ class Hang(NamedTuple):
     step: int
     phase: str
     how: str
+    loops: bool = False
+    """Whether it keeps a processor busy with a read."""
 
 
 @dataclass
@@ -106,6 +112,11 @@ class _Seen:
         """How long a processor has been busy with it since it got something done last."""
         return max(0.0, self.pulse.cpu_s - self.cpu_s) if self.pulse else 0.0
 
+    @property
+    def has_read(self) -> bool:
+        """Whether it has come to the end of a step's reads, though it may not have told of it."""
+        return self.steps > 0 or (self.pulse is not None and self.pulse.steps > 0)
+
     def reads_busily(self, now: float) -> bool:
         """Whether it is at what may wait, and has kept a processor busy with it instead."""
         if self.pulse is None or self.pulse.phase in OF_A_STEP or self.pulse.phase in WAITING:
@@ -119,12 +130,16 @@ class Watch:
 
     step_s: float | None = None
     """How long a step takes, all told; None before there was one."""
+    load_s: float = 0.0
+    """How long a worker waits for the data of a step."""
     _stretches: dict[str, float] = field(default_factory=dict)
     _busy: dict[str, float] = field(default_factory=dict)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _given_up: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Step and phase of a busy read with which a worker was lost; until it commits."""
     _now: float | None = None
+    _all_still: bool = False
+    """Whether all ready workers stood still at once when it was looked last."""
 
     def turn(self, now: float) -> None:
         """The time; where the watcher itself was away for long, nobody is blamed for it."""
@@ -159,8 +174,15 @@ class Watch:
         seen = self._seen.get(worker)
         if seen is None:
             return
+        before, silent = seen.pulse, now - seen.heard
+        goes_on = silent > STILL_S or before is None or _done(before) != _done(pulse)
+        if self._all_still and goes_on:  # who is the first is not ahead of the others
+            self._all_still = False
+            seen.since += silent
+            for other in self._seen.values():
+                if other is not seen:
+                    other.heard = other.since = now
         seen.heard = now
-        before = seen.pulse
         if before is None or _done(before) != _done(pulse):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
@@ -171,8 +193,10 @@ class Watch:
             seen.since, seen.cpu_s, seen.given_up_s = now, pulse.cpu_s, 0.0
         seen.pulse = pulse
 
-    def commits(self, worker: int, steps: int, seconds: float) -> None:
-        """A worker has committed so many steps, of so many seconds each."""
+    def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
+        """A worker has committed so many steps, of so many seconds each, and of these for data."""
+        first = self.step_s is None
+        self.load_s = load_s if first else 0.8 * self.load_s + 0.2 * load_s
         self.step_s = seconds if self.step_s is None else 0.8 * self.step_s + 0.2 * seconds
         fade, slowly = FORGET**steps, FORGET_BUSY**steps
         self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
@@ -188,8 +212,14 @@ class Watch:
         computes = phase in OF_A_STEP
         stretch = (self._stretches if computes else self._busy).get(phase, 0.0)
         known = computes or phase == READING or phase in self._busy
-        usual = STEPS * max(self.step_s or 0.0, stretch)
-        usual = max(usual, FLOOR_S if known and self.step_s and seen.steps else UNKNOWN_S)
+        usual = STEPS * max(self.load_s if phase == READING else self.step_s or 0.0, stretch)
+        seen_before = seen.has_read if phase == READING else self.step_s and seen.steps
+        usual = max(usual, FLOOR_S if known and seen_before else UNKNOWN_S)
+        if phase == READING and now - seen.since > FLOOR_S / 2:
+            long = times > 0 or usual >= UNKNOWN_S  # it is given enough, whoever else computes
+            least = FLOOR_S / 2 if long else usual / 2
+            if seen.busy_s >= max(least, BUSY * (now - seen.since)):
+                return max(UNKNOWN_S, usual) if times else usual
         if not computes and seen.busy_s < max(usual * 2**times / 2, BUSY * (now - seen.since)):
             usual = max(UNKNOWN_S, usual, STEPS * self._stretches.get(phase, 0.0))
         return float(usual * 2**times)
@@ -209,26 +239,32 @@ class Watch:
                 about one that is silent while it gets ready.
         """
         found: list[Hang] = []
-        reading: set[int] = set()
         excused: list[Hang] = []  # where all stand still at once, as a rule it is none of them
+        loops: dict[int, float] = {}  # whoever keeps a processor busy does not stand still
+        still = {worker for worker, seen in self._seen.items() if now - seen.heard > STILL_S}
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
             silent, idle = now - seen.heard, now - seen.since
             at = seen.pulse or (_UNHEARD if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
-                how, among = f"gave no sign of life for {silent:.1f} s", found
+                how = f"gave no sign of life for {silent:.1f} s"
+                among = excused if seen.ready and silent <= UNKNOWN_S else found
             elif seen.ready and at.phase not in WAITING and idle > self.limit_s(worker, now, often):
                 how = f"got nothing done for {idle:.1f} s"
-                reading |= {worker} if seen.reads_busily(now) else set()
+                loops |= {worker: idle} if seen.reads_busily(now) else {}
                 among = found if idle > UNKNOWN_S else excused
             else:
                 continue
-            among.append(Hang(worker, at.step, at.phase, how))
+            among.append(Hang(worker, at.step, at.phase, how, worker in loops))
         all_of_them = sorted([*found, *excused])
-        blamed = {hang.worker for hang in all_of_them}
+        still |= {hang.worker for hang in all_of_them}
         ready = {worker for worker, seen in self._seen.items() if seen.ready}
-        named = found if ready <= blamed else all_of_them
-        for worker in reading & {hang.worker for hang in named}:
+        named = all_of_them
+        if ready <= still:  # of those who loop, one at a time: the others hold what was trained
+            longest = max(loops, key=loops.__getitem__, default=None)
+            named = [hang for hang in all_of_them if hang in found or hang.worker == longest]
+        self._all_still = bool(all_of_them) and not named
+        for worker in loops.keys() & {hang.worker for hang in named}:
             self._seen[worker].given_up_s = now - self._seen[worker].since
         return named
 

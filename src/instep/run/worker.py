@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
+from instep.data.child import own_places
 from instep.data.choose import cores
 from instep.errors import PeerError
 from instep.run import blame
@@ -32,6 +33,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     Returns:
         The exit code of the process.
     """
+    own_places()  # the recipe's file was imported before the fork, and may hold open ones
     spare_prints()
     tell_when_asked()
     try:

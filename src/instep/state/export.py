@@ -1,8 +1,9 @@
 """Take the model out of a checkpoint that was kept, every byte of it checked.
 
 It imports no torch: a file is copied, and hashed on the way. Way in: `choose`,
-then `copy_model`; `copy_file` where there is no manifest to check against.
-Before all, `check_target`: no export may cost a run what it needs.
+then `copy_model`; `copy_own` for the model that a run left at its end.
+Before all, `check_target`, or `check_page` for a report: neither may cost a run what it
+needs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO
 
@@ -24,8 +26,11 @@ from instep.state.manifest import (
     read_manifest,
     reason,
 )
+from instep.state.recorded import check_recorded
 
 _CHUNK_BYTES = 1 << 20
+_OF_A_RUN = ("run.id", "ledger.bin")
+"""Whatever folder has one of these is that of a run."""
 
 
 def choose(folder: Path, *, step: int | None = None, best: Best | None = None) -> Path:
@@ -60,23 +65,61 @@ def check_target(target: Path, run: Path, start: str) -> None:
 
     Args:
         target: the file that is to be written; need not exist.
-        run: the run folder; nothing in it may be written.
+        run: the run folder; nothing in it may be written, nor in any other.
         start: the file or folder that the run's model started from; empty if there was none.
 
     Raises:
         SpecError: names the target, and says where it may be.
     """
-    place, folder = target.parent.resolve() / target.name, run.resolve()
-    if place.is_relative_to(folder):
+    place = target.parent.resolve() / target.name
+    if (folder := _run_around(place, run)) is not None:
         raise SpecError(
-            f"--to '{target}' lies in the run folder {run}, which is the run's own: it could lose "
-            "what it needs to go on. Name a file elsewhere."
+            f"--to '{target}' lies in the run folder {folder}, which is the run's own: it could "
+            "lose what it needs to go on. Name a file elsewhere."
         )
     if start and place.resolve().is_relative_to(Path(start).resolve()):
         raise SpecError(
             f"--to '{target}' would change {start}, from which the model of {run} started: "
             "a replay needs it. Name another file."
         )
+
+
+def check_page(target: Path, run: Path) -> None:
+    """Refuse to write a report over what is no report.
+
+    Args:
+        target: the file that is to be written; need not exist.
+        run: the run folder; its own reports may be written anew.
+
+    Raises:
+        SpecError: names the target, and says where it may be.
+    """
+    place = target.resolve()
+    folder = _run_around(place, run)
+    own = folder == run.resolve() == place.parent and fnmatchcase(place.name, "report*.html")
+    if folder is not None and not own:
+        raise SpecError(
+            f"--to '{target}' lies in the run folder {folder}, where the files are the run's own. "
+            "Name a file elsewhere, or leave --to out."
+        )
+    if place.is_file() and not _is_page(place):
+        raise SpecError(
+            f"--to '{target}' is there already, and is no HTML page. Name another file."
+        )
+
+
+def _run_around(place: Path, run: Path) -> Path | None:
+    """The run folder in which a file lies, if it lies in one."""
+    for folder in place.parents:
+        if folder == run.resolve() or any((folder / name).is_file() for name in _OF_A_RUN):
+            return folder
+    return None
+
+
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as page:
+        start = page.read(9)
+    return not start or start.lower() == b"<!doctype"
 
 
 def copy_model(checkpoint: Path, target: Path) -> int:
@@ -105,14 +148,16 @@ def copy_model(checkpoint: Path, target: Path) -> int:
     return size
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file that nothing is known of beforehand, whole or not at all.
+def copy_own(source: Path, target: Path) -> None:
+    """Copy the model that a run left, whole and as it was saved, or not at all.
 
     Raises:
+        CheckpointError: it is not as it was saved; nothing is written.
         OSError: it cannot be read, or `target` not written.
     """
     with _whole(target) as beside:
         shutil.copyfile(source, beside)
+        check_recorded(beside, sealed=True, source=source)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ No code that a file might hold is ever run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,17 @@ from torch import Tensor, nn
 from instep.errors import CheckpointError
 from instep.state.header import refuse_pickle
 from instep.state.manifest import SUFFIX, latest, open_regular
+from instep.state.recorded import KEY, check_recorded
 from instep.state.snapshot import Snapshot, model_tensors, tied_names
 from instep.state.sound import check
 
 __all__ = ["LoadReport", "latest", "load", "load_model"]
+
+FACTS = ("format", "step", "job", "parameters_sha256", KEY)
+"""What the header of a model file tells of it, beside ties: a parameter may be called as its value.
+
+Where one of them is a tie as well, nothing is lost: the model knows its own ties.
+"""
 
 _SHOWN = 6  # names in a message; a model may have thousands
 
@@ -86,11 +93,13 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
         strict: every name must match; else those that do are loaded.
 
     Raises:
-        CheckpointError: no safetensors file; or the names do not match (all of
-            them where strict, any of them where not). The model is unchanged.
+        CheckpointError: no safetensors file, or not as it was saved; or the names do
+            not match (all of them where strict, any of them where not). The model is
+            unchanged.
     """
     path, targets = Path(path), model_tensors(model)
-    with _OpenTensors(path) as file:
+    check_recorded(path)
+    with _OpenTensors(path, facts=FACTS) as file:
         sources = _sources(file, targets)
         wrong = {
             name: why
@@ -160,9 +169,13 @@ class _OpenTensors:
 
     An entry of its metadata that leads from an unknown name to a tensor's is a
     tie, as `safetensors.torch.save_model` writes it.
+
+    Args:
+        path: of the file.
+        facts: names of entries that tell of the file, and are no ties.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, facts: Container[str] = ()) -> None:
         self._path = path
         self._file = self._open()
         self.names = dict.fromkeys(self._file.keys())
@@ -170,7 +183,7 @@ class _OpenTensors:
         self.tied = {
             alias: kept
             for alias, kept in metadata.items()
-            if kept in self.names and alias not in self.names
+            if kept in self.names and alias not in self.names and alias not in facts
         }
 
     def _open(self) -> Any:

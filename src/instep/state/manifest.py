@@ -82,6 +82,11 @@ def file_name(group: str) -> str:
     return name
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the name of a checkpoint."""
+    return FOLDER.fullmatch(folder.name) is not None
+
+
 def encode(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`, one entry a line, sealed."""
     entries = msgspec.to_builtins(manifest)

@@ -14,15 +14,17 @@ It knows no collectives: one process of a run holds the writer of a folder.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
@@ -35,6 +37,7 @@ from instep.errors import CheckpointError
 from instep.formats import INSTEP
 from instep.state import manifest as page
 from instep.state.best import Best, facts_of, measured
+from instep.state.recorded import BLANK, KEY
 from instep.state.retain import to_delete
 from instep.state.snapshot import (
     DTYPES,
@@ -111,6 +114,7 @@ class CheckpointWriter:
                 f"checkpoints cannot be kept in {folder}: {page.reason(error)}."
             ) from error
         self._values = measured(folder, best) if best else {}
+        self._known = {_inode(path) for _, path in page.published(folder)}
 
     def is_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
         """Whether a step with these figures would be one of the best there are so far."""
@@ -205,20 +209,16 @@ class CheckpointWriter:
     def _write(self, step: int, facts: dict[str, Any], begin: float) -> None:
         """What the background thread does: one checkpoint, one outcome."""
         final = self._folder / page.folder_name(step)
-        beside = self._folder / (SAVING + final.name)
         try:
-            size = self._write_files(beside, step, facts)
-            for file in filter(Path.exists, self._builds_on):
-                _sync_path(file)
-                _sync_path(file.parent)
-            if not self._may_publish():  # what stands beside is for whoever may
-                text = f"the checkpoint of step {step} was not saved: others may save by now."
-                self._outcomes.put(CheckpointError(text))
-                return
-            _publish(beside, final)
+            with _folder_beside(final) as beside:
+                size = self._write_files(beside, step, facts)
+                if not self._may_publish():  # what stands beside is for whoever may
+                    text = f"the checkpoint of step {step} was not saved: others may save by now."
+                    self._outcomes.put(CheckpointError(text))
+                    return
+                _publish(beside, final)
+                self._known.add(_inode(final))
         except OSError as error:
-            if self._may_publish():
-                shutil.rmtree(beside, ignore_errors=True)
             self._values.pop(step, None)
             unsaved = CheckpointError(
                 f"the checkpoint of step {step} was not saved in {self._folder}: "
@@ -245,7 +245,11 @@ class CheckpointWriter:
 
     def _retain(self, current: int) -> None:
         """Delete what need not be kept, now that the checkpoint of `current` is whole."""
-        found = list(page.published(self._folder))
+        found = [
+            (step, path)  # what another writer has published since is none of this one's business
+            for step, path in page.published(self._folder)
+            if step <= current or _inode(path) in self._known
+        ]
         steps = {step for step, _ in found}
         values = {step: value for step, value in self._values.items() if step in steps}
         doomed = to_delete(
@@ -263,8 +267,18 @@ class CheckpointWriter:
 
     def _write_files(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
         """Fill the folder `beside` and sync it; returns its size in bytes."""
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)  # somebody may have taken the folder of checkpoints away
+        try:
+            size = self._fill(beside, step, facts)
+            for file in filter(Path.exists, self._builds_on):
+                _sync_path(file)
+                _sync_path(file.parent)
+        except OSError:
+            if self._may_publish():
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
+        return size
+
+    def _fill(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
         _check_room(beside, sum(staged.size_bytes for staged in self._staged.values()))
         files = {}
         for name, staged in self._staged.items():
@@ -290,7 +304,8 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     """Write parameters and persistent buffers as one safetensors file, whole or not at all.
 
     Tied weights are kept once; the other names stand in the metadata, each
-    with the name that is kept, as `safetensors.torch.load_model` expects it.
+    with the name that is kept, as `safetensors.torch.load_model` expects it. The
+    metadata has the file's own hash as well, for whoever reads it (`recorded.py`).
 
     Args:
         metadata: plain strings for the file's header; `format` is set to `pt`.
@@ -302,13 +317,16 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
         CheckpointError: the model cannot be kept, or the file not be written.
     """
     tensors = model_tensors(model)
-    staged = _Staged(tensors, {"format": "pt", **metadata})
+    staged = _Staged(tensors, {"format": "pt", **metadata, KEY: BLANK})
     staged.copy(tensors)
     beside = path.with_name(f"{SAVING}{path.name}")
     try:
         _check_room(path.parent, staged.size_bytes)
         with beside.open("wb") as file:
             entry = staged.write(file)
+            file.seek(staged.place_of(f'"{KEY}":"') + len(KEY) + 4)
+            file.write(entry.sha256.encode("ascii"))
+            _sync(file)
         beside.rename(path)
         _sync_path(path.parent)
     except OSError as error:
@@ -348,6 +366,10 @@ class _Staged:
     def size_bytes(self) -> int:
         """How large the file will be."""
         return len(self._header) + len(self._data)
+
+    def place_of(self, text: str) -> int:
+        """Where in the file a piece of the header stands."""
+        return self._header.index(text.encode("ascii"))
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether names, types, shapes and ties are still those laid out for."""
@@ -478,14 +500,69 @@ def _delete(checkpoint: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def _inode(path: Path) -> int:
+    """What tells one folder from another of its name; 0 where it is gone."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
+
+
+@contextmanager
+def _folder_beside(final: Path) -> Iterator[Path]:
+    """An empty folder to write in, whose lock keeps others away as long as this process lives.
+
+    A writer before this one may still be at one of its own, for the same step even.
+    """
+    for number in count(1):
+        more = f"-{number}" if number > 1 else ""
+        beside = final.with_name(f"{SAVING}{final.name}{more}")
+        beside.mkdir(parents=True, exist_ok=True)  # somebody may have taken all of it away
+        try:
+            descriptor = os.open(beside, os.O_RDONLY)
+        except FileNotFoundError:  # cleared away before it was locked
+            continue
+        try:
+            if _locked(descriptor) and beside.exists():
+                for left in os.scandir(beside):
+                    os.unlink(left)
+                yield beside
+                return
+        finally:
+            with suppress(OSError):  # a process that was forked meanwhile has it open, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether a folder's lock could be taken; True where the file system knows none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a living writer is at it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return not _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _clear_left_overs(folder: Path) -> None:
     for name in os.listdir(folder):
         if name.startswith((SAVING, page.DELETING)):
             path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            with suppress(FileNotFoundError):  # whoever was at it is done with it by now
+                if not path.is_dir():
+                    path.unlink()
+                elif not _is_in_use(path):
+                    shutil.rmtree(path)
     for step, path in list(page.published(folder)):
         if path.name.endswith(page.REPLACED):
             plain = folder / page.folder_name(step)

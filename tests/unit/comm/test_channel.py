@@ -3,12 +3,14 @@
 import selectors
 import socket
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from helpers import random_bytes
-from instep.comm.channel import LARGEST, Address, Channel, Hub, _Frames, frame
+from instep.comm.channel import LARGEST, MOST_STRANGERS, Address, Channel, Hub, _Frames, frame
 from instep.comm.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
@@ -224,3 +226,74 @@ def test_a_stranger_may_send_little_and_nothing_deep_breaks_the_hub():
             stranger.sendall(data)
             assert [message for _, message in heard(hub, 1)] == [None]
     hub.close()
+
+
+def calls(hub, count):
+    """So many strangers, who say nothing."""
+    return [raw(hub) for _ in range(count)]
+
+
+def test_strangers_make_way_for_one_another_and_not_those_who_are_trusted():
+    hub = Hub()
+    known = Channel.connect(hub.address)
+    known.send(Release())
+    [(peer, _)] = heard(hub, 1)
+    hub.trust(peer)
+    strangers = calls(hub, 3 * MOST_STRANGERS)
+    late = Channel.connect(hub.address)
+    late.send(Stop(rule="late"))
+    known.send(Stop(rule="known"))
+    said = [message.rule for _, message in heard(hub, 2)]
+    assert sorted(said) == ["known", "late"]
+    assert len(hub.peers()) == MOST_STRANGERS + 1
+    assert peer in hub.peers()
+    for each in (*strangers, known, late):
+        each.close()
+    hub.close()
+
+
+FULL = """
+import resource, socket, sys, time
+from instep.comm.channel import Channel, Hub
+from instep.comm.messages import Release
+hub = Hub()
+known = Channel.connect(hub.address)
+known.send(Release())
+[(peer, _)] = [arrived for _ in range(20) for arrived in hub.receive(0.1)]
+hub.trust(peer)
+own = socket.create_connection(hub.address)  # a stranger, whose file is this process's as well
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (own.fileno() + 8, hard))
+full = []
+try:
+    while True:
+        full.append(open("/dev/null"))
+except OSError:
+    pass
+began, turns = time.monotonic(), 0
+while time.monotonic() - began < 1.0:
+    turns += len(list(hub.receive(0.1))) + 1
+print(turns)
+known.send(Release())
+arrived = [message for _ in range(3) for _, message in hub.receive(0.1)]
+print(len(arrived), peer in hub.peers())
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+late = Channel.connect(hub.address)
+late.send(Release())
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline and not any(m for _, m in hub.receive(0.1)):
+    pass
+print(time.monotonic() < deadline)
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_who_is_there():
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    turns, served, later = done.stdout.split("\n")[:3]
+    assert int(turns) < 50
+    assert served == "1 True"
+    assert later == "True"

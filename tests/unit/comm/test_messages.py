@@ -20,6 +20,8 @@ EXAMPLES = {
     int | None: 3,
     list[tuple[int, int]]: [(0, 7), (1, 8)],
     messages.Failed | None: None,
+    messages.Whereabouts | None: messages.Whereabouts(step=3, dataset="training", sample=5),
+    list[messages.Mark]: [messages.Mark(dataset="training", sample=5)],
 }
 
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from instep.data import keyed
 from instep.data.balance import deal
 from instep.data.loader import Loader, Slice
-from instep.data.order import Order, micro_batch, position, steps_in_epoch
+from instep.data.order import Order, key, micro_batch, position, steps_in_epoch
+from instep.data.text import text
 from instep.errors import DataError
 
 TENSORS = TensorDataset(torch.randn(100, 5), torch.arange(100))
@@ -58,6 +59,26 @@ def test_all_ways_of_reading_give_the_same_bits(dataset, augmented):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
+def test_the_draws_of_a_sample_are_those_of_its_key_in_each_epoch(processes):
+    """The key is written out here: seed, epoch, index, and what the draw is for."""
+
+    class Rolls(Plain):
+        def __getitem__(self, index):
+            return torch.rand(2)
+
+    def augmented(sample, generator):
+        return torch.cat([sample, torch.rand(2, generator=generator)])
+
+    slices = [Slice(0, 0, 20), Slice(1, 0, 20)]
+    options = {"shuffle": False, "augment": augmented, "processes": processes}
+    for epoch, batch in enumerate(batches(Rolls(), slices, **options)):
+        for index, row in enumerate(batch):
+            for purpose, drawn in ((1, row[:2]), (0, row[2:])):
+                generator = torch.Generator().manual_seed(key(5, epoch, index, purpose))
+                assert torch.equal(drawn, torch.rand(2, generator=generator))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("options", [{"augment": augment}, {}])
 def test_a_sample_has_the_same_values_whatever_slice_it_comes_in(processes, options):
     (whole,) = batches(Drawing(), [Slice(2, 0, 60)], processes=processes, **options)
@@ -68,13 +89,55 @@ def test_a_sample_has_the_same_values_whatever_slice_it_comes_in(processes, opti
     assert not torch.equal(whole[0].sort()[0], other[0].sort()[0])
 
 
-def test_a_dataset_that_draws_is_never_read_beside_training():
-    with closing(Loader(Drawing(), seed=5, shuffle=True, processes=0)) as loader:
-        assert loader.mode == "inline"
-        assert "draws" in loader.why
-    with closing(Loader(Plain(), seed=5, shuffle=True, processes=0)) as loader:
-        assert loader.mode in ("inline", "ahead")
-        assert loader.pids == []
+class Seldom(Plain):
+    """Draws for a few of its samples, none of them among the first."""
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        if index % 40 == 39:
+            inputs = inputs + random.random() + np.random.randn() + torch.rand(3)
+        return inputs, target
+
+
+@pytest.mark.parametrize("dataset", [Seldom(), type("ManySeldom", (Many, Seldom), {})()])
+def test_samples_that_draw_are_keyed_although_those_before_them_drew_nothing(dataset):
+    options = {"shuffle": False, "augment": augment}
+    cuts = [[Slice(1, 0, 100)], [Slice(1, n, n + 1) for n in range(100)]]
+    wholes = []
+    for processes in (0, 1, 3, "auto"):
+        for slices in cuts:
+            before = keyed.states()
+            got = batches(dataset, slices, processes=processes, **options)
+            assert keyed.states().same(before)
+            wholes.append(torch.cat([inputs for inputs, _ in got]))
+            torch.rand(1), np.random.randn(), random.random()  # where they stand must not matter
+    assert all(torch.equal(wholes[0], whole) for whole in wholes)
+    assert not torch.equal(wholes[0][39], batches(Plain(), [Slice(1, 39, 40)], **options)[0][0][0])
+
+
+def test_the_users_own_code_never_runs_in_a_thread_beside_training():
+    class Threads(Plain):
+        def __getitem__(self, index):
+            time.sleep(0.001)
+            return torch.tensor(threading.current_thread() is threading.main_thread())
+
+    for processes in (0, 1, "auto"):
+        assert all(batch.all() for batch in batches(Threads(), [SLICES[0]], processes=processes))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn, torch.rand])
+def test_a_watch_sees_a_draw_and_undoes_it(draw):
+    for left_over in (False, True):
+        if left_over:
+            np.random.seed(0), np.random.randn()  # the second of the pair is kept
+        watch, before = keyed.Watch(), keyed.states()
+        for _ in range(3):
+            watch.begin()
+            assert not watch.moved()
+            draw(1) if draw is torch.rand else draw()
+            assert watch.moved()
+            watch.give_back()
+            assert keyed.states().same(before)
 
 
 @pytest.mark.parametrize("processes", [0, 2, "auto"])
@@ -103,6 +166,44 @@ def test_a_subset_of_tensors_gives_what_its_samples_say():
     dataset = Subset(Subset(TENSORS, range(50, 100)), [3, 1, 4, 1, 5])
     (batch,) = batches(dataset, [Slice(0, 0, 5)], shuffle=False)
     assert same(batch, default_collate([dataset[index] for index in range(5)]))
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [-1, 3, -50],
+        torch.tensor([-1, 3]),
+        np.array([2, -2]),
+        (5, -1),
+        [True, False],
+        [torch.tensor(3), 4],
+        range(-3, 0),
+    ],
+)
+@pytest.mark.parametrize("inner", [TENSORS, Plain(), Many()])
+def test_a_strange_index_means_what_it_means_in_pytorch(inner, indices):
+    dataset = Subset(Subset(inner, range(100)), indices)
+    assert same(
+        batches(dataset, [Slice(0, 0, len(indices))], shuffle=False),
+        list(DataLoader(dataset, batch_size=len(indices))),
+    )
+
+
+@pytest.mark.parametrize("indices", [[3, 100], [0, -101], [0.5, 1], ["1", "2"]])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_index_that_pytorch_refuses_is_refused(indices, processes):
+    dataset = Subset(TENSORS, indices)
+    with pytest.raises((IndexError, TypeError)):
+        list(DataLoader(dataset, batch_size=2))
+    with pytest.raises(DataError, match=r"cannot be read: (IndexError|TypeError)"):
+        batches(dataset, [Slice(0, 0, 2)], shuffle=False, processes=processes)
+
+
+def test_the_last_window_of_a_text_is_the_last_for_a_negative_index_too(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(101)))
+    windows = text(tmp_path / "text", 10)
+    (batch,) = batches(Subset(windows, [-1, 0]), [Slice(0, 0, 2)], shuffle=False)
+    assert batch[0][:, 0].tolist() == [90, 0]
 
 
 def test_a_subclass_that_changes_a_sample_is_asked_for_samples():
@@ -219,16 +320,9 @@ def loader_threads():
     return [t for t in threading.enumerate() if t.name.startswith("instep-loader")]
 
 
-class Waiting(Plain):
-    """Too slow to be read inside the step."""
-
-    def __getitem__(self, index):
-        time.sleep(0.001)
-        return super().__getitem__(index)
-
-
 def test_no_thread_outlives_the_generator_or_the_loader():
-    loader = Loader(Waiting(), seed=1, shuffle=True, processes=0)
+    large = TensorDataset(torch.randn(100, 60_000))  # too slow to be read inside the step
+    loader = Loader(large, seed=1, shuffle=True, processes=0)
     first, second = (loader.load(Slice(0, i, i + 1) for i in range(100)) for _ in range(2))
     next(first), next(second)
     assert len(loader_threads()) == 2

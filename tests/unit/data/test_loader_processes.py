@@ -146,11 +146,8 @@ class Unknown(Plain):
 
 
 def test_what_cannot_travel_is_named_with_the_remedy():
-    with (
-        made(Unknown(), collate=lambda samples: samples) as loader,
-        pytest.raises(DataError, match=r"holds a builtins\.set.*data\.loaders = 0"),
-    ):
-        list(loader.load(SLICES))
+    with pytest.raises(DataError, match=r"holds a builtins\.set.*data\.loaders = 0"):
+        made(Unknown(), collate=lambda samples: samples)
 
 
 @pytest.mark.parametrize(
@@ -213,3 +210,56 @@ def test_auto_reads_in_processes_what_mostly_waits():
         assert loader.mode == "processes"
         assert "of it computing" in loader.why
         assert len(loader.pids) == 2
+
+
+class Told(Plain):
+    """Tells what it is told about the process that reads it."""
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        if info is None:
+            return torch.tensor([-1, 0, 0, 0])
+        own = info.dataset is self
+        return torch.tensor([info.id, info.num_workers, own, info.seed == torch.initial_seed()])
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_dataset_sees_in_a_loader_process_what_it_sees_in_one_of_torchs(processes):
+    with made(Told(), processes) as loader:
+        rows = torch.cat(list(loader.load(Slice(0, i, i + 1) for i in range(6))))
+    assert rows[:, 0].tolist() == [number % processes for number in range(1, 7)]
+    assert rows[:, 1].unique().tolist() == [processes]
+    assert rows[:, 2:].all()
+
+
+def test_a_dataset_that_is_read_where_training_is_sees_no_loader_process():
+    with made(Told(), 0) as loader:
+        (batch,) = loader.load([Slice(0, 0, 3)])
+    assert batch[:, 0].unique().tolist() == [-1]
+
+
+def test_the_users_worker_init_fn_is_called_in_each_process_also_in_a_replacement(tmp_path):
+    class Initialised(Plain):
+        def __getitem__(self, index):
+            return torch.tensor([self.opened_by, os.getpid()])
+
+    def begin(number):
+        info = torch.utils.data.get_worker_info()
+        info.dataset.opened_by = 10 + number
+
+    with made(Initialised(), 2, worker_init=begin) as loader:
+        for _ in range(2):
+            rows = torch.cat(list(loader.load(Slice(0, i, i + 1) for i in range(4))))
+            assert sorted(rows[:, 0].tolist()) == [10, 10, 11, 11]
+            assert set(rows[:, 1].tolist()) == set(loader.pids)
+            for pid in loader.pids:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_init_fn_that_raises_is_named():
+    def begin(number):
+        raise ValueError("no such store")
+
+    message = r"worker_init_fn\(0\) raised ValueError: no such store"
+    with pytest.raises(DataError, match=message):
+        made(Plain(), 2, worker_init=begin)

@@ -161,6 +161,38 @@ def test_images_of_many_sizes_and_kinds_are_scaled_to_one(tmp_path):
     assert image_folder(tmp_path, size=(2, 6))[0][0].shape == (3, 2, 6)
 
 
+@pytest.mark.parametrize("end", ["png", "tif"])
+def test_a_picture_of_16_bits_gives_what_the_same_one_of_8_bits_gives(tmp_path, end):
+    grey = np.random.default_rng(2).integers(0, 256, (5, 7), dtype=np.uint8)
+    for name, pixels in (("8", grey), ("16", grey.astype(np.uint16) * 257)):
+        (tmp_path / name / "a").mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / name / "a" / f"1.{end}")
+    ((eight, _),), ((sixteen, _),) = (image_folder(tmp_path / name) for name in ("8", "16"))
+    torch.testing.assert_close(eight[0] * 255, torch.tensor(grey).float())
+    assert sixteen.shape == (3, 5, 7)
+    assert sixteen.dtype == torch.float32
+    torch.testing.assert_close(sixteen, eight)
+    scaled = [image_folder(tmp_path / name, size=(3, 4))[0][0] for name in ("8", "16")]
+    torch.testing.assert_close(scaled[1], scaled[0], atol=1 / 255, rtol=0)
+    assert len(sixteen.unique()) > 20
+
+
+def test_every_one_of_the_16_bits_counts(tmp_path):
+    (tmp_path / "a").mkdir()
+    steps = np.arange(0, 65536, 257 * 16 + 1, dtype=np.uint16).reshape(1, -1)
+    Image.fromarray(steps).save(tmp_path / "a" / "1.png")
+    inputs, _ = image_folder(tmp_path)[0]
+    torch.testing.assert_close(inputs[2, 0].double() * 65535, torch.tensor(steps[0]).double())
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_a_picture_whose_range_nobody_knows_is_refused(tmp_path, kind):
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.ones((4, 4), kind)).save(tmp_path / "a" / "1.tif")
+    with pytest.raises(DataError, match=r"1.tif has pixels of .* 8 or 16 bits .* are read"):
+        image_folder(tmp_path)[0]
+
+
 def test_a_damaged_picture_is_named(tmp_path):
     write_pictures(tmp_path, {"a/1.png": (4, 4)})
     (tmp_path / "a" / "2.png").write_bytes((tmp_path / "a" / "1.png").read_bytes()[:40])

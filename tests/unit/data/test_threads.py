@@ -5,9 +5,9 @@ import time
 from contextlib import closing
 
 import pytest
-from datasets import Plain
 
-from instep.data.loader import Loader, Slice
+from instep.data.fetch import Slice
+from instep.data.readers import Ahead
 from instep.data.threads import cpu_clock
 
 PATIENCE_S = 30.0
@@ -60,21 +60,18 @@ def test_the_clock_of_a_thread_that_has_ended_says_nothing():
     until(lambda: done.clock() == 0.0)  # the kernel may need a moment
 
 
-def test_a_loader_tells_how_busy_the_thread_was_that_reads_ahead():
+def test_a_reader_tells_how_busy_its_thread_was():
     ended = threading.Event()
 
-    class Loops(Plain):
-        """Its later samples take as long as it takes."""
+    def work(part):
+        """Later slices take as long as it takes."""
+        while part.first and not ended.is_set():
+            pass
+        return part
 
-        def __getitem__(self, index):
-            time.sleep(0.02)  # so that it is read ahead
-            while index == 99 and not ended.is_set():
-                pass
-            return super().__getitem__(index)
-
-    with closing(Loader(Loops(), seed=5, shuffle=False, processes=0)) as loader:
-        assert (loader.mode, loader.cpu_s) == ("ahead", 0.0)
-        batches = loader.load([Slice(0, 98, 99), Slice(0, 99, 100)])
-        next(batches)
-        until(lambda: loader.cpu_s > 0.3)
+    with closing(Ahead(work)) as reader:
+        first, second = reader.submit(Slice(0, 0, 1)), reader.submit(Slice(0, 1, 2))
+        assert reader.take(first) == Slice(0, 0, 1)
+        until(lambda: reader.cpu_s > 0.3)
         ended.set()
+        assert reader.take(second) == Slice(0, 1, 2)

@@ -59,7 +59,7 @@ class Waiting(Plain):
 
 KINDS = {
     "one by one": holes(Plain),
-    "in a thread": holes(Waiting),
+    "slow": holes(Waiting),
     "many at once": holes(Many),
     "only many": OnlyMany(),
     "whole batches": holes(Batches),
@@ -141,7 +141,7 @@ def test_a_store_that_fails_twice_for_every_sample_costs_nothing_but_time(
 
 def test_a_sample_that_fails_at_the_third_attempt_too_cannot_be_read():
     with closing(Loader(Plain(), seed=5, shuffle=False, processes=0, unreadable="skip")) as loader:
-        loader._fetch._dataset = dataset = Flaky(10**9)
+        loader._fetch.dataset = dataset = Flaky(10**9)
         (read,) = loader.read(SLICES[:1])
     assert read.size == 0
     assert set(dataset.reads.values()) == {3}

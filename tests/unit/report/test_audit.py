@@ -109,7 +109,7 @@ def test_an_empty_ledger_holds_and_has_used_nothing():
     assert (found.epochs, found.used, found.exact) == ((), 0, True)
 
 
-@pytest.mark.slow
+@pytest.mark.timed
 def test_ten_million_records_take_seconds():
     ledger = make_ledger(4, 1_000_000, 4, 2_500_000)
     begin = time.perf_counter()

@@ -40,7 +40,7 @@ def next_books(tmp_path):
 
 
 def test_steps_are_written_and_how_long_they_took_is_given_back(tmp_path, books):
-    assert books.record(1, b"", steps(4, 5, worker=1), again=False) == (2, 0.75)
+    assert books.record(1, b"", steps(4, 5, worker=1), again=False) == (2, 0.75, 0.0)
     assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [4, 5]
     assert (books.committed, books.in_flight(1), books.in_flight(0)) == (5, 6, 0)
 
@@ -49,10 +49,10 @@ def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, bo
     books.emit("run_started", {"job": {}})
     books.record(0, b"", steps(1, 2), again=False)
     after = next_books(0)
-    assert after.lately == 0.75
+    assert after.lately == (2, 0.75, 0.0)
     assert (after.committed, after.in_flight(0)) == (2, 3)
     assert after.record(0, b"", steps(1, 2), again=True) is None
-    assert after.record(0, b"", steps(2, 3), again=True) == (1, 0.75)
+    assert after.record(0, b"", steps(2, 3), again=True) == (1, 0.75, 0.0)
     assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [1, 2, 3]
 
 

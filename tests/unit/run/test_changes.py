@@ -4,7 +4,8 @@ import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
 from instep.errors import PeerError
-from instep.run.decide import MOST_HANGS, decide
+from instep.run.crash_loop import MOST_HANGS
+from instep.run.decide import decide
 from instep.run.news import (
     Attached,
     Broke,

@@ -171,6 +171,10 @@ def test_a_run_with_hosts_listens_where_they_reach_this_machine(monkeypatch):
     board = open_switchboard(job(network="private", launch=launch))
     assert board.seat.address.host == "127.0.0.1"
     board.close()
+    for wild in ("0.0.0.0", "::", "0"):
+        launch["address"] = wild
+        with pytest.raises(SpecError, match=r"every address of this machine.*such as 10\.0\.0\.1"):
+            open_switchboard(job(network="private", launch=launch))
     launch["address"] = "203.0.113.7"  # kept for documents: nobody has it
     with pytest.raises(SpecError, match=r"launch\.address = '203.*an address of this machine"):
         check_job(job(network="private", launch=launch))

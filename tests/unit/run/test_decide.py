@@ -7,9 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from instep.comm.messages import Done, Failed, Form, Release, Stop
+from instep.comm.messages import Done, Failed, Form, Release, Stop, Whereabouts
 from instep.errors import INTERRUPTED
-from instep.run.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, MOST_LOSSES, decide
+from instep.run import endings
+from instep.run.crash_loop import MOST_CRASHES, MOST_LOOPS, MOST_LOSSES
+from instep.run.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, decide
 from instep.run.endings import FAREWELL_S, SECOND_THOUGHT_S, TOLD
 from instep.run.news import (
     Broke,
@@ -583,8 +585,100 @@ def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
     _, actions = after(*everybody_joined(), *news, recovers=True)
     assert len(started(actions)) == MOST_LOSSES - 1
     assert (
-        f"It happened {MOST_LOSSES} times and no step was committed" in blamed(actions)[0]["cause"]
+        f"It happened {MOST_LOSSES} times and no step after 3 was committed"
+        in blamed(actions)[0]["cause"]
     )
+
+
+def test_going_back_does_not_make_the_count_begin_anew():
+    news = []
+    for reached in (6, 0, 3, 5, 6, 2, 6, 1, 6, 6):  # it goes back to the beginning each time
+        news += [Ended(0, -9, reached + 1, committed=reached), WentBack(""), Joined(0)]
+    _, actions = after(Joined(0), *news, workers=1, recovers=True)
+    assert len(started(actions)) == MOST_LOSSES - 1
+    (failed,) = blamed(actions)
+    assert f"It happened {MOST_LOSSES} times and no step after 6 was committed" in failed["cause"]
+
+
+def crash(worker=0, step=7, **place):
+    where = Whereabouts(step=step, **place) if place else None
+    return Ended(worker, -11, step, committed=step - 1, place=where)
+
+
+READING = {"dataset": "training", "sample": 512, "file": "a.png"}
+
+
+def lost(news, workers=2, *, skips=False):
+    """As `after`, where each piece of news is the end of a worker that then comes again."""
+    state = State(wanted=frozenset(range(workers)), recovers=True, skips=skips)
+    actions = []
+    for piece in [*everybody_joined(workers), *news]:
+        again = [WentBack(""), Joined(piece.worker)] if isinstance(piece, Ended) else []
+        for each in (piece, *again):
+            state, follows = decide(state, each, 0.0)
+            actions += follows
+            if isinstance(each, Joined):
+                state, follows = decide(state, Built(each.worker), 0.0)
+                actions += follows
+    return state, actions
+
+
+def test_a_process_that_crashes_at_the_same_step_three_times_is_not_tried_again():
+    _, actions = lost([crash()] * 9, workers=1)
+    assert len(started(actions)) == MOST_CRASHES - 1
+    (failed,) = blamed(actions)
+    assert (failed["step"], failed["kind"]) == (7, "killed")
+    assert "SIGSEGV" in failed["cause"]
+    assert f"It happened {MOST_CRASHES} times at this step." in failed["cause"]
+
+
+def test_crashes_at_other_steps_or_for_other_reasons_are_not_the_same():
+    news = [crash(step=7), crash(step=8), crash(step=9), crash(step=10)]
+    assert blamed(lost(news)[1]) == []
+    assert blamed(lost([Ended(0, -9, 7, committed=6)] * (MOST_CRASHES + 1))[1]) == []
+
+
+def test_a_sample_that_kills_whoever_reads_it_is_the_cause():
+    news = [crash(worker, **READING) for worker in (0, 1, 0)]
+    _, actions = lost(news)
+    (failed,) = blamed(actions)
+    assert (failed["kind"], failed["phase"]) == ("DataError", "loading")
+    assert "while it read sample 512 (a.png)" in failed["cause"]
+    state, _ = lost([*news, Ended(1, -9, 7)])
+    assert endings.finish_of(state).exit_code == 4
+
+
+def test_a_sample_that_kills_is_left_out_by_all_in_the_next_generation():
+    news = [crash(worker, **READING) for worker in (0, 1, 0)]
+    state, actions = lost(news, skips=True)
+    assert blamed(actions) == []
+    forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
+    (one,), (other,) = forms[-1].marks, forms[-2].marks
+    assert one == other
+    assert (one.dataset, one.sample) == ("training", 512)
+    assert "SIGSEGV 3 times" in one.cause
+    assert state.lost == {1: (6, 1)}  # what it did to worker 0 says nothing of the rest
+
+
+def test_a_sample_that_was_read_ahead_is_only_suspected():
+    vague = crash(**READING, ahead=True)
+    state, actions = lost([vague] * (MOST_CRASHES + 1))
+    assert blamed(actions) == []
+    forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
+    assert [(mark.sample, mark.cause) for mark in forms[-1].marks] == [(512, "")]
+    assert state.left_out == ()
+
+
+def test_a_read_that_loops_a_second_time_is_the_cause():
+    hang = Hung(0, 7, "loading", "got nothing done for 1.3 s", "a.py:3 in f", loops=True)
+    ended = Ended(0, -9, 7, committed=6, place=Whereabouts(step=7, **READING))
+    _, actions = lost([hang, ended] * MOST_LOOPS)
+    (failed,) = blamed(actions)
+    assert "a.py:3 in f" in failed["cause"]
+    assert "while it read sample 512 (a.png)" in failed["cause"]
+    assert "2 times at this sample" in failed["cause"]
+    waits = Hung(0, 7, "loading", "got nothing done for 30.1 s", "a.py:3 in f")
+    assert blamed(lost([waits, ended] * MOST_LOOPS)[1]) == []  # a store may stall
 
 
 def test_a_worker_that_is_lost_as_often_but_with_commits_between_is_replaced_each_time():

@@ -58,3 +58,15 @@ def test_a_slow_worker_validates_less_and_the_figures_are_those_of_one(speeds, c
     assert [taken for _, taken in results] == counts
     for values, _ in results:
         assert values == whole
+
+
+def test_the_means_are_those_of_plain_torch_over_all_samples_although_the_last_batch_is_smaller():
+    inputs = torch.randn(37, 6, generator=torch.Generator().manual_seed(1))
+    target = inputs.sin()[:, :2]
+    outputs = (inputs.sum(dim=1, keepdim=True) * 0.3 + 0.3).expand(37, 2)
+    found, _ = figures(AloneComm())
+    for name, each in (("loss", (outputs - target) ** 2), ("distance", (outputs - target).abs())):
+        mean = each.double().mean()
+        assert found.metrics[name] == pytest.approx(float(mean), rel=1e-6)
+        by_batch = torch.stack([part.double().mean() for part in each.split(5)]).mean()
+        assert abs(float(by_batch - mean)) > 1e-3  # a mean of the batches' means is another

@@ -87,7 +87,7 @@ def test_one_row_tells_what_was_heard(tmp_path, begun):
     rows = sqlite3.connect(tmp_path / FILE)
     ((news,),) = rows.execute("SELECT news FROM decisions").fetchall()
     rows.close()
-    assert news == "Ended(worker=1, code=None, step=4, committed=0)"
+    assert news == "Ended(worker=1, code=None, step=4, committed=0, place=None)"
 
 
 def test_a_journal_leaves_no_file_beside_it(tmp_path, begun):

@@ -48,7 +48,7 @@ class Stream(IterableDataset):
         ),
         ({"train": None}, "Recipe.train is None, but a map-style dataset is wanted"),
         ({"train": Stream()}, "Recipe.train is a Stream"),
-        ({"train": DataLoader(DATA)}, "A DataLoader is built by instep itself; give its dataset"),
+        ({"train": DataLoader(DATA, None)}, "Recipe.train is a DataLoader that has batch_size"),
         ({"train": []}, "Recipe.train has length zero"),
         ({"validate": iter([])}, "Recipe.validate is a list_iterator"),
         ({"validate": ()}, "Recipe.validate has length zero"),

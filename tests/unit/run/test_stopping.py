@@ -214,7 +214,8 @@ def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stan
         ({"non_finite": True}, 1.0, math.inf, True),
         ({"non_finite": True}, 1.0, 1.0, False),
         ({"non_finite": True}, 1.0, None, False),
-        ({}, math.nan, None, False),
+        ({}, math.nan, None, True),  # on by default
+        ({"non_finite": False}, math.nan, None, False),
     ],
 )
 def test_parameters_are_past_saving_after_a_figure_that_is_not_finite(rules, loss, norm, spoilt):

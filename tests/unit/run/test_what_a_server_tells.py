@@ -1,5 +1,6 @@
 """What a fork server tells of its processes, to whom and in which order."""
 
+import errno
 import os
 import select
 import signal
@@ -8,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from instep.comm.channel import Address
-from instep.comm.messages import Adopt, Exited
+from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
+from instep.data import breadcrumb
 from instep.run.launch import fork_server
 from instep.run.launch.base import Seat
 from instep.run.launch.fork_server import Server
@@ -111,3 +113,73 @@ def test_a_server_that_cannot_fork_forgets_the_spare_that_it_had(served, monkeyp
         assert server._spare == 0
         server._kill_all()
     assert tie.said == []
+
+
+class Full:
+    """A system that has no room for another process, so many times."""
+
+    def __init__(self, times):
+        self.times, self.fork, self.now = times, os.fork, 100.0
+
+    def __call__(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return 4711  # as the parent sees it
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize("times", [3, len(fork_server.PAUSES_S) + 1])
+def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, monkeypatch, times):
+    server, tie = served
+    full = Full(times)
+    monkeypatch.setattr(os, "fork", full)
+    monkeypatch.setattr(fork_server.time, "monotonic", full.monotonic)
+    tie.orders.append(StartWorker(number=3, log="log"))
+    server._obey()
+    pauses = []
+    while server._late:
+        before = full.times
+        server._fork_late()
+        assert full.times == before  # not before its time
+        pauses.append(server._late[3].due - full.now)
+        full.now += pauses[-1]
+        server._fork_late()
+    assert pauses == pytest.approx(fork_server.PAUSES_S[: len(pauses)])
+    words = [message for message, _ in tie.said if isinstance(message, Emit)]
+    assert len(words) == len(pauses)
+    assert "worker 3 could not be forked (Resource temporarily unavailable)" in str(words[0])
+    assert "tried again in 0.1 s" in str(words[0])
+    ends = [message for message, _ in tie.said if isinstance(message, Exited)]
+    if times == 3:
+        assert (ends, server._workers) == ([], {4711: 3})
+        server._workers.clear()
+        return
+    (end,) = ends
+    assert (end.number, end.pid) == (3, 0)
+    assert "tried 10 times" in end.error
+
+
+def test_where_a_process_ended_is_told_with_its_end(served):
+    server, tie = served
+    page = server._pages.free()
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        breadcrumb.leave_in(page)
+        breadcrumb.at_step(7)
+        breadcrumb.trail("training").begins_named(512, "a/b.png")
+        os.write(write, b".")
+        signal.pause()
+    server._pages.give(page, pid)
+    server._workers[pid] = 3
+    os.read(read, 1)
+    ended(pid)
+    server._reap()
+    [(end, _)] = tie.said
+    assert end.place == Whereabouts(step=7, dataset="training", sample=512, file="a/b.png")
+    assert server._pages.take(pid) is None  # it is told once, and the page is another's
+    for one in (read, write):
+        os.close(one)

@@ -437,3 +437,30 @@ def test_damaged_model_files_give_a_report_or_a_checkpoint_error(file, no_pickle
             load_model(file, Tied(1), strict=False)
         except CheckpointError:
             pass
+
+
+class NamedLikeAFact(nn.Module):
+    """Its parameters have the names and the values of what a file says of itself."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("pt", "digits", "9", "job"):
+            self.register_parameter(name, nn.Parameter(torch.rand(2)))
+        self.register_parameter("step", self.job)
+
+
+def test_a_parameter_may_be_called_like_anything_that_a_file_says_of_itself(tmp_path):
+    model, twin = NamedLikeAFact(), NamedLikeAFact()
+    path = tmp_path / "model.safetensors"
+    save_model(path, model, {"step": "9", "job": "digits"})
+    report = load_model(path, twin)
+    assert set(report.matched) == {"pt", "digits", "9", "job", "step"}
+    assert not report.unexpected
+    for name, value in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value)
+    writer = CheckpointWriter(tmp_path / "checkpoints")
+    writer.save(Snapshot(step=1, tensors={"model": model_tensors(model)}, facts={}))
+    writer.finish()
+    writer.poll()
+    again = load(tmp_path / "checkpoints" / "step-00000001").tensors["model"]
+    assert again.keys() == model.state_dict().keys()

@@ -20,10 +20,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from disks import Ext4
 from instep.errors import CheckpointError
 from instep.state.load import latest, load
 from instep.state.manifest import published
-from instep.state.save import CheckpointWriter, save_model
+from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import Snapshot
 
 
@@ -420,11 +421,9 @@ def test_a_model_file_keeps_tied_weights_once_and_other_programs_read_it(tmp_pat
     assert torch.equal(twin.head.weight, model.embedding.weight)
     assert torch.equal(twin.fine, model.fine)
     with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {
-            "format": "pt",
-            "step": "9",
-            "head.weight": "embedding.weight",
-        }
+        told = file.metadata()
+        assert re.fullmatch("[0-9a-f]{64}", told.pop("file_sha256"))
+        assert told == {"format": "pt", "step": "9", "head.weight": "embedding.weight"}
     assert names(tmp_path) == ["model.safetensors"]
 
 
@@ -458,3 +457,77 @@ def test_all_types_and_shapes_come_back_to_the_bit(tmp_path):
         as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (other, tensor)]
         assert torch.equal(*as_bytes), name
     assert found["all"]["tied"] is found["all"]["turned"]
+
+
+def test_a_writer_leaves_alone_what_one_before_it_is_still_writing(tmp_path):
+    before = CheckpointWriter(tmp_path)
+    writing, may_go_on = threading.Event(), threading.Event()
+
+    def may_publish():
+        writing.set()
+        return may_go_on.wait(60)
+
+    before._may_publish = may_publish
+    before.save(snapshot_of(5))
+    assert writing.wait(60)
+    after = CheckpointWriter(tmp_path)  # as of another worker, which has rank 0 now
+    assert len(names(tmp_path)) == 1
+    after.save(snapshot_of(5))
+    after.save(snapshot_of(6))
+    after.finish()
+    assert [type(each) for each in after.poll()] == [Saved, Saved]
+    may_go_on.set()
+    before.finish()
+    assert [type(each) for each in before.poll()] == [Saved]
+    assert "step-00000006" in names(tmp_path)
+    assert_is_of_step(load(tmp_path / "step-00000005"), 5)
+
+
+def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
+    code = (
+        "import os, sys, torch; from pathlib import Path\n"
+        "from instep.state.save import CheckpointWriter\n"
+        "from instep.state.snapshot import Snapshot\n"
+        "writer = CheckpointWriter(Path(sys.argv[1]), may_publish=lambda: os._exit(9))\n"
+        "writer.save(Snapshot(step=1, tensors={'model': {'w': torch.ones(9)}}, facts={}))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert names(tmp_path) == [".saving-step-00000001"]
+    CheckpointWriter(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_that_was_told_of_is_found_after_a_power_failure(tmp_path):
+    """A copy of the disk is taken at that moment, and what was not synced is not on it."""
+    disk = Ext4(tmp_path / "disk", 32 << 20)
+    try:
+        ledger = disk.path / "ledger.bin"
+        ledger.write_bytes(b"committed")
+        options = {"builds_on": [ledger]}
+        (saved,) = write(disk.path / "checkpoints", 3, **options)
+        found = disk.after_a_power_failure(tmp_path / "found")
+    finally:
+        disk.close()
+    try:
+        checkpoint = latest(found.path / "checkpoints")
+        assert checkpoint is not None
+        assert checkpoint.name == saved.path.name
+        assert_is_of_step(load(checkpoint), 3)
+        assert (found.path / "ledger.bin").read_bytes() == b"committed"
+    finally:
+        found.close()
+
+
+def test_a_model_that_was_saved_is_found_after_a_power_failure(tmp_path):
+    disk = Ext4(tmp_path / "disk", 32 << 20)
+    try:
+        model = nn.Linear(3, 2)
+        save_model(disk.path / "model.safetensors", model, {})
+        found = disk.after_a_power_failure(tmp_path / "found")
+    finally:
+        disk.close()
+    try:
+        tensors = safetensors.torch.load_file(found.path / "model.safetensors")
+        assert torch.equal(tensors["weight"], model.weight)
+    finally:
+        found.close()

@@ -27,11 +27,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from instep.comm.channel import Address
 from instep.comm.messages import (
     Adopt,
+    Emit,
     Exited,
     Hello,
     KillAll,
@@ -42,6 +43,7 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.comm.tie import PULSE_S, Tie
+from instep.data.breadcrumb import Pages, leave_in
 from instep.errors import PeerError
 from instep.run.launch.base import END, SETTINGS, Seat
 from instep.run.lease import Lease
@@ -59,6 +61,12 @@ from instep.run.watch import FLOOR_S
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
+
+MOST_PAGES = 256
+"""Workers of one host that leave word of where they are."""
+
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
+"""How long to wait before each further attempt at a fork that failed."""
 
 ADOPTED_S = 0.05
 """How often a server looks after workers that it did not start itself."""
@@ -134,6 +142,14 @@ def _start_again(note: str) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
+class _Late(NamedTuple):
+    """A worker that could not be forked yet."""
+
+    order: StartWorker
+    tries: int
+    due: float
+
+
 class Server:
     """Forks, reaps, reports; and has a spare of itself.
 
@@ -143,6 +159,7 @@ class Server:
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, which may lose the master from sight.
         left: number and handle by process, of the server whose place this one takes.
+        pages: where workers leave word of where they are; shared with a spare.
     """
 
     def __init__(
@@ -153,11 +170,14 @@ class Server:
         *,
         several: bool = False,
         left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
+        pages: Pages | None = None,
     ) -> None:
+        self._pages = pages or Pages(MOST_PAGES)
         self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
+        self._late: dict[int, _Late] = {}  # by number, workers that could not be forked yet
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
         self._life = -1  # open as long as this server lives; its workers are told there
@@ -180,6 +200,7 @@ class Server:
                 self._reap()
                 self._look_after_adopted()
                 self._look_after_spare()
+                self._fork_late()
                 self._tie.show(self._pulse)
                 self._obey()  # before waiting: messages may have come together with the welcome
                 self._wait()
@@ -193,7 +214,7 @@ class Server:
 
     def _wait(self) -> None:
         """For a message, a signal, or the time to look after something."""
-        tick_s = ADOPTED_S if self._adopted else PULSE_S / 2
+        tick_s = ADOPTED_S if self._adopted or self._late else PULSE_S / 2
         ends = [end for end in (self._tie.fileno(), self._wake_read) if end >= 0]
         select.select(ends, [], [], tick_s)
 
@@ -227,7 +248,8 @@ class Server:
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             tie = _call(self._seat)
-            Server(tie, self._seat, self._phases, several=self._several, left=left).serve()
+            several, pages = self._several, self._pages
+            Server(tie, self._seat, self._phases, several=several, left=left, pages=pages).serve()
         except PeerError:
             pass  # no master is left either
         finally:
@@ -292,13 +314,15 @@ class Server:
                 self._given_up.add(pid)
 
     def _fork(self, order: StartWorker) -> None:
-        forked = time.time()
+        forked, page = time.time(), self._pages.free()
         try:
             pid = os.fork()
-        except OSError:  # no memory, or no process, for the moment
-            self._tie.send(Exited(number=order.number, pid=0, code=None))
+        except OSError as error:  # no memory, or no process, for the moment
+            self._try_again(order, error)
             return
+        self._late.pop(order.number, None)
         if pid:
+            self._pages.give(page, pid)
             self._workers[pid] = order.number
             self._tell_spare(pid, order.number)
             return
@@ -310,6 +334,7 @@ class Server:
             self._tie.close()
             os.close(self._life)
             _redirect(Path(order.log))
+            leave_in(page)
             from instep.run.worker import main as work
 
             code = work(self._seat, order.number, {**self._phases, "forked": forked})
@@ -319,6 +344,29 @@ class Server:
                 sys.stderr.flush()
             finally:
                 os._exit(code)  # nothing of the server's is run down in its child
+
+    def _try_again(self, order: StartWorker, error: OSError) -> None:
+        """Have a worker forked once more, after a pause that grows; give it up in the end."""
+        tries = self._late[order.number].tries + 1 if order.number in self._late else 1
+        if tries > len(PAUSES_S):
+            del self._late[order.number]
+            why = f"{error.strerror}, tried {tries} times"
+            self._tie.send(Exited(number=order.number, pid=0, code=None, error=why))
+            return
+        pause_s = PAUSES_S[tries - 1]
+        self._late[order.number] = _Late(order, tries, time.monotonic() + pause_s)
+        text = (
+            f"worker {order.number} could not be forked ({error.strerror}); it is tried again "
+            f"in {pause_s:g} s."
+        )
+        self._tie.send(Emit(name="warning", fields={"text": text}))
+
+    def _fork_late(self) -> None:
+        """Those that could not be forked, and whose pause is over."""
+        now = time.monotonic()
+        for late in list(self._late.values()):
+            if now >= late.due:
+                self._fork(late.order)
 
     def _reap(self) -> None:
         while self._wake_read in select.select([self._wake_read], [], [], 0)[0]:
@@ -347,10 +395,12 @@ class Server:
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
-        self._tie.send(Exited(number=number, pid=pid, code=code))
+        place = self._pages.take(pid)
+        self._tie.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 
     def _kill_all(self, *, wait: bool = True) -> None:
+        self._late.clear()
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
         for _, process in self._adopted.values():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instep.errors import RunError
 from instep.run.launch.base import END, SETTINGS, Seat, host_log
-from instep.run.processes import end_group, is_stopped
+from instep.run.processes import end_group, is_stopped, start_patiently
 
 PATIENCE_S = 5.0
 """How long a fork server may take to end its workers and itself, before it is killed."""
@@ -42,7 +42,7 @@ class LocalLauncher:
         with host_log(logs, seat.host).open("ab") as log:
             command = [*self._before, sys.executable, "-P", "-m", "instep.run.launch.fork_server"]
             try:
-                self._process = subprocess.Popen(
+                self._process = start_patiently(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -51,6 +51,11 @@ class LocalLauncher:
                     env={**os.environ, **SETTINGS},
                 )
             except OSError as error:
+                if not self._before:
+                    raise RunError(
+                        f"the fork server could not be started: {error.strerror}. End other "
+                        "processes of this machine, or raise its limits."
+                    ) from None
                 raise RunError(
                     f"{command[0]!r} cannot be run: {error.strerror}. launch.hosts has commands "
                     "of this machine that run another command on a host."

@@ -1,0 +1,107 @@
+"""A `DataLoader` taken apart: what of it reading can keep, and what is said of the rest.
+
+Which samples make a step, in what order, is the job's business (`order.py`); so a
+loader's batch size, its sampler and its generator have no place to go. This file
+knows what they were; whether that is an error, nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
+
+
+class Given(NamedTuple):
+    """What reads a dataset, as the user gave it."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None = None
+    """None for torch's own."""
+    worker_init: Callable[[int], Any] | None = None
+    loaders: int | None = None
+    """Processes; None where nothing was said."""
+    loader: Any = None
+    """The `DataLoader`; None where there was none."""
+
+    def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[str]:
+        """What of the `DataLoader` is not kept, each as a sentence without its stop.
+
+        Args:
+            name: whose it is, such as `Recipe.train`.
+            shuffled: whether the samples come in another order each epoch.
+            batch: samples of a step.
+        """
+        if self.loader is None:
+            return
+        of = f"the DataLoader of {name}"
+        sampler, batches = self.loader.sampler, self.loader.batch_sampler
+        if type(batches) is not BatchSampler:
+            yield (
+                f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
+                "sample comes once in an epoch, in batches of train.global_batch"
+            )
+        elif self.loader.batch_size != batch:
+            yield (
+                f"{of} has batch_size = {self.loader.batch_size}, which is not used: "
+                f"train.global_batch = {batch} says how many samples a step takes"
+            )
+        if type(sampler) is SequentialSampler and shuffled and type(batches) is BatchSampler:
+            yield (
+                f"{of} has shuffle = False, which is not used: the order of each epoch follows "
+                "from the job's seed"
+            )
+        known = (SequentialSampler, SubsetRandomSampler)
+        if type(sampler) not in known and not _plainly_random(sampler):
+            yield (
+                f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
+                "comes once in an epoch"
+            )
+        if self.loader.drop_last:
+            yield f"{of} has drop_last = True, which is not used: the last batch may be smaller"
+        if self.loader.generator is not None:
+            yield f"{of} has a generator, which is not used: the order follows from the job's seed"
+
+
+def _plainly_random(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def taken_apart(given: Any) -> Given:
+    """A dataset as it is, or what a `DataLoader` was made of.
+
+    The samples that a `SubsetRandomSampler` leaves out are left out here too.
+
+    Raises:
+        ValueError: its batches are made by the dataset itself (`batch_size = None`).
+    """
+    if not isinstance(given, DataLoader):
+        return Given(given)
+    if given.batch_sampler is None and hasattr(given.dataset, "__getitem__"):
+        raise ValueError(
+            "has batch_size = None: its dataset gives whole batches, and samples are wanted, which "
+            "the job puts together"
+        )
+    dataset = given.dataset
+    if type(given.sampler) is SubsetRandomSampler:
+        dataset = Subset(dataset, list(given.sampler.indices))
+    return Given(
+        dataset,
+        None if given.collate_fn is default_collate else given.collate_fn,
+        given.worker_init_fn,
+        given.num_workers,
+        given,
+    )

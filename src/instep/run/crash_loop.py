@@ -1,0 +1,157 @@
+"""When a worker that is lost again and again is not worth another try, and what is to blame.
+
+Counts how often workers were lost, by worker and by place: the sample that was
+read, or the step that was computed where the process's own code ended it. A count
+begins anew when more is committed than ever before; going back to a checkpoint
+does not. As `decide.py`, it knows no clock, socket or process.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import msgspec
+
+from instep.comm.messages import Failed, Mark
+from instep.errors import DataError
+from instep.run import endings
+from instep.run.news import Ended, State
+
+MOST_LOSSES = 10
+"""A worker that is lost so often while nothing more is committed is not replaced again."""
+
+MOST_HANGS = 7
+"""The same, for one that hangs; each time it is given twice as long."""
+
+MOST_CRASHES = 3
+"""So many ends at one sample, or by one signal of its own at one step, are no accident."""
+
+MOST_LOOPS = 2
+"""The same, of reads that keep a processor busy: the second has half a minute."""
+
+_OWN = {
+    -int(number)
+    for number in (
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGABRT,
+        signal.SIGTRAP,
+    )
+}
+"""What code does to its own process; SIGKILL comes from outside."""
+
+_TO_SKIP = " To train without such samples, set data.unreadable = 'skip'."
+
+
+def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
+    """Count the loss of a worker that could be replaced.
+
+    Returns:
+        What is known after it; what is to be said of it; and whether the run ends with that.
+    """
+    worker = news.worker
+    word = endings.by_signal(news.code, news.step, news.place)
+    if (hung := state.hung.get(worker)) is not None:
+        word = endings.failed("hang", _hang(hung, news), news.step)
+    counts = state.lost if hung is None else state.hangs
+    counts = counts | {worker: _once_more(counts.get(worker), news.committed)}
+    counted = replace(state, lost=counts) if hung is None else replace(state, hangs=counts)
+    counted, times = _at_place(counted, news)
+    reads = news.place is not None and news.place.sample >= 0
+    if times >= _most_at(state, news):
+        if not reads:
+            cause = f"{word.cause} It happened {times} times at this step."
+            return counted, endings.failed(word.kind, cause, word.step), True
+        if not state.skips:
+            cause = f"{word.cause} It happened {times} times at this sample.{_TO_SKIP}"
+            return counted, _unreadable(cause, news), True
+        return _leave_out(counted, news, times), word, False
+    farthest, times = counts[worker]
+    if times >= (MOST_LOSSES if hung is None else MOST_HANGS):
+        more = f"no step after {farthest} was committed" if farthest else "no step was committed"
+        cause = f"{word.cause} It happened {times} times and {more}."
+        return counted, endings.failed(word.kind, cause, word.step), True
+    return counted, word, False
+
+
+def marks(state: State) -> list[Mark]:
+    """Samples that whoever reads is to leave out, or to be careful with."""
+    suspected = []
+    for place in state.places:
+        dataset, _, sample = place.partition(" ")
+        if dataset != _STEP:
+            suspected.append(Mark(dataset=dataset, sample=int(sample)))
+    return [*state.left_out, *suspected]
+
+
+_STEP = "step"
+
+
+def _place(news: Ended) -> str:
+    """Where a process ended, where that may be the reason; empty where it says nothing."""
+    if news.place is not None and news.place.sample >= 0:
+        return f"{news.place.dataset} {news.place.sample}"
+    return f"{_STEP} {news.step} {-news.code}" if news.code in _OWN and news.code else ""
+
+
+def _at_place(state: State, news: Ended) -> tuple[State, int]:
+    """Count the loss at its place; how often it happened there. What was passed is forgotten."""
+    places = {at: told for at, told in state.places.items() if news.committed <= told[0]}
+    place = _place(news) if news.worker not in state.hung or _reads(news) else ""
+    if not place:
+        return replace(state, places=places), 0
+    counted = _once_more(places.get(place), news.committed)
+    vague = news.place is not None and (news.place.ahead or news.place.count > 1)
+    if vague and _reads(news):  # it may have been something else: next time it is known
+        counted = counted[0], 1
+    return replace(state, places=places | {place: counted}), counted[1]
+
+
+def _reads(news: Ended) -> bool:
+    return news.place is not None and news.place.sample >= 0
+
+
+def _once_more(before: tuple[int, int] | None, committed: int) -> tuple[int, int]:
+    if before is None or committed > before[0]:
+        return committed, 1
+    return before[0], before[1] + 1
+
+
+def _most_at(state: State, news: Ended) -> int:
+    """How often it may happen at one place."""
+    if news.worker not in state.hung:
+        return MOST_CRASHES
+    return MOST_LOOPS if news.worker in state.loops else MOST_HANGS
+
+
+def _hang(how: str, news: Ended) -> str:
+    if news.place is None or news.place.sample < 0:
+        return how
+    return f"{how.rstrip('.')}, {endings.reading(news.place)}."
+
+
+def _unreadable(cause: str, news: Ended) -> Failed:
+    assert news.place is not None
+    phase = "validation" if news.place.dataset == "validation" else "loading"
+    word = endings.failed(DataError.__name__, cause, news.step)
+    return msgspec.structs.replace(word, phase=phase, exit_code=DataError.exit_code)
+
+
+def _leave_out(state: State, news: Ended, times: int) -> State:
+    """Have nobody read a sample again; what was lost for it says nothing of the rest."""
+    place, worker = news.place, news.worker
+    assert place is not None
+    how = "kept its process busy without end"
+    if worker not in state.hung:
+        by = endings.signal_name(news.code) if news.code else "an unseen cause"
+        how = f"ended its process by {by}"
+    elif worker not in state.loops:
+        how = "hung its process"
+    mark = Mark(dataset=place.dataset, sample=place.sample, cause=f"reading it {how} {times} times")
+    places = {at: told for at, told in state.places.items() if at != _place(news)}
+    lost = {n: told for n, told in state.lost.items() if n != worker}
+    hangs = {n: told for n, told in state.hangs.items() if n != worker}
+    return replace(state, left_out=(*state.left_out, mark), places=places, lost=lost, hangs=hangs)

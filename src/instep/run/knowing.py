@@ -1,0 +1,85 @@
+"""Whether a run that goes on still reads the dataset it was trained on.
+
+The first worker reads a few samples when the run begins, and tells the log by what
+the dataset is known again; when the run goes on, it compares. What it was given
+to train on is recorded here too, for the audit of contents.
+"""
+
+from __future__ import annotations
+
+from instep.data.contents import Record
+from instep.data.fingerprint import Fingerprint
+from instep.data.loader import Loader
+from instep.errors import DataError
+from instep.report.run_folder import RunFolder
+from instep.run.member import Member
+
+
+def record_contents(loader: Loader, member: Member) -> None:
+    """Have the contents of samples recorded as they are handed to a step."""
+    if member.job.check.content != "off" and member.run.is_dir():
+        loader.record = Record(member.run / f"contents-{member.number}.bin")
+
+
+def check_datasets(member: Member, train: Loader, validation: Loader | None) -> None:
+    """Compare with what the run has read before, and tell by what its datasets are known.
+
+    Raises:
+        DataError: one has changed since, and `data.changed` does not accept that.
+    """
+    before = (
+        {
+            event["dataset"]: Fingerprint.of(
+                [event["samples"], event["contents"], event["differed"]]
+            )
+            for event in RunFolder(member.run).named("dataset_known")
+        }
+        if member.checkpoint is not None
+        else {}
+    )
+    for name, loader in (("training", train), ("validation", validation)):
+        if loader is None:
+            continue
+        now = loader.fingerprint()
+        if name in before and not now.same_as(before[name]):
+            text = _changed(name, before[name], now)
+            if member.job.data.changed == "refuse":
+                raise DataError(
+                    f"{text} Put it back as it was; or train on with what it is now: "
+                    "--set data.changed=accept"
+                )
+            member.emit("warning", text=f"{text} It goes on with what it is now.")
+        if now.differed and name not in before:
+            member.emit("warning", text=_not_repeatable(name, now))
+        member.emit(
+            "dataset_known",
+            dataset=name,
+            samples=now.samples,
+            contents=now.contents,
+            differed=now.differed,
+        )
+
+
+def _changed(name: str, before: Fingerprint, now: Fingerprint) -> str:
+    if now.samples != before.samples:
+        return (
+            f"the {name} dataset had {before.samples:,} samples when the run was started and has "
+            f"{now.samples:,} now."
+        )
+    known = dict(before.contents)
+    other = [i for i, content in now.contents if known.get(i, content) != content]
+    return (
+        f"the {name} dataset is not what it was when the run was started: of "
+        f"{len(now.contents)} samples, {len(other)} hold something else (the first is sample "
+        f"{other[0]}); the fingerprint was {before.digest} and is {now.digest}."
+    )
+
+
+def _not_repeatable(name: str, now: Fingerprint) -> str:
+    return (
+        f"the {name} dataset is not repeatable: sample {now.differed[0]} held something else when "
+        "it was read again with the same generators (torch's, numpy's and Python's global ones). "
+        "It draws from another place, such as a generator of its own or the system's; so the same "
+        "run gives other values each time, and at another number of workers. Draw from a global "
+        "generator, or give the random part as Recipe.augment."
+    )

@@ -1,0 +1,72 @@
+"""A sample that ends the process which reads it, one that never ends, or a model that dies."""
+
+import ctypes
+import os
+import signal
+from typing import Any
+
+import tiny
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.data.order import Order
+
+SAMPLES, BATCH, SEED = 256, 16, 5
+MARKED = int(Order(SAMPLES, SEED).indices(0, 10 * BATCH + 5, 10 * BATCH + 6)[0])
+"""In the middle of step 11: what is looked at before the first does not reach it."""
+
+OF_STEP_7 = int(Order(SAMPLES, SEED).indices(0, 6 * BATCH, 6 * BATCH + 1)[0])
+
+
+def recipe(how: str, at: str = "dataset") -> instep.Recipe:
+    """Who meets the marked sample, or computes step 7, does as `how` says."""
+    made = tiny.recipe()
+    inputs, target = torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3
+    inputs[:, 0] = torch.arange(SAMPLES)
+    model = Model(made.model, how) if at == "model" else made.model
+    return instep.Recipe(
+        model=model,
+        loss=made.loss,
+        optimizer=made.optimizer,
+        train=Data(inputs, target, how if at == "dataset" else ""),
+    )
+
+
+class Data:
+    def __init__(self, inputs: Tensor, target: Tensor, how: str) -> None:
+        self.inputs, self.target, self.how = inputs, target, how
+        self.files = [f"pictures/img_{index}.png" for index in range(len(inputs))]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == MARKED and self.how:
+            meet(self.how)
+        return self.inputs[index], self.target[index]
+
+
+class Model(nn.Module):
+    def __init__(self, inner: nn.Module, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and (inputs[:, 0] == OF_STEP_7).any():
+            meet(self.how)
+        outputs: Tensor = self.inner(inputs / SAMPLES)
+        return outputs
+
+
+def meet(how: str) -> None:
+    match how:
+        case "segfault":
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()  # it may come to another thread, a moment later
+        case "loops":
+            count = 0
+            while True:
+                count += 1

@@ -1,0 +1,102 @@
+"""What ends a process again and again is named and ends the run, or is left out of it."""
+
+import pytest
+from deadly import BATCH, MARKED, SAMPLES, SEED
+from started import Start, Started
+
+from instep.report.run_folder import RunFolder
+from instep.run.watch import UNKNOWN_S
+
+pytestmark = pytest.mark.process
+
+FILE = f"pictures/img_{MARKED}.png"
+
+
+def deadly(run: Start, how: str, workers: int, *settings: str) -> Started:
+    return run(
+        "deadly.py:recipe",
+        *(f"seed={SEED}", f"train.global_batch={BATCH}", "train.threads=1", "train.epochs=2"),
+        *('train.merge="always"', f'arguments.how="{how}"', f"workers={workers}", *settings),
+    )
+
+
+def failed(program: Started) -> str:
+    """The first line of the error of a run that has failed, as it should."""
+    code = program.end()
+    assert code in (4, 5), program.stderr
+    assert program.stderr.count("instep: ") == 1
+    program.check_nothing_is_left()
+    return program.error.splitlines()[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_that_kills_who_reads_it_ends_the_run_and_is_named(
+    run: Start, workers: int
+) -> None:
+    program = deadly(run, "segfault", workers, "data.loaders=0")
+    first = failed(program)
+    assert program.process.returncode == 4
+    assert "failed at step 11, in loading: the process was killed by SIGSEGV" in first
+    assert f"while it read sample {MARKED} ({FILE})" in first
+    assert "3 times" in first
+    assert "data.unreadable = 'skip'" in first
+    assert len(program.events("worker_lost")) in (2, 3)  # one more if nobody waited for it at first
+
+
+def test_a_sample_is_named_whatever_the_signal_is(run: Start) -> None:
+    first = failed(deadly(run, "kill", 1, "data.loaders=0"))
+    assert "killed by SIGKILL" in first
+    assert f"while it read sample {MARKED} ({FILE})" in first
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_that_kills_who_reads_it_is_left_out_where_such_are_to_be(
+    run: Start, workers: int
+) -> None:
+    program = deadly(run, "segfault", workers, "data.loaders=0", 'data.unreadable="skip"')
+    assert program.end() == 0, program.stderr
+    assert len(program.events("worker_lost")) in (3, 4)
+    folder = RunFolder(program.run)
+    told = [(e["epoch"], e["index"]) for e in folder.skipped]
+    assert told == [(0, MARKED), (1, MARKED)]
+    assert "SIGSEGV" in folder.skipped[0]["cause"]
+    assert program.summary["skipped_samples"] == 2
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    assert [e["samples"] for e in program.events("epoch_finished")] == [SAMPLES - 1] * 2
+    program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_sample_that_never_ends_is_tried_twice_and_is_the_cause(run: Start) -> None:
+    program = deadly(run, "loops", 1, "data.loaders=0", 'data.unreadable="skip"')
+    assert program.end() == 0, program.stderr
+    short, long = program.events("worker_hung")
+    assert short["step"] == long["step"] == 11
+    assert float(short["how"].split()[-2]) < 3.0
+    assert UNKNOWN_S <= float(long["how"].split()[-2]) < UNKNOWN_S + 2.0
+    (skipped, _) = RunFolder(program.run).skipped
+    assert skipped["index"] == MARKED
+    assert "kept its process busy without end" in skipped["cause"]
+    assert "deadly.py:" in program.events("worker_lost")[-1]["cause"]
+    assert f"sample {MARKED} ({FILE})" in program.events("worker_lost")[-1]["cause"]
+    program.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("settings", [(), ("checkpoint.every_steps=2",)])
+def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tell(
+    run: Start, settings: tuple[str, ...]
+) -> None:
+    program = deadly(run, "segfault", 1, 'arguments.at="model"', *settings)
+    first = failed(program)
+    assert "failed at step 7: the process was killed by SIGSEGV" in first
+    assert "3 times" in first
+    assert "sample" not in first
+    assert len(program.events("went_back")) == 2
+
+
+def test_a_model_that_is_killed_at_one_step_ends_the_run_after_ten_times(run: Start) -> None:
+    program = deadly(run, "kill", 1, 'arguments.at="model"')
+    first = failed(program)
+    assert "killed by SIGKILL" in first
+    assert "It happened 10 times" in first
+    assert "no step after 6 was committed" in first

@@ -1,0 +1,75 @@
+"""What becomes of a process's own connections while groups form and are given up."""
+
+import socket
+import threading
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import HashStore
+
+from instep.comm.torch_comm import TorchComm
+from instep.errors import PeerError
+
+
+class Busy(Store):
+    """A store during whose calls the user's code opens a connection of its own."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.pairs = store, []
+
+    def opens(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            self.pairs += [(near, server.accept()[0]), socket.socketpair()]
+
+    def set(self, key, value):
+        self.opens()
+        self.store.set(key, value)
+
+    def get(self, key):
+        self.opens()
+        return self.store.get(key)
+
+    def wait(self, keys, timeout=None):
+        self.store.wait(keys)
+
+    def set_timeout(self, timeout):
+        pass
+
+
+@pytest.fixture
+def formed():
+    """Two ranks in this process, each with the connections that were opened meanwhile."""
+    shared, comms = HashStore(), {}
+    stores = [Busy(shared), Busy(shared)]
+
+    def form(rank):
+        comms[rank] = TorchComm(stores[rank], rank, 2)
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    yield [comms[0], comms[1]], [pair for store in stores for pair in store.pairs]
+    for comm in comms.values():
+        comm.close()
+    for store in stores:
+        for pair in store.pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.mark.process
+def test_an_interrupt_ends_the_groups_connections_and_no_others(formed):
+    comms, pairs = formed
+    assert len(pairs) >= 4
+    work = comms[0].all_reduce(torch.ones(3))  # which the other rank does not join
+    comms[0].interrupt()
+    with pytest.raises(PeerError):
+        work.wait()
+    for near, far in pairs:
+        near.sendall(b"still here")
+        assert far.recv(64) == b"still here"

@@ -1,0 +1,108 @@
+"""A DataLoader is what it was made of; what has no place to go is said by name."""
+
+import pytest
+import torch
+from datasets import Plain
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import instep
+from instep.data.given import Given, taken_apart
+from instep.errors import RecipeError
+
+
+def said(loader, *, shuffled=True, batch=64):
+    return list(taken_apart(loader).lost("Recipe.train", shuffled=shuffled, batch=batch))
+
+
+def collate(samples):
+    return default_collate(samples)
+
+
+def begin(number):
+    return None
+
+
+def test_the_parts_of_a_loader_are_kept():
+    dataset = Plain()
+    loader = DataLoader(dataset, num_workers=1, collate_fn=collate, worker_init_fn=begin)
+    assert taken_apart(loader) == Given(dataset, collate, begin, 1, loader)
+    plain = DataLoader(dataset, 64, shuffle=True)
+    assert taken_apart(plain) == Given(dataset, None, None, 0, plain)
+    assert said(plain) == []
+    assert taken_apart(dataset) == Given(dataset)
+    assert said(dataset) == []
+
+
+def test_a_sampler_of_some_of_the_samples_leaves_the_others_out():
+    loader = DataLoader(Plain(), 64, sampler=SubsetRandomSampler([4, 2, 7]))
+    dataset = taken_apart(loader).dataset
+    assert type(dataset) is Subset
+    assert [dataset[place][0][0].item() for place in range(3)] == [4.0, 2.0, 7.0]
+    assert said(loader) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"batch_size": 5, "shuffle": True}, "batch_size = 5"),
+        ({"batch_size": 64}, "shuffle = False"),
+        ({"batch_size": 64, "shuffle": True, "drop_last": True}, "drop_last = True"),
+        ({"batch_size": 64, "shuffle": True, "generator": torch.Generator()}, "a generator"),
+        (
+            {"batch_size": 64, "sampler": WeightedRandomSampler([1.0] * 100, 100)},
+            "a sampler (WeightedRandomSampler)",
+        ),
+        (
+            {"batch_size": 64, "sampler": RandomSampler(range(100), replacement=True)},
+            "a sampler (RandomSampler)",
+        ),
+        (
+            {"batch_sampler": type("Own", (BatchSampler,), {})(RandomSampler(range(9)), 3, False)},
+            "a batch_sampler (Own)",
+        ),
+    ],
+)
+def test_what_is_not_kept_is_said(options, word):
+    (text,) = said(DataLoader(Plain(), **options))
+    assert text.startswith(f"the DataLoader of Recipe.train has {word}")
+    assert "not used" in text
+
+
+def test_a_validation_in_its_natural_order_loses_nothing():
+    loader = DataLoader(Plain(), 64, sampler=SequentialSampler(Plain()))
+    assert said(loader, shuffled=False) == []
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter([(torch.zeros(3), 0)] * 10)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (Stream(), "Recipe.train is a Stream, but a map-style dataset is wanted"),
+        (DataLoader(Stream()), "Recipe.train is a Stream, but a map-style dataset is wanted"),
+        (DataLoader(Plain(), None), r"Recipe.train is a DataLoader that has batch_size = None"),
+        (DataLoader(Plain(0)), "Recipe.train has length zero"),
+    ],
+)
+def test_what_cannot_be_read_by_index_is_refused(train, message):
+    with pytest.raises(RecipeError, match=message):
+        instep.Recipe(
+            model=nn.Linear(3, 1), loss=nn.MSELoss(), optimizer=torch.optim.SGD, train=train
+        )
