@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 
 import pytest
@@ -10,24 +11,38 @@ import pytest
 def pytest_addoption(parser):
     parser.addoption(
         "--parity-table",
-        nargs="?",
-        const="",
-        default=None,
+        action="store_true",
         help="write docs/concepts/parity-table.md instead of stopping at what differs",
     )
 
 
 def pytest_configure(config):
-    if config.getoption("--parity-table") == "":  # the processes of xdist are told the folder
-        config.option.parity_table = tempfile.mkdtemp(prefix="parity-")
+    if not wanted(config):
+        return
+    if hasattr(config, "workerinput"):
+        config.parity_rows = config.workerinput["parity_rows"]
+    else:
+        config.parity_rows = tempfile.mkdtemp(prefix="parity-")
+        config.add_cleanup(lambda: shutil.rmtree(config.parity_rows))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a process of xdist where the rows go."""
+    if wanted(node.config):
+        node.workerinput["parity_rows"] = node.config.parity_rows
 
 
 def pytest_sessionfinish(session):
-    folder = session.config.getoption("--parity-table")
-    if folder is None or hasattr(session.config, "workerinput"):
+    if not wanted(session.config) or hasattr(session.config, "workerinput"):
         return
     from table import write
 
-    if wrong := write(folder):
+    if wrong := write(session.config.parity_rows):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\n".join(["", *wrong]))
+
+
+def wanted(config):
+    """Whether the table is to be written."""
+    return config.getoption("--parity-table")

@@ -26,6 +26,7 @@ distance is the 2-norm over all trained parameters of *instep - plain*, over tha
 *plain - start*. [What is the same, and what the verdict means](sameness.md).
 
 - **float64**: on 1, 2 and 3 workers. At most 1e-9 where the verdict is yes.
+- **buffers**: the same for buffers and frozen parameters, the largest of the three.
 - **float32**: the largest on 1, 2 and 3 workers, and what is allowed: three times the distance
   between plain loops whose samples within a batch are permuted. Where random numbers are drawn,
   between loops that add the gradients of the same micro-batches in another order.
@@ -46,6 +47,8 @@ class Row:
     """Of the run on three workers; or the refusal."""
     exact: list[str]
     """Distances in float64 on 1, 2 and 3 workers."""
+    buffers: str
+    """The largest distance of buffers in float64."""
     single: str
     """The largest in float32."""
     bound: str
@@ -58,25 +61,27 @@ class Row:
         wrong = [text for outcome in outcomes for text in complaints(pair, outcome)]
         many = [o for o in outcomes if o.micro_batches > 1]
         exact = [o for o in many if o.dtype == "float64"]
+        alone = next(o for o in outcomes if o.micro_batches == 1)
         single = [o for o in many if o.dtype == "float32"]
         far = [o.distance.trained for o in single if o.distance]
+        buffers = [o.distance.other for o in exact if o.distance]
         last = exact[-1]
         return cls(
             pair.name,
             str(pair.expected),
             last.verdict or f"refused: {last.error}",
-            [_figure(o) for o in exact],
+            [_figure(o.distance and o.distance.trained) for o in exact],
+            _figure(max(buffers, default=None)),
             f"{max(far):.1e}" if far else "",
             f"{single[-1].bound.trained:.1e}" if far else "",
-            next((_figure(o) for o in outcomes if o.micro_batches == 1), ""),
+            _figure(alone.distance and alone.distance.trained),
             wrong,
         )
 
 
-def _figure(outcome: Outcome) -> str:
-    if outcome.distance is None:
+def _figure(far: float | None) -> str:
+    if far is None:
         return ""
-    far = outcome.distance.trained
     return "0" if far == 0 else f"{far:.1e}"
 
 
@@ -93,11 +98,11 @@ def write(folder: str, page: Path = PAGE) -> list[str]:
     rows.sort(key=lambda row: list(PAIRS).index(row.name))
     lines = [
         HEAD.format(torch=torch.__version__.partition("+")[0]),
-        "| pair | verdict | float64: 1 | 2 | 3 workers | float32 | allowed | alone |",
-        "|---|---|---|---|---|---|---|---|",
+        "| pair | verdict | float64: 1 | 2 | 3 workers | buffers | float32 | allowed | alone |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [row.name, _short(row.verdict), *row.exact, row.single]
+        cells = [row.name, _short(row.verdict), *row.exact, row.buffers, row.single]
         cells += [row.bound if row.expected == "same" else "", row.alone]
         lines.append(f"| {' | '.join(cells)} |")
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
