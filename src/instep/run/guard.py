@@ -201,7 +201,6 @@ class Guard:
                 self._lease.hears(now)
         if self._hangs and self._lease.signs and now - self._starts[-1] > WELL_S:
             self._hangs = 0
-        self._over = False
         self._longest_s = max(self._longest_s, self._lease.longest_s)
         if not self._hung and (how := self._lease.turn(now)):
             self._hung, self._hangs = how, self._hangs + 1

@@ -58,9 +58,9 @@ PARENT_S = 1.0
 RETRY_S = 4.0
 """How long after that a host on another machine is tried again."""
 
-CALL_AGAIN_S = UNKNOWN_S
-"""How long a process that others have started may take to find a new master; nobody tells
-whether it has ended."""
+CALL_AGAIN_S = 600.0
+"""How long a process that others have started may take to find a new master: it calls between
+two steps, of which one may be long, and nobody tells whether it has ended."""
 MOST_UNUSABLE = 3
 """Who sends a message that the master cannot use so often, sends it again and again."""
 
