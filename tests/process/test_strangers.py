@@ -1,5 +1,6 @@
 """Callers that connect to a run's master and say nothing: many more than it can have files open."""
 
+import json
 import resource
 import socket
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import instep_run
 from started import RECIPES, Start, Started
 
 import instep
@@ -68,9 +68,12 @@ def test_two_thousand_strangers_change_nothing_where_a_thousand_files_may_be_ope
         quiet=True,
         train=TRAIN,
     )
-    settings = [f"train.{name}={value!r}".replace("'", '"') for name, value in TRAIN.items()]
-    _, _, *command = instep_run(tmp_path, "tiny.py:recipe", "seed=5", *settings)
-    program = start("-c", LIMITED, *command)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "attacked"\nrecipe = "{RECIPES}/tiny.py:recipe"\nworkers = 2\nseed = 5\n[train]\n'
+        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in TRAIN.items())
+    )
+    program = start("-c", LIMITED, "run", job)
     program.until(lambda: bool(masters(program)), "listening")
     (address,) = masters(program)
     call(address, STRANGERS // 2, room)  # nobody of the run has called yet

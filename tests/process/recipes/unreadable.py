@@ -1,4 +1,7 @@
-"""As tiny.py, but some samples cannot be read, or end who reads them; and a model whose layers see their batch."""
+"""As tiny.py, but some samples cannot be read, or end who reads them.
+
+And a model whose layers see their batch.
+"""
 
 import json
 import os

@@ -95,7 +95,7 @@ def test_a_sample_at_which_three_processes_are_lost_is_an_error_that_names_it(tm
         with pytest.raises(
             DataError,
             match=r"^a loader process \(pid \d+\) was killed by SIGKILL while it read sample 70 "
-            r"\(img_70.png\)\. .*It happened 3 times at this sample\. .*data.unreadable = 'skip'\.$",
+            r"\(img_70.png\)\. .*It happened 3 times at this sample\. .*unreadable = 'skip'\.$",
         ):
             next(loaded)
         pids = loader.pids
