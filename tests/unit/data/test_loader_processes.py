@@ -119,6 +119,19 @@ def test_a_sample_at_which_three_processes_are_lost_is_left_out_where_such_are_t
     assert dataset.path.read_text() == "0"
 
 
+def test_a_sample_that_kills_is_left_out_of_the_fingerprint_too():
+    class Kills(Plain):
+        def __getitem__(self, index):
+            if index == 17:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    with made(Kills(20), 1, unreadable="skip") as loader:
+        assert {index for index, _ in loader.fingerprint().contents} == {*range(20)} - {17}
+        (read,) = loader.read([Slice(0, 10, 20)])
+        assert [skipped.sample for skipped in read.skipped] == [17]
+
+
 def test_of_samples_that_are_read_in_one_call_the_one_that_kills_is_left_out():
     class Together(Plain):
         def __getitems__(self, indices):
