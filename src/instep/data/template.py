@@ -24,6 +24,9 @@ _ASK = struct.Struct("<cqq")
 _ANSWER = struct.Struct("<q")
 """The pid, or the error number below 0; the status of who was waited for."""
 
+_SILENT_S = 5.0
+"""Who gives no answer for so long was stopped: forking, and waiting for one that ends, is quick."""
+
 
 class Template:
     """A process that forks others for this one.
@@ -39,6 +42,7 @@ class Template:
         sys.stdout.flush()  # else both processes would print what is waiting
         sys.stderr.flush()
         self._end, theirs = socket.socketpair()
+        self._end.settimeout(_SILENT_S)
         parent = os.getpid()
         # a signal between fork and `_serve` would be handled by a second copy of the parent
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -79,6 +83,8 @@ class Template:
                 answer = self._end.recv(_ANSWER.size, socket.MSG_WAITALL)
                 if len(answer) == _ANSWER.size:
                     return int(_ANSWER.unpack(answer)[0])
+        except TimeoutError:
+            self._kill()  # and with it those that it has forked
         except OSError:
             pass
         raise PeerError(f"the process that forks loader processes (pid {self.pid}) is no more.")
@@ -88,8 +94,13 @@ class Template:
         if self._end.fileno() < 0:
             return
         self._end.close()
+        self._kill()  # it may have been stopped; what it has forked has ended, or ends with it
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def refused(error: OSError) -> DataError:

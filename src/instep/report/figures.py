@@ -93,10 +93,8 @@ class Figures:
             self.validated = event
             self._pauses_s += event["seconds"]
         elif what == "epoch_finished" and not self.job.train.steps:
-            self._sum = (
-                event["loss"] * event["samples"],
-                event["samples"],
-            )  # of its steps before too
+            samples = event["samples"]  # of the epoch's steps in earlier sessions too
+            self._sum = event["loss"] * samples, samples
             self._loss_step = max(self._loss_step, event["step"])
         elif what == "checkpoint_saved":
             self.saved = (self.clock(), event)

@@ -183,9 +183,9 @@ class Host:
             there = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             there = None
-        return (
-            there if isinstance(there, dict) else finish(self.folder)
-        )  # all of it can be made anew
+        if isinstance(there, dict):
+            return there
+        return finish(self.folder)  # all of it can be made anew
 
 
 def is_complete(run: RunFolder, job: JobSpec) -> bool:

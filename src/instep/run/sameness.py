@@ -91,6 +91,10 @@ NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
 """The trial of a job that has one micro-batch in every step."""
 
 
+ANOTHER_SAW = "not shown: the trial of another worker, which tried more batches, did not say yes"
+"""The verdict of a worker whose own was `yes`."""
+
+
 def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -> Trial:
     """Try whether micro-batches apart give what they give as one batch.
 
