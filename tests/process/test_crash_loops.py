@@ -53,6 +53,20 @@ def test_a_sample_is_named_whatever_the_signal_is(run: Start) -> None:
     assert f"while it read sample {MARKED} ({FILE})" in first
 
 
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_sample_that_kills_loader_processes_ends_the_run_and_is_named(
+    run: Start, loaders: int
+) -> None:
+    program = deadly(run, "segfault", 2, f"data.loaders={loaders}")
+    first = failed(program)
+    assert program.process.returncode == 4
+    assert "in loading: a loader process (pid " in first
+    assert f"was killed by SIGSEGV while it read sample {MARKED} ({FILE})." in first
+    assert "3 times" in first
+    assert "data.unreadable = 'skip'" in first
+    assert program.events("worker_lost") == []
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_sample_that_kills_who_reads_it_is_left_out_where_such_are_to_be(
     run: Start, workers: int

@@ -26,7 +26,14 @@ STEPS = 14  # two epochs
 TRAIN = {"epochs": 2, "global_batch": 16}
 
 
-def trained(runs: Path, workers: int, train: dict[str, object], **arguments: object) -> instep.Run:
+def trained(
+    runs: Path,
+    workers: int,
+    train: dict[str, object],
+    *,
+    loaders: int | str = "auto",
+    **arguments: object,
+) -> instep.Run:
     return instep.train(
         f"{RECIPES / 'unreadable.py'}:recipe",
         name=f"on-{workers}",
@@ -36,11 +43,11 @@ def trained(runs: Path, workers: int, train: dict[str, object], **arguments: obj
         quiet=True,
         arguments={"bad": BAD, "bad_validation": BAD_VALIDATION, **arguments},
         train={**TRAIN, **train},
-        data={"unreadable": "skip"},
+        data={"unreadable": "skip", "loaders": loaders},
     )
 
 
-def in_plain_torch(seed: int) -> tuple[dict[str, torch.Tensor], float]:
+def in_plain_torch(seed: int, bad: list[int]) -> tuple[dict[str, torch.Tensor], float]:
     """The model after all steps, each of one pass over what can be read, and the last epoch's loss.
 
     The loss is the mean over its samples.
@@ -50,14 +57,14 @@ def in_plain_torch(seed: int) -> tuple[dict[str, torch.Tensor], float]:
     order, losses = Order(101, seed), []
     for step in range(1, STEPS + 1):
         indices = order.indices(*position(step, 101, 16))
-        rows = [int(index) for index in indices if index not in BAD]
+        rows = [int(index) for index in indices if index not in bad]
         inputs, target = made.train.dataset[rows]
         optimizer.zero_grad()
         loss = made.loss(made.model(inputs), target)
         loss.backward()
         optimizer.step()
         losses += [loss.item()] * len(rows)
-    read = losses[-(101 - len(BAD)) :]
+    read = losses[-(101 - len(bad)) :]
     return dict(made.model.state_dict()), sum(read) / len(read)
 
 
@@ -68,11 +75,33 @@ def test_a_step_is_that_of_the_samples_that_could_be_read(
     tmp_path: Path, train: dict[str, object]
 ) -> None:
     done = trained(tmp_path, 2, train)
-    wanted, loss = in_plain_torch(5)
+    wanted, loss = in_plain_torch(5, BAD)
     model = load_file(done.path / "model.safetensors")
     for name, tensor in wanted.items():
         torch.testing.assert_close(model[name], tensor, rtol=1e-5, atol=1e-6)
     assert done.summary["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("loaders", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+def test_a_step_is_also_without_the_samples_that_end_who_reads_them(
+    tmp_path: Path, loaders: int
+) -> None:
+    deadly = {"deadly": [9], "deadly_validation": [7]}
+    done = trained(tmp_path, 2, {}, loaders=loaders, **deadly)
+    wanted, loss = in_plain_torch(5, [*BAD, 9])
+    model = load_file(done.path / "model.safetensors")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(model[name], tensor, rtol=1e-5, atol=1e-6)
+    assert done.summary["loss"] == pytest.approx(loss, rel=1e-5)
+    folder = RunFolder(done.path)
+    told = sorted((e["epoch"], e["index"]) for e in folder.skipped)
+    assert told == sorted((epoch, index) for epoch in (0, 1) for index in [*BAD, 9])
+    assert all("SIGSEGV" in e["cause"] for e in folder.skipped if e["index"] == 9)
+    assert done.summary["skipped_samples"] == 2 * (len(BAD) + 1)
+    assert done.summary["missing_samples"] == done.summary["repeated_samples"] == 0
+    assert {(e["samples"], e["skipped"]) for e in folder.validations} == {(34, 3)}
+    assert bool(folder.named("worker_lost")) == (loaders == 0)
+    assert prove(folder).exact
 
 
 def test_skipping_gives_the_same_bits_on_any_number_of_workers_also_to_batch_statistics(

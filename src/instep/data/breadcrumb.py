@@ -127,6 +127,14 @@ def left_in(page: memoryview) -> Whereabouts | None:
     return found if found.step or found.sample >= 0 else None
 
 
+def reading(place: Whereabouts) -> str:
+    """`while it read sample 512 (pictures/512.png)`: what a process was at that left word."""
+    kind = "validation sample" if place.dataset == "validation" else "sample"
+    many = f", or one of the {place.count - 1} after it in that call," if place.count > 1 else ""
+    ahead, file = " ahead" if place.ahead else "", f" ({place.file})" if place.file else ""
+    return f"while it read {kind} {place.sample}{file}{many}{ahead}"
+
+
 # ---- of this process
 
 _page = memoryview(bytearray(SIZE))

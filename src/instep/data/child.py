@@ -26,9 +26,11 @@ import msgspec
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from instep.comm.messages import Mark
 from instep.data import keyed, wire
 from instep.data.blame import told
-from instep.data.fetch import Slice
+from instep.data.breadcrumb import leave_in
+from instep.data.fetch import Fetch, Slice
 from instep.errors import DataError
 
 _PR_SET_PDEATHSIG = 1
@@ -40,6 +42,8 @@ class Task(msgspec.Struct, array_like=True):
     ticket: int
     slot: int
     part: Slice
+    marks: list[Mark] = []
+    """Samples at which processes have ended so far; `Fetch.mark`."""
 
 
 class Reply(msgspec.Struct, array_like=True):
@@ -63,6 +67,8 @@ class Work(NamedTuple):
     """Of the first; the others count on."""
     begin: Callable[[int], Any] | None = None
     """The user's `worker_init_fn`."""
+    fetch: Fetch | None = None
+    """Is told of samples at which processes ended; None where nobody wants to know."""
 
 
 class Slot:
@@ -125,16 +131,28 @@ def receive(stream: IO[bytes]) -> bytes | None:
 
 
 def serve(
-    end: socket.socket, slots: list[Slot], work: Work, parent: int, number: int, of: int
+    end: socket.socket,
+    slots: list[Slot],
+    work: Work,
+    parent: int,
+    number: int,
+    of: int,
+    page: memoryview | None,
 ) -> NoReturn:
-    """Be loader process `number` of `of`; returns never, and runs nothing of the parent's."""
+    """Be loader process `number` of `of`; returns never, and runs nothing of the parent's.
+
+    What it reads it leaves word of in `page`, and no longer in its parent's.
+    """
     with leaving() as left:
         leave_the_family(end, parent)
+        leave_in(page)
         torch.set_num_threads(1)  # a thread pool of the parent does not exist here
         wrong = _introduced(work, number, of)
         stream = end.makefile("rb")
         while (body := receive(stream)) is not None:
             task = msgspec.msgpack.decode(body, type=Task)
+            if work.fetch is not None:
+                work.fetch.mark(task.marks)
             end.sendall(_answer(task, slots[task.slot], work.read, wrong))
         left.code = 0
     raise AssertionError("not reached")

@@ -29,6 +29,7 @@ from instep.data.fingerprint import fingerprint
 from instep.data.order import key
 from instep.data.processes import Pool
 from instep.data.readers import Ahead, Reader
+from instep.data.template import Say
 from instep.errors import DataError
 
 _CHEAP_S = 0.2e-3
@@ -78,6 +79,7 @@ def choose(
     fetch: Fetch,
     processes: int | Literal["auto"],
     begin: Callable[[int], Any] | None = None,
+    say: Say = lambda text: None,
 ) -> Choice:
     """Look at the dataset, then decide; a dataset's own code is not run in this process.
 
@@ -85,16 +87,17 @@ def choose(
         fetch: reads.
         processes: how many are asked for.
         begin: called in each process with its number, before it reads.
+        say: takes a sentence at each fork of a process that failed and is tried again.
 
     Raises:
         DataError: the first sample cannot be read; where the dataset's own code is
             to read in this process, that is not seen here.
     """
-    work = Work(answers(fetch), fetch.dataset, key(fetch.seed, _OF_LOADER) >> 1, begin)
+    work = Work(answers(fetch), fetch.dataset, key(fetch.seed, _OF_LOADER) >> 1, begin, fetch)
     if processes == 0:
         return _here(fetch, look(fetch) if fetch.plain else None, "data.loaders = 0")
     if processes != "auto":
-        pool = Pool(work, processes, unread=lambda: _unread(fetch))
+        pool = Pool(work, processes, unread=lambda: _unread(fetch), say=say)
         try:
             pool.take(pool.submit(Slice(0, 0, 1)))
         except BaseException:
@@ -102,10 +105,10 @@ def choose(
             raise
         return Choice("processes", f"data.loaders = {processes}", pool)
     if fetch.plain:
-        return _choose_plain(fetch, work)
+        return _choose_plain(fetch, work, say)
     if not hasattr(os, "fork"):
         return _here(fetch, None, "this system cannot fork")
-    return _choose_by_measuring(fetch, work)
+    return _choose_by_measuring(fetch, work, say)
 
 
 def answers(fetch: Fetch) -> Callable[[Slice], Any]:
@@ -162,7 +165,7 @@ def _carried(batch: Any) -> bool:
     return True
 
 
-def _choose_plain(fetch: Fetch, work: Work) -> Choice:
+def _choose_plain(fetch: Fetch, work: Work, say: Say) -> Choice:
     """Here, in a thread, or in processes; all read from one object, which keeps nothing."""
     probe = look(fetch)
     cost = _cost(probe)
@@ -176,13 +179,13 @@ def _choose_plain(fetch: Fetch, work: Work) -> Choice:
         here_s = _timed(here, parts, chores)
     finally:
         here.close()
-    return _raced(fetch, probe, lambda: Pool(work, 1, of=_PROCESSES), here_s)
+    return _raced(fetch, probe, lambda: Pool(work, 1, of=_PROCESSES, say=say), here_s)
 
 
-def _choose_by_measuring(fetch: Fetch, work: Work) -> Choice:
+def _choose_by_measuring(fetch: Fetch, work: Work, say: Say) -> Choice:
     """Here or in processes; the dataset's own code runs in processes alone by now."""
     try:
-        pool = Pool(work, 1, of=_PROCESSES, unread=lambda: _unread(fetch))
+        pool = Pool(work, 1, of=_PROCESSES, unread=lambda: _unread(fetch), say=say)
     except DataError as error:
         return _here(fetch, None, f"processes were tried, but: {error}")
     try:

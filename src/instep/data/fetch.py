@@ -23,7 +23,7 @@ from instep.data.blame import odd_one_out, told
 from instep.data.breadcrumb import files_of
 from instep.data.contents import Chosen, content_of, noted, rows_of
 from instep.data.order import Indices, Order, key
-from instep.data.unreadable import tried
+from instep.data.unreadable import TO_SKIP, tried
 from instep.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -78,6 +78,8 @@ class Fetch:
     ) -> None:
         self.samples = _length(dataset)
         self.name, self._file_of = name, files_of(dataset)
+        self._told: list[Mark] = []  # by whoever marks; the others are noted here
+        self._noted: dict[int, Mark] = {}
         self._left_out: dict[int, str] = {}
         self._suspected: set[int] = set()
         self.dataset, self.seed = dataset, seed
@@ -89,7 +91,7 @@ class Fetch:
         """The process in which the dataset's own code has read; 0 if it has not."""
         self.chosen: Chosen | None = None
         """Of which samples the content is told."""
-        self._augment, self._skip = augment, skip
+        self._augment, self.skip = augment, skip
         self._order = Order(self.samples, seed) if shuffle else None
         self._collate: Collate = collate or _collated
         self._whole = whole_reader(dataset) if collate is None and augment is None else None
@@ -141,16 +143,47 @@ class Fetch:
 
         The marks of other datasets are not looked at; those of before no longer count.
         """
-        own = [mark for mark in marks if mark.dataset == self.name]
-        self._left_out = {mark.sample: mark.cause for mark in own if mark.cause}
-        self._suspected = {mark.sample for mark in own if not mark.cause}
+        self._told = [mark for mark in marks if mark.dataset == self.name]
+        self._apply_marks()
+
+    def note(self, sample: int, cause: str | None) -> None:
+        """Mark one that a process ended at which reads for this one, beside what `mark` tells.
+
+        Args:
+            sample: its index.
+            cause: why it is to be left out; empty to be careful with it, None for neither.
+        """
+        self._noted.pop(sample, None)
+        if cause is not None:
+            self._noted[sample] = Mark(dataset=self.name, sample=sample, cause=cause)
+        self._apply_marks()
+
+    @property
+    def marks(self) -> list[Mark]:
+        """All that count, for another process that reads this dataset."""
+        return [*self._told, *self._noted.values()]
+
+    def _apply_marks(self) -> None:
+        marks = self.marks
+        self._left_out = {mark.sample: mark.cause for mark in marks if mark.cause}
+        self._suspected = {mark.sample for mark in marks if not mark.cause}
 
     def content(self, index: int) -> int:
-        """The content of a sample of epoch 0, read with generators set from its key."""
-        self.read_by = os.getpid()
-        with keyed.kept():
-            set_keyed(self.seed, 0, index)
-            return content_of(tried(lambda: self._sample(index)))
+        """The content of a sample of epoch 0, read with generators set from its key.
+
+        Raises:
+            DataError: the sample is to be left out; or what reading it raised.
+        """
+        if index in self._left_out:
+            raise DataError(f"sample {index} is left out: {self._left_out[index]}")
+        self.read_by, trail = os.getpid(), breadcrumb.trail(self.name)
+        trail.begins_named(index, self._file_of(index))
+        try:
+            with keyed.kept():
+                set_keyed(self.seed, 0, index)
+                return content_of(tried(lambda: self._sample(index)))
+        finally:
+            trail.ends()
 
     def _batch(self, part: Slice) -> Got:
         indices, missed = self.indices(part), Missed()
@@ -260,10 +293,9 @@ class Fetch:
             return [tried(lambda: self._keyed_sample(epoch, index))]
         except Exception as error:
             cause = told(error)
-            if not self._skip:
+            if not self.skip:
                 raise DataError(
-                    f"sample {index} cannot be read: {cause.rstrip('.')}. To train without such "
-                    "samples, set data.unreadable = 'skip'."
+                    f"sample {index} cannot be read: {cause.rstrip('.')}.{TO_SKIP}"
                 ) from error
             missed.append((index, cause))
             return []

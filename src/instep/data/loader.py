@@ -19,6 +19,7 @@ from instep.data.contents import Chosen, Record
 from instep.data.fetch import Augment, Collate, Fetch, Slice
 from instep.data.fingerprint import Fingerprint
 from instep.data.readers import Ahead, Inline, Reader
+from instep.data.template import Say
 from instep.data.unreadable import Read, Skipped
 
 __all__ = ["Loader", "Read", "Skipped", "Slice"]
@@ -44,6 +45,7 @@ class Loader:
         marks: samples at which processes have ended before.
         worker_init: called in each loader process with its number, before it reads.
         contents: which samples' contents are told to `record`.
+        say: takes a sentence at each fork of a process that failed and is tried again.
 
     Raises:
         DataError: the dataset is empty or not map-style, or its first sample
@@ -74,6 +76,7 @@ class Loader:
         marks: Iterable[Mark] = (),
         worker_init: Callable[[int], Any] | None = None,
         contents: Literal["off", "sample", "all"] = "off",
+        say: Say = lambda text: None,
     ) -> None:
         self._fetch = Fetch(
             dataset,
@@ -89,7 +92,7 @@ class Loader:
             self._fetch.chosen = Chosen(self._fetch.samples, seed, contents)
         self.record: Record | None = None
         """Takes the contents of samples as they are handed out."""
-        self.mode, self.why, self._pool = choose(self._fetch, processes, worker_init)
+        self.mode, self.why, self._pool = choose(self._fetch, processes, worker_init, say)
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False

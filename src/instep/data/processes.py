@@ -7,7 +7,9 @@ its dataset. All come from one process that is kept for that (`template.py`).
 
 A process that is killed is replaced and its slices are read again, which gives
 the same batches (`fetch.py`). That may happen any number of times, as long as
-slices get read; one on which several processes in a row were lost is an error.
+slices get read. Each leaves word of what it reads: a sample at which three in a row
+have ended counts as one that cannot be read. Where they leave no word, a slice on
+which several in a row were lost is an error.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from typing import Any
 
 import msgspec
 
+from instep.comm.messages import Whereabouts
 from instep.data import wire
+from instep.data.breadcrumb import Pages, reading
 from instep.data.child import Reply, Slot, Task, Work, receive, send
-from instep.data.fetch import Slice
-from instep.data.template import Template
+from instep.data.fetch import Fetch, Slice
+from instep.data.template import Say, Template
+from instep.data.unreadable import MOST_CRASHES, TO_SKIP
 from instep.errors import DataError, PeerError, SpecError
 
 _SLOTS = 2
@@ -47,6 +52,7 @@ class Pool:
         of: how many there may come to be, with `grow`.
         unread: whether nobody has read from the dataset in this process until now;
             asked where the process that forks the others is killed.
+        say: takes a sentence at each fork that failed and is tried again.
 
     Raises:
         SpecError: this system cannot fork.
@@ -60,18 +66,20 @@ class Pool:
         *,
         of: int = 0,
         unread: Callable[[], bool] = lambda: True,
+        say: Say = lambda text: None,
     ) -> None:
         if not hasattr(os, "fork"):
             raise SpecError(
                 f"data.loaders = {processes}: loader processes need a system that can fork, "
                 f"which {sys.platform} is not. Set data.loaders = 0."
             )
-        self._work, self._unread, self._of = work, unread, of or processes
+        self._work, self._unread, self._of, self._say = work, unread, of or processes, say
         self._submitted = 0
         self._batches: dict[int, Any] = {}
         self._dropped: set[int] = set()
         self._children: list[_Child] = []
-        self._template = Template(work)
+        self._pages = Pages(self._of)  # before the fork of those who share them
+        self._template = Template(work, self._pages, say)
         self.grow(processes)
 
     def grow(self, processes: int) -> None:
@@ -83,7 +91,8 @@ class Pool:
         assert processes <= self._of, f"{processes} of {self._of}"
         try:
             while len(self._children) < processes:
-                self._children.append(_Child(self._fork, self._ending, len(self._children)))
+                number, fetch = len(self._children), self._work.fetch
+                self._children.append(_Child(self._fork, self._ending, number, fetch))
         except DataError:
             self.close()
             raise
@@ -98,14 +107,14 @@ class Pool:
                     f"{error} Another cannot be made, as the dataset has been read here since."
                 ) from error
             self._template.close()
-            self._template = Template(self._work)
+            self._template = Template(self._work, self._pages, self._say)
         try:
             return self._template.start(number, self._of, end, slots)
         except PeerError as error:
             raise DataError(str(error)) from error
 
-    def _ending(self, pid: int) -> str:
-        return self._template.ending(pid)
+    def _ending(self, pid: int) -> tuple[str, Whereabouts | None]:
+        return self._template.ending(pid), self._pages.take(pid)
 
     @property
     def pids(self) -> list[int]:
@@ -126,7 +135,8 @@ class Pool:
         """The batch of a ticket, in memory of its own.
 
         Raises:
-            DataError: what the work raised, or several processes in a row ended on it.
+            DataError: what the work raised, or several processes in a row ended on it; it
+                names the sample at which they did, if that is known.
         """
         while ticket not in self._batches:
             self._receive(self._owner(ticket))
@@ -174,13 +184,15 @@ class _Child:
     def __init__(
         self,
         fork: Callable[[int, socket.socket, list[Slot]], int],
-        ending: Callable[[int], str],
+        ending: Callable[[int], tuple[str, Whereabouts | None]],
         number: int,
+        fetch: Fetch | None,
     ) -> None:
-        self._fork, self._ending_of, self._number = fork, ending, number
+        self._fork, self._ending_of, self._number, self._fetch = fork, ending, number, fetch
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._under_way: dict[int, Task] = {}
         self._lost = 0  # processes that have ended since the last reply
+        self._at: dict[int, int] = {}  # how many of them, by the sample that they read
         self._ending = ""
         self._start()
 
@@ -198,7 +210,7 @@ class _Child:
         """The next reply, and where its tensors are until the next `post`."""
         while (body := receive(self._stream)) is None:
             self._replace()
-        self._lost = 0
+        self._got_past()
         reply = msgspec.msgpack.decode(body, type=Reply)
         return reply, self._slots[self._under_way.pop(reply.ticket).slot]
 
@@ -235,10 +247,40 @@ class _Child:
         finally:
             theirs.close()
 
+    def _got_past(self) -> None:
+        """A slice was read: what was suspected of losses before it was not the reason."""
+        self._lost = 0
+        if self._at and self._fetch is not None:
+            for sample in self._at:
+                self._fetch.note(sample, None)
+            self._at.clear()
+
+    def _judge(self, place: Whereabouts) -> None:
+        """Count an end at a sample; leave it out at the third, or say so."""
+        assert self._fetch is not None
+        sample = place.sample
+        self._fetch.note(sample, "")  # from now on it is read by itself
+        # of many in one call it may have been another
+        self._at[sample] = 0 if place.count > 1 else self._at.get(sample, 0) + 1
+        if (times := self._at[sample]) < MOST_CRASHES:
+            return
+        if not self._fetch.skip:
+            memory = " It may be that memory ran out." if "SIGKILL" in self._ending else ""
+            raise DataError(
+                f"a loader process (pid {self.pid}) {self._ending} {reading(place)}.{memory} It "
+                f"happened {times} times at this sample.{TO_SKIP}"
+            )
+        cause = f"each of {times} processes that read it {self._ending}"
+        self._fetch.note(sample, cause)
+        del self._at[sample]
+        self._lost = 0
+
     def _replace(self) -> None:
-        if not self._ending:
-            self._ending = self._ending_of(self.pid)
         self._lost += 1
+        if not self._ending:
+            self._ending, place = self._ending_of(self.pid)
+            if self._fetch is not None and place is not None and place.sample >= 0:
+                self._judge(place)
         if self._lost >= _MOST_LOST:
             part = min(self._under_way.values(), key=lambda task: task.ticket).part
             which = (
@@ -261,6 +303,8 @@ class _Child:
             self._send(task)
 
     def _send(self, task: Task) -> None:
+        if self._fetch is not None:
+            task.marks = self._fetch.marks
         with contextlib.suppress(ConnectionError):  # noticed by `receive`
             send(self._end, task)
 

@@ -3,7 +3,8 @@
 A dataset may open its file at the first read, and what it has opened must not
 go through a fork. The process that trains may read for itself meanwhile, and a
 loader process that is killed is replaced in the middle of an epoch; so a copy
-of everything is set aside at the start. It does nothing but fork.
+of everything is set aside at the start. It does nothing but fork; a fork that fails
+is tried again, as there may be room for a process a moment later.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import signal
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
+from instep.data.breadcrumb import Pages
 from instep.data.child import Slot, Work, leave_the_family, leaving, serve
 from instep.errors import DataError, PeerError
 
@@ -27,18 +31,31 @@ _ANSWER = struct.Struct("<q")
 _SILENT_S = 5.0
 """Who gives no answer for so long was stopped: forking, and waiting for one that ends, is quick."""
 
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+"""How long to wait before each further attempt at a fork that failed; in all less than who
+trains may wait for a read (`run/watch.py`)."""
+
+Say = Callable[[str], object]
+"""Takes a sentence for whoever watches the run."""
+
 
 class Template:
     """A process that forks others for this one.
 
     Args:
         work: of the processes that it forks; all it refers to is as of now.
+        pages: where they leave word of what they read.
+        say: takes a sentence at each fork that failed and is tried again.
 
     Raises:
         DataError: it cannot be started.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, pages: Pages, say: Say) -> None:
+        self._say = say
+        self.pid = _patiently(lambda: self._fork(work, pages), say)
+
+    def _fork(self, work: Work, pages: Pages) -> int:
         sys.stdout.flush()  # else both processes would print what is waiting
         sys.stderr.flush()
         self._end, theirs = socket.socketpair()
@@ -47,12 +64,13 @@ class Template:
         # a signal between fork and `_serve` would be handled by a second copy of the parent
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self.pid = os.fork()
-            if self.pid == 0:
-                _serve(theirs, work, parent)
-        except OSError as error:
+            pid = os.fork()
+            if pid == 0:
+                _serve(theirs, work, pages, parent)
+            return pid
+        except OSError:
             self._end.close()
-            raise refused(error) from error
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
@@ -65,10 +83,14 @@ class Template:
             DataError: no other process can be started.
         """
         files = [end.fileno(), *(slot.fileno() for slot in slots)]
-        pid = self._asked(_ASK.pack(b"s", number, of), files)
-        if pid < 0:
-            raise refused(OSError(-pid, os.strerror(-pid)))
-        return pid
+
+        def fork() -> int:
+            pid = self._asked(_ASK.pack(b"s", number, of), files)
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            return pid
+
+        return _patiently(fork, self._say)
 
     def ending(self, pid: int) -> str:
         """Wait for a process that is ending; what it ended with."""
@@ -103,12 +125,24 @@ class Template:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def refused(error: OSError) -> DataError:
-    """What is told where no process can be started."""
-    return DataError(
-        f"a loader process could not be started: {error.strerror}. "
-        "Set data.loaders = 0, or to fewer."
-    )
+def _patiently(fork: Callable[[], int], say: Say) -> int:
+    """The pid of a fork, of which further attempts are made after pauses that grow."""
+    for pause_s in PAUSES_S:
+        try:
+            return fork()
+        except OSError as error:
+            say(
+                f"a loader process could not be forked ({error.strerror}); it is tried again in "
+                f"{pause_s:g} s."
+            )
+            time.sleep(pause_s)
+    try:
+        return fork()
+    except OSError as error:
+        raise DataError(
+            f"a loader process could not be forked: {error.strerror}, tried {len(PAUSES_S) + 1} "
+            "times. Set data.loaders = 0, or to fewer."
+        ) from error
 
 
 def ended_with(status: int) -> str:
@@ -119,7 +153,7 @@ def ended_with(status: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
-def _serve(end: socket.socket, work: Work, parent: int) -> NoReturn:
+def _serve(end: socket.socket, work: Work, pages: Pages, parent: int) -> NoReturn:
     with leaving() as left:
         leave_the_family(end, parent)
         own = os.getpid()
@@ -131,13 +165,16 @@ def _serve(end: socket.socket, work: Work, parent: int) -> NoReturn:
             if what == b"w":
                 end.sendall(_ANSWER.pack(_waited(first)))
                 continue
+            page = pages.free()
             try:
                 pid = os.fork()
             except OSError as error:
                 pid = -(error.errno or 1)
             if pid == 0:
                 theirs, slots = socket.socket(fileno=files[0]), [Slot(file) for file in files[1:]]
-                serve(theirs, slots, work, own, first, second)
+                serve(theirs, slots, work, own, first, second, page)
+            if pid > 0:
+                pages.give(page, pid)
             for file in files:
                 os.close(file)
             end.sendall(_ANSWER.pack(pid))

@@ -18,6 +18,13 @@ PAUSES_S = (0.0, 0.02)
 """How long to wait before each further attempt at a read that raised."""
 
 
+MOST_CRASHES = 3
+"""So many ends of processes at one sample, or by one signal of its own at one step, are no
+accident."""
+
+TO_SKIP = " To train without such samples, set data.unreadable = 'skip'."
+
+
 class Skipped(NamedTuple):
     """A sample that was left out."""
 

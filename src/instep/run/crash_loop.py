@@ -14,6 +14,8 @@ from dataclasses import replace
 import msgspec
 
 from instep.comm.messages import Failed, Mark
+from instep.data.breadcrumb import reading
+from instep.data.unreadable import MOST_CRASHES, TO_SKIP
 from instep.errors import DataError
 from instep.run import endings
 from instep.run.news import Ended, State
@@ -23,9 +25,6 @@ MOST_LOSSES = 10
 
 MOST_HANGS = 7
 """The same, for one that hangs; each time it is given twice as long."""
-
-MOST_CRASHES = 3
-"""So many ends at one sample, or by one signal of its own at one step, are no accident."""
 
 MOST_LOOPS = 2
 """The same, of reads that keep a processor busy: the second has half a minute."""
@@ -42,8 +41,6 @@ _OWN = {
     )
 }
 """What code does to its own process; SIGKILL comes from outside."""
-
-_TO_SKIP = " To train without such samples, set data.unreadable = 'skip'."
 
 
 def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
@@ -67,7 +64,7 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
             cause = f"{word.cause} It happened {times} times {where}."
             return counted, endings.failed(word.kind, cause, word.step), True
         if not state.skips:
-            cause = f"{word.cause} It happened {times} times at this sample.{_TO_SKIP}"
+            cause = f"{word.cause} It happened {times} times at this sample.{TO_SKIP}"
             return counted, _unreadable(cause, news), True
         return _leave_out(counted, news, times), word, False
     farthest, times = counts[worker]
@@ -131,7 +128,7 @@ def _most_at(state: State, news: Ended) -> int:
 def _hang(how: str, news: Ended) -> str:
     if news.place is None or news.place.sample < 0:
         return how
-    return f"{how.rstrip('.')}, {endings.reading(news.place)}."
+    return f"{how.rstrip('.')}, {reading(news.place)}."
 
 
 def _unreadable(cause: str, news: Ended) -> Failed:

@@ -11,6 +11,7 @@ import signal
 from dataclasses import replace
 
 from instep.comm.messages import Failed, Whereabouts
+from instep.data.breadcrumb import reading
 from instep.errors import DIVERGED, INTERRUPTED, WorkerError
 from instep.run.news import Action, Blame, Finish, KillAll, Log, State
 
@@ -126,14 +127,6 @@ def signal_name(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return "an unknown signal"
-
-
-def reading(place: Whereabouts) -> str:
-    """`while it read sample 512 (pictures/512.png)`: what a process was at that left word."""
-    kind = "validation sample" if place.dataset == "validation" else "sample"
-    many = f", or one of the {place.count - 1} after it in that call," if place.count > 1 else ""
-    ahead, file = " ahead" if place.ahead else "", f" ({place.file})" if place.file else ""
-    return f"while it read {kind} {place.sample}{file}{many}{ahead}"
 
 
 def without_word(code: int, step: int) -> Failed:

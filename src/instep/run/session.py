@@ -232,6 +232,7 @@ class Session:
                 augment=augment,
                 processes=self.job.data.loaders,
                 unreadable=self.job.data.unreadable,
+                say=lambda text: self._member.emit("warning", text=text),
             )
             loader.begin()
             self._loop = OwnLoop(

@@ -146,6 +146,9 @@ class Training:
             marks=self.member.marks,
             worker_init=given.worker_init,
             contents=job.check.content if train else "off",
+            say=lambda text: self.member.emit(
+                "warning", text=f"worker {self.member.number}: {text}"
+            ),
         )
 
     def join(self) -> None:

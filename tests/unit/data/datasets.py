@@ -74,6 +74,7 @@ class KillsItself(Plain):
 
     def __init__(self, path, times):
         super().__init__()
+        self.files = [f"img_{index}.png" for index in range(len(self))]
         self.path = path
         path.write_text(str(times))
 

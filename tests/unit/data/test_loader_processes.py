@@ -14,7 +14,8 @@ import pytest
 import torch
 from datasets import KillsItself, Plain, same
 
-from instep.data import wire
+from instep.comm.messages import Mark, Whereabouts
+from instep.data import breadcrumb, wire
 from instep.data.child import Work
 from instep.data.loader import Loader, Slice
 from instep.data.processes import Pool
@@ -85,8 +86,71 @@ def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
     assert len(killed) >= 20  # a process answers at most two slices before its end is seen
 
 
-def test_a_slice_on_which_every_process_is_lost_is_an_error_that_names_it_and_the_signal(tmp_path):
-    with made(KillsItself(tmp_path / "times", 5)) as loader:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sample_at_which_three_processes_are_lost_is_an_error_that_names_it(tmp_path, processes):
+    with made(KillsItself(tmp_path / "times", 3), processes) as loader:
+        loaded = loader.load(SLICES)
+        for _ in range(7):
+            next(loaded)
+        with pytest.raises(
+            DataError,
+            match=r"^a loader process \(pid \d+\) was killed by SIGKILL while it read sample 70 "
+            r"\(img_70.png\)\. .*It happened 3 times at this sample\. .*unreadable = 'skip'\.$",
+        ):
+            next(loaded)
+        pids = loader.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sample_at_which_three_processes_are_lost_is_left_out_where_such_are_to_be(
+    tmp_path, processes
+):
+    dataset = KillsItself(tmp_path / "times", 3)
+    with made(dataset, processes, unreadable="skip") as loader:
+        for _ in range(2):  # nobody tries it again, also where it could be read by now
+            reads = list(loader.read(SLICES))
+            left_out = [skipped for read in reads for skipped in read.skipped]
+            assert [skipped.sample for skipped in left_out] == [70]
+            assert "was killed by SIGKILL" in left_out[0].cause
+            assert [read.size for read in reads] == [10] * 7 + [9] + [10] * 2
+            there = torch.cat([read.batch[0] for read in reads])[:, 0].tolist()
+            assert there == [float(index) for index in range(100) if index != 70]
+    assert dataset.path.read_text() == "0"
+
+
+def test_a_sample_that_kills_is_left_out_of_the_fingerprint_too():
+    class Kills(Plain):
+        def __getitem__(self, index):
+            if index == 17:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    with made(Kills(20), 1, unreadable="skip") as loader:
+        assert {index for index, _ in loader.fingerprint().contents} == {*range(20)} - {17}
+        (read,) = loader.read([Slice(0, 10, 20)])
+        assert [skipped.sample for skipped in read.skipped] == [17]
+
+
+def test_of_samples_that_are_read_in_one_call_the_one_that_kills_is_left_out():
+    class Together(Plain):
+        def __getitems__(self, indices):
+            if 73 in indices or 75 in indices:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return [self[index] for index in indices]
+
+    with made(Together(), 1, unreadable="skip") as loader:
+        skipped = [skipped.sample for read in loader.read(SLICES) for skipped in read.skipped]
+    assert skipped == [73, 75]
+
+
+def test_a_slice_on_which_processes_are_lost_outside_of_a_read_is_named(tmp_path):
+    def collate(samples):
+        if samples[0][0][0] == 70:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return samples
+
+    with made(Plain(), collate=collate) as loader:
         loaded = loader.load(SLICES)
         for _ in range(7):
             next(loaded)
@@ -96,15 +160,94 @@ def test_a_slice_on_which_every_process_is_lost_is_an_error_that_names_it_and_th
             r"\(pid \d+\) was killed by SIGKILL",
         ):
             next(loaded)
-        pids = loader.pids
-    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_one_that_gets_past_its_slice_at_last_begins_to_count_anew(tmp_path):
-    with made(KillsItself(tmp_path / "times", 4)) as loader:
+    with made(KillsItself(tmp_path / "times", 2)) as loader:
         for _ in range(2):
             assert starts(loader.load(SLICES)) == [float(i) for i in range(0, 100, 10)]
-            (tmp_path / "times").write_text("4")
+            (tmp_path / "times").write_text("2")
+
+
+def test_a_sample_that_is_marked_later_is_left_out_by_processes_that_are_there(tmp_path):
+    with made(Plain(), 2, unreadable="skip") as loader:
+        pids = loader.pids
+        assert not [read.skipped for read in loader.read(SLICES) if read.skipped]
+        loader.mark([Mark(dataset="training", sample=33, cause="it killed a worker")])
+        skipped = [skipped for read in loader.read(SLICES) for skipped in read.skipped]
+        assert skipped == [(33, "it killed a worker")]
+        assert loader.pids == pids
+
+
+def test_a_loader_process_leaves_no_word_in_the_page_of_the_process_that_trains(tmp_path):
+    pages = breadcrumb.Pages(1)
+    page = pages.free()
+    breadcrumb.leave_in(page)
+    breadcrumb.at_step(7)
+    try:
+        dataset = KillsItself(tmp_path / "times", 3)
+        with made(dataset, 1) as loader, pytest.raises(DataError, match="sample 70"):
+            list(loader.load(SLICES))
+        assert breadcrumb.left_in(page) == Whereabouts(step=7)
+    finally:
+        breadcrumb.leave_in(None)
+
+
+CANNOT_FORK = """
+import ctypes, os, resource, sys
+sys.path.insert(0, sys.argv[1])
+from datasets import Plain
+from instep.data.loader import Loader, Slice
+import numpy.random  # another user may not be able to import it
+times = int(sys.argv[2])
+if os.getuid() == 0:  # to whom no limit applies
+    os.setgid(65534)
+    os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: else /dev/fd is root's
+_, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+said = []
+
+def limit(soft):
+    for pid in (os.getpid(), *([loader._pool._template.pid] if loader else [])):
+        resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
+
+def say(text):
+    said.append(text)
+    if len(said) == times:
+        limit(hard)
+
+loader = None
+limit(0)
+loader = Loader(Plain(), seed=5, shuffle=False, processes=1, say=say)
+print(len(said), said[-1])
+said.clear()
+limit(0)
+os.kill(loader.pids[0], 9)
+print([batch[0][0, 0].item() for batch in loader.load([Slice(0, 0, 2), Slice(0, 2, 4)])])
+print(len(said), said[-1])
+loader.close()
+"""
+
+
+def test_a_fork_that_fails_is_tried_again_and_said():
+    """The fork of the process that forks the others, and of a replacement."""
+    command = [sys.executable, "-c", CANNOT_FORK, os.path.dirname(__file__), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    why = (
+        "a loader process could not be forked (Resource temporarily unavailable); "
+        "it is tried again in 0.4 s."
+    )
+    assert done.stdout.splitlines() == [f"3 {why}", "[0.0, 2.0]", f"3 {why}"], done.stderr
+
+
+@pytest.mark.slow  # it takes as long as a run waits for a process
+def test_a_fork_that_fails_for_good_is_an_error_that_says_what_to_do():
+    command = [sys.executable, "-c", CANNOT_FORK, os.path.dirname(__file__), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (
+        "a loader process could not be forked: Resource temporarily unavailable, tried 8 times. "
+        "Set data.loaders = 0, or to fewer."
+    ) in done.stderr
 
 
 class Leaves(Plain):
