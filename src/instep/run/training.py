@@ -337,9 +337,10 @@ class Training:
         seed = key(self.job.seed, OF_PASS, 0)
         with closing(reads):
             trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
-        if train.merge != "auto":
-            reason = f"train.merge = {train.merge!r}"
-            return trial._replace(merge=train.merge == "always", reason=reason)
+        if train.merge == "always":
+            return trial.merged_always()
+        if train.merge == "never":
+            return trial._replace(merge=False, reason="train.merge = 'never'")
         if train.determinism == "bits":
             reason = "determinism = 'bits' computes each micro-batch apart"
             return trial._replace(merge=False, reason=reason)
