@@ -20,7 +20,7 @@ setup: .venv/ready ## make the environment in .venv
 demo: setup      ## train the first example on two processes, ending with a report
 	env -u OMP_NUM_THREADS $(BIN)/instep run examples/01_digits/job.toml --workers 2
 
-test: setup      ## the whole suite; under ten minutes on two cores
+test: setup      ## the whole suite; at most eight minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## what takes longer; its verdict does not depend on the machine's speed

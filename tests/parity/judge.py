@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from pair import Honest, Pair, Refused, Said, Same
+from pair import STEPS, Honest, Pair, Refused, Said, Same
 from plain import State, Trained
 from torch import Tensor
 
@@ -63,9 +63,8 @@ def distance(one: Trained, plain: Trained) -> Distance:
     """How far `one` ended from `plain`, which began at the same place."""
     assert one.end.other.keys() == plain.end.other.keys(), "other buffers"
     assert apart(one.start.trained, plain.start.trained, plain.end.trained) == 0, "another start"
-    losses = [
-        abs(a - b) / max(abs(b), 1e-12) for a, b in zip(one.losses, plain.losses, strict=True)
-    ]
+    both = zip(one.losses, plain.losses, strict=False)  # a run may have stopped before its end
+    losses = [abs(a - b) / max(abs(b), 1e-12) for a, b in both]
     return Distance(
         apart(one.end.trained, plain.end.trained, plain.start.trained),
         apart(one.end.other, plain.end.other, plain.start.other),
@@ -147,7 +146,7 @@ def _broken(outcome: Outcome) -> list[str]:
         return ["it did not end"]
     if outcome.error:
         return [f"it failed: {outcome.error_kind}: {outcome.error}"]
-    return []
+    return [f"it stopped after {outcome.steps} steps"] if outcome.steps != STEPS else []
 
 
 def _not_refused(expected: Refused, outcome: Outcome) -> list[str]:

@@ -44,6 +44,7 @@ def test_a_sound_run_passes():
         ({"agree": False}, "different models"),
         ({"error": "no", "error_kind": "RecipeError"}, "failed"),
         ({"ended": False}, "did not end"),
+        ({"steps": 19}, "stopped"),
     ],
 )
 def test_a_run_that_should_be_the_same_and_is_not_is_found(change, word):

@@ -6,7 +6,8 @@ import pytest
 import torch
 import weighs
 from safetensors.torch import load_file
-from started import Start
+from started import RECIPES, Start
+from test_joining import slurm_task
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
@@ -40,6 +41,15 @@ def test_strict_refuses_anything_but_yes(run: Start):
     assert NO in program.stderr
     fine = run("weighs.py:recipe", *QUICK, options=("--strict",))
     assert fine.end() == 0, fine.stderr
+
+
+def test_one_worker_that_is_not_shown_the_same_keeps_all_from_saying_yes(start: Start, tmp_path):
+    script, runs = RECIPES / "joins_unlike.py", tmp_path / "runs"
+    programs = [start(script, runs, environment=slurm_task(number)) for number in (0, 1)]
+    for program in programs:
+        assert program.end() == 0, program.stderr
+    summary = json.loads((runs / "unlike" / "summary.json").read_text())
+    assert summary["same_as_one_machine"].startswith("not shown: the trial of another worker")
 
 
 def test_a_validation_is_weighted_by_what_the_loss_is_a_mean_of(run: Start):

@@ -21,7 +21,7 @@ from instep.comm.messages import Mark
 from instep.data import breadcrumb, keyed
 from instep.data.blame import odd_one_out, told
 from instep.data.breadcrumb import files_of
-from instep.data.contents import Chosen, content_of, rows_of
+from instep.data.contents import Chosen, content_of, noted, rows_of
 from instep.data.order import Indices, Order, key
 from instep.data.unreadable import TO_SKIP, tried
 from instep.errors import DataError
@@ -215,10 +215,8 @@ class Fetch:
         places = np.flatnonzero(self.chosen(epoch, indices)).tolist()
         samples = rows_of(batch, places) if places else None
         if samples is not None:
-            contents += [
-                [int(indices[place]), content_of(sample)]
-                for place, sample in zip(places, samples, strict=True)
-            ]
+            for place, sample in zip(places, samples, strict=True):
+                contents += noted(int(indices[place]), sample)
 
     def _together(
         self, epoch: int, indices: Indices, read: Callable[[Indices], Any], missed: Missed
@@ -258,7 +256,7 @@ class Fetch:
             )
         if self.chosen is not None:
             for place in np.flatnonzero(self.chosen(epoch, names)).tolist():
-                contents.append([int(names[place]), content_of(samples[place])])
+                contents += noted(int(names[place]), samples[place])
         if self._augment is None:
             return samples
         return [self._augmented(epoch, *pair) for pair in zip(names.tolist(), samples, strict=True)]
@@ -271,7 +269,7 @@ class Fetch:
         for place, index in enumerate(indices.tolist()):
             for sample in self._one(epoch, index, missed):
                 if flags is not None and flags[place]:
-                    contents.append([index, content_of(sample)])
+                    contents += noted(index, sample)
                 samples.append(self._augmented(epoch, index, sample))
         return samples
 

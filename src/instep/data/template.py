@@ -28,6 +28,9 @@ _ASK = struct.Struct("<cqq")
 _ANSWER = struct.Struct("<q")
 """The pid, or the error number below 0; the status of who was waited for."""
 
+_SILENT_S = 5.0
+"""Who gives no answer for so long was stopped: forking, and waiting for one that ends, is quick."""
+
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 """How long to wait before each further attempt at a fork that failed; in all less than who
 trains may wait for a read (`run/watch.py`)."""
@@ -56,6 +59,7 @@ class Template:
         sys.stdout.flush()  # else both processes would print what is waiting
         sys.stderr.flush()
         self._end, theirs = socket.socketpair()
+        self._end.settimeout(_SILENT_S)
         parent = os.getpid()
         # a signal between fork and `_serve` would be handled by a second copy of the parent
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -101,6 +105,8 @@ class Template:
                 answer = self._end.recv(_ANSWER.size, socket.MSG_WAITALL)
                 if len(answer) == _ANSWER.size:
                     return int(_ANSWER.unpack(answer)[0])
+        except TimeoutError:
+            self._kill()  # and with it those that it has forked
         except OSError:
             pass
         raise PeerError(f"the process that forks loader processes (pid {self.pid}) is no more.")
@@ -110,8 +116,13 @@ class Template:
         if self._end.fileno() < 0:
             return
         self._end.close()
+        self._kill()  # it may have been stopped; what it has forked has ended, or ends with it
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def _patiently(fork: Callable[[], int], say: Say) -> int:

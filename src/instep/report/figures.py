@@ -7,12 +7,13 @@ terminals nor colours nor words.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from instep.report.words import phases_in_words, some_workers, whole_seconds
+from instep.report.words import LAST_STEPS, phases_in_words, some_workers, whole_seconds
 from instep.spec import JobSpec
 
 Records = np.ndarray[Any, np.dtype[Any]]
@@ -44,8 +45,8 @@ class Row(NamedTuple):
 class Figures:
     """What is known of a run, in a size that does not grow with its length.
 
-    Rates, shares and the loss shown are means over recent steps that fade
-    out exponentially: over ten seconds, or over twenty steps where those are longer.
+    Rates and shares are means over recent steps that fade out exponentially: over ten
+    seconds, or over twenty steps where those are longer. The loss is that of the summary.
     """
 
     def __init__(self, job: JobSpec, name: str, clock: Callable[[], float]) -> None:
@@ -57,7 +58,6 @@ class Figures:
         self.ready: dict[str, Any] = {}
         self.generations = 0
         self.step = self.epoch = self.committed = 0
-        self.best = math.inf
         self.validated: dict[str, Any] = {}
         self.saved: tuple[float, dict[str, Any]] | None = None
         self.traffic: dict[int, tuple[float, float]] = {}
@@ -65,7 +65,9 @@ class Figures:
         """Whether a worker has told of a step in this session."""
         self._pauses_s = 0.0
         self._first_step = 0
-        self._loss = np.zeros(2)  # faded sum, faded count
+        self._losses = deque[tuple[float, int]](maxlen=LAST_STEPS)
+        self._sum: tuple[float, ...] = (0.0, 0)  # loss times samples, and samples
+        self._loss_step = 0  # the last that is in it
         self._sums = np.zeros((0, _SUMS))
         self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
         self._seen = np.zeros(0)  # when each worker was last heard of, on `clock`
@@ -90,6 +92,10 @@ class Figures:
         elif what == "validated":
             self.validated = event
             self._pauses_s += event["seconds"]
+        elif what == "epoch_finished" and not self.job.train.steps:
+            samples = event["samples"]  # of the epoch's steps in earlier sessions too
+            self._sum = event["loss"] * samples, samples
+            self._loss_step = max(self._loss_step, event["step"])
         elif what == "checkpoint_saved":
             self.saved = (self.clock(), event)
         elif what == "worker_failed":
@@ -143,20 +149,41 @@ class Figures:
         self._sums = self._sums * np.exp(-forget)[:, None] + new
         heard = new[:, _STEPS] > 0
         self._end[heard], self._seen[heard] = end[heard], self.clock()
-        self._follow_loss(steps["loss"], int(heard.sum()), float(np.exp(-forget[heard].mean())))
+        self._follow_loss(steps)
 
-    def _follow_loss(self, losses: Records, workers: int, keep: float) -> None:
-        if not math.isfinite(self._loss[0]):
-            self._loss[:] = 0
-        count = len(losses) / workers
-        self._loss = self._loss * keep + (float(losses.mean()) * count, count)
-        if self._loss[1] >= MEMORY_STEPS / 2:
-            self.best = min(self.best, self.loss)
+    def _follow_loss(self, steps: Records) -> None:
+        """Take in the losses of steps that are new; each worker tells of each, with the same."""
+        numbers, first = np.unique(steps["step"], return_index=True)
+        train, per_epoch = self.job.train, self._epoch_steps
+        for step, loss in zip(numbers.tolist(), steps["loss"][first].tolist(), strict=True):
+            if step <= self._loss_step:
+                continue
+            if not train.steps and (step - 1) // per_epoch != (self._loss_step - 1) // per_epoch:
+                self._losses.clear()
+                self._sum = (0.0, 0)
+            self._loss_step = step
+            size = train.global_batch
+            if self.ready:
+                size = min(size, self.ready["samples"] - (step - 1) % per_epoch * size)
+            if train.steps:
+                self._losses.append((loss * size, size))
+                sums = zip(*self._losses, strict=True)
+                self._sum = tuple(map(sum, sums))
+            else:
+                self._sum = self._sum[0] + loss * size, self._sum[1] + size
+
+    @property
+    def _epoch_steps(self) -> int:
+        """Steps of an epoch; of one without end, as long as nobody has said how many samples."""
+        return -(-self.ready["samples"] // self.job.train.global_batch) if self.ready else 1 << 62
 
     @property
     def loss(self) -> float:
-        """Mean of recent steps; NaN before the first."""
-        return float(self._loss[0] / self._loss[1]) if self._loss[1] else math.nan
+        """Mean over the samples of the epoch so far, or the last 100 steps where those are counted.
+
+        NaN before the first step.
+        """
+        return float(self._sum[0] / self._sum[1]) if self._sum[1] else math.nan
 
     @property
     def samples_per_s(self) -> float:

@@ -22,7 +22,14 @@ from typing import Any, Protocol, TextIO
 from instep.report.figures import Figures, Records
 from instep.report.run_folder import RunFolder
 from instep.report.screen import eta, heading, notice, progress_words, screen
-from instep.report.words import metrics_in_words, plural, printable, short_number, whole_seconds
+from instep.report.words import (
+    metrics_in_words,
+    of_what,
+    plural,
+    printable,
+    short_number,
+    whole_seconds,
+)
 from instep.spec import JobSpec
 from instep.units import readable_bytes, readable_count, readable_seconds
 
@@ -163,7 +170,8 @@ class PlainLines:
             epochs = f"/{figures.epochs}" if figures.epochs else ""
             return (
                 f"epoch {event['epoch'] + 1}{epochs} finished  step {readable_count(event['step'])}"
-                f"  loss {short_number(event['loss'])}  {plural(event['samples'], 'sample')}"
+                f"  training loss {short_number(event['loss'])} ({of_what(None)})"
+                f"  {plural(event['samples'], 'sample')}"
             )
         if what == "validated":
             return (
@@ -211,7 +219,7 @@ class PlainLines:
         elif figures.step != self._said_step:
             self._said_step = figures.step
             rate = f"{readable_count(figures.samples_per_s)} samples/s"
-            loss = f"loss {short_number(figures.loss)}"
+            loss = f"training loss {short_number(figures.loss)}"
             self._say("  ".join(filter(None, (progress_words(figures), loss, rate, eta(figures)))))
 
     def _say(self, text: str | None) -> None:

@@ -18,6 +18,7 @@ from instep.report.curves import charts
 from instep.report.markup import Html, embedded_json, join, section, tag
 from instep.report.run_folder import RunFolder
 from instep.report.summary import summarise
+from instep.report.words import of_what
 from instep.report.work import who_did_what
 
 
@@ -55,7 +56,7 @@ def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) 
     head = [tag("p", "instep", class_="mark"), tag("h1", " and ".join(names))]
     if len(runs) == 1:
         ends = [sections.verdict_line(summaries[0], runs[0])]
-        top = sections.tiles(summaries[0])
+        top = sections.tiles(summaries[0], of_what(runs[0].spec.train.steps))
     else:
         ends = list(map(sections.verdict_line, summaries, runs, names))
         top = sections.comparison(runs, summaries)

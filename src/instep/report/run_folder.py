@@ -33,6 +33,7 @@ Floats = NDArray[np.float64]
 PARTS = ("load", "forward", "backward", "wait", "wire", "update", "save")
 """Parts of a step, in the order in which they are spent; `NAME_s` in `STEPS`."""
 
+_MOST_WORKERS, _MOST_S = 1 << 20, 1e11  # what is beyond was never written by us
 _WINDOW = 4096  # ledger records at the end among which the last whole step is sought
 
 
@@ -65,6 +66,8 @@ class RunFolder:
         self.events = _events(self.path / "events.jsonl")
         self.ledger = _records(self.path / "ledger.bin", LEDGER)
         steps = _records(self.path / "steps.bin", STEPS)
+        _check_steps(steps, self.path / "steps.bin")
+        self._computed = steps  # those too that were taken back
         # in which session a step was recorded is told by clocks alone, that of the worker and
         # that of the master; where two hosts' differ, a step that was taken back may be left in
         for event, resumed_step in _goings_back(self.events):
@@ -271,8 +274,13 @@ class RunFolder:
         return sum(end - begin for begin, end in self.sessions)
 
     def training_seconds(self, worker: int | None = None) -> float:
-        """From the begin of the first step to the end of the last, for each session, summed."""
-        steps = self.steps if worker is None else self.steps_of(worker)
+        """From the begin of the first step to the end of the last, for each session, summed.
+
+        Steps that were taken back, and computed again, count: their time was spent.
+        """
+        steps = self._computed
+        if worker is not None:
+            steps = steps[steps["worker"] == worker]
         session = np.searchsorted([begin for begin, _ in self.sessions[1:]], steps["begin"])
         total = 0.0
         for number in np.unique(session):
@@ -285,6 +293,24 @@ def step_ends(steps: Records) -> Floats:
     """When each step was over, Unix seconds, [records]: its begin and all its parts."""
     ends: Floats = steps["begin"] + sum(steps[f"{part}_s"].astype(np.float64) for part in PARTS)
     return ends
+
+
+def _check_steps(steps: Records, path: Path) -> None:
+    """Refuse records that no worker can have written.
+
+    Raises:
+        RunError: names the first of them.
+    """
+    good = (steps["step"] > 0) & (steps["worker"] >= 0) & (steps["worker"] < _MOST_WORKERS)
+    good &= (steps["samples"] >= 0) & (steps["begin"] > 0) & (steps["begin"] < _MOST_S)
+    for part in PARTS:
+        good &= (steps[f"{part}_s"] > -1) & (steps[f"{part}_s"] < _MOST_S)
+    if not good.all():
+        number = int(np.argmin(good)) + 1
+        raise RunError(
+            f"{path} is damaged: record {number} of {len(steps)} is none that a worker writes. "
+            "It tells how long steps took, and their losses: remove it to read what else there is."
+        )
 
 
 def _in_order(steps: Records) -> Records:

@@ -10,6 +10,7 @@ from instep.report.figures import Figures, Row
 from instep.report.words import (
     corruption_in_words,
     metrics_in_words,
+    of_what,
     plural,
     printable,
     short_number,
@@ -54,7 +55,7 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":
         return f"corruption: {corruption_in_words(event)}"
-    if what == "stop_requested" and event["rule"] != "interrupted":
+    if what == "stop_requested" and event["by"] in ("master", "workers"):
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
         return f"stopping at the next commit, asked by {event['by']}"
@@ -141,11 +142,10 @@ def _starting(figures: Figures) -> list[Line]:
 def _training(figures: Figures, width: int, bar: str) -> list[Line]:
     loss = figures.loss
     line: Line = [
-        ("loss ", ""),
+        ("training loss ", ""),
         (short_number(loss), "bold" if math.isfinite(loss) else "bold red"),
+        (f" ({of_what(figures.job.train.steps)})", ""),
     ]
-    if math.isfinite(figures.best):
-        line.append((f"   best {short_number(figures.best)}", ""))
     checked = figures.validated
     found = (
         f"{metrics_in_words(checked)}   at step {readable_count(checked['step'])}"

@@ -58,9 +58,9 @@ def _cause(failure: Event) -> Html:
     return tag("div", *lines, tag("code", code) if code else "", class_="cause")
 
 
-def tiles(summary: dict[str, Any]) -> Html:
-    """The few figures that everybody looks for first."""
-    shown = [("training loss", figure(summary["loss"]))]
+def tiles(summary: dict[str, Any], of: str) -> Html:
+    """The few figures that everybody looks for first; `of` is what the loss is a mean of."""
+    shown = [(f"training loss, {of}", figure(summary["loss"]))]
     shown += [(f"validation {n}", figure(v)) for n, v in list(summary["metrics"].items())[:3]]
     shown += [
         ("samples per second", figure(summary["samples_per_second"], readable_count)),

@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 
 from instep.report.run_folder import PARTS, Records, RunFolder
-from instep.report.words import command, corruption_in_words, start_in_words, stop_words
+from instep.report.words import (
+    LAST_STEPS,
+    command,
+    corruption_in_words,
+    of_what,
+    short_number,
+    start_in_words,
+    stop_words,
+)
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
-
-_LAST_STEPS = 100  # a job that counts steps reports its loss over so many
 
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
@@ -112,7 +118,7 @@ def _final_loss(folder: RunFolder) -> float | None:
         newest = folder.committed["epoch"].max()
         kept &= np.isin(step, folder.committed["step"][folder.committed["epoch"] == newest])
     else:
-        kept &= step > folder.last_step - _LAST_STEPS
+        kept &= step > folder.last_step - LAST_STEPS
     if not kept.any():
         return None
     weight = _samples_of(folder, step[kept])
@@ -150,7 +156,7 @@ def finite(value: Any) -> Any:
 
 def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     """The lines that a run ends with on a terminal; the last ones are the next commands."""
-    figures = [_quality(summary), _effort(summary)]
+    figures = [_quality(summary, of_what(folder.spec.train.steps)), _effort(summary)]
     why = [f"rule    {summary['rule_text']}"] if summary["rule_text"] else []
     lines = [_ending(summary), *why, *_causes(folder), *(line for line in figures if line)]
     lines += [f"wrong   {corruption_in_words(e)}" for e in folder.named("corruption_found")]
@@ -223,8 +229,9 @@ def cause_words(failure: dict[str, Any]) -> str:
     return ": ".join(parts) or "unknown"
 
 
-def _quality(summary: dict[str, Any]) -> str:
-    words = [] if summary["loss"] is None else [f"loss {summary['loss']:.4g}"]
+def _quality(summary: dict[str, Any], of: str) -> str:
+    loss = short_number(summary["loss"])
+    words = [] if summary["loss"] is None else [f"training loss {loss} ({of})"]
     metrics = {name: v for name, v in summary["metrics"].items() if isinstance(v, (int, float))}
     if metrics:
         words.append("validation " + ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()))

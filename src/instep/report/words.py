@@ -24,6 +24,15 @@ def short_number(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.4g}"
 
 
+LAST_STEPS = 100
+"""Over so many steps the loss of a job that counts steps is the mean."""
+
+
+def of_what(steps: int | None) -> str:
+    """What the one training loss that is shown is a mean of; `steps` is the job's `train.steps`."""
+    return f"mean of the last {min(steps, LAST_STEPS)} steps" if steps else "mean of the epoch"
+
+
 def phases_in_words(phases: dict[str, float]) -> str:
     """`import torch 2.6 s  fork 12 ms`."""
     return "  ".join(f"{name} {readable_seconds(s)}" for name, s in phases.items())

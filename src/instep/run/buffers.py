@@ -222,7 +222,19 @@ def refuse_written(frozen: Iterable[tuple[str, nn.Parameter, int]]) -> None:
     """
     for name, parameter, version in frozen:
         if parameter._version != version:
-            raise RecipeError(
-                f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
-                "(register_buffer), so that workers can agree on it."
-            )
+            raise written(name, trained=False)
+
+
+def written(name: str, *, trained: bool) -> RecipeError:
+    """The error of a pass that wrote to a parameter."""
+    if trained:
+        return RecipeError(
+            f"the forward pass wrote to the parameter {name!r} (an embedding with max_norm does, "
+            "and a clamp in forward): workers run other passes, and would end with other models. "
+            "Do it before the optimizer's step, in a parametrization, or with workers = 1 and "
+            "train.micro_batches = 1."
+        )
+    return RecipeError(
+        f"the forward pass wrote to the frozen parameter {name!r}: make it a buffer "
+        "(register_buffer), so that workers can agree on it."
+    )

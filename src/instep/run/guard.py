@@ -26,6 +26,7 @@ from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, 
 from instep.comm.tie import Tie
 from instep.errors import RunError
 from instep.run.blame import as_error
+from instep.run.endings import signal_name
 from instep.run.launch.base import Launcher, Switchboard, host_log
 from instep.run.lease import Lease
 from instep.run.processes import on_signals, start_patiently
@@ -179,7 +180,7 @@ class Guard:
             log = self._run / "logs" / "master.log"
             raise RunError(f"the run's master failed: {_last_line(log)} Everything else: {log}")
         else:
-            why = self._hung or f"it was killed by {_name_of(-code)}"
+            why = self._hung or f"it was killed by {signal_name(code)}"
             now = time.monotonic()
             if self._due is None:  # it has just ended
                 self._check_restarts(why)
@@ -259,13 +260,6 @@ class Guard:
         if self._signs >= 0:
             os.close(self._signs)
             self._signs = -1
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _last_line(log: Path) -> str:

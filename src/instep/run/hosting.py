@@ -179,8 +179,13 @@ class Host:
         file = self.folder / "summary.json"
         if self._goes_on or not file.is_file():
             return finish(self.folder)
-        there: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return there
+        try:
+            there = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            there = None
+        if isinstance(there, dict):
+            return there
+        return finish(self.folder)  # all of it can be made anew
 
 
 def is_complete(run: RunFolder, job: JobSpec) -> bool:

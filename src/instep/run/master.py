@@ -224,6 +224,8 @@ class Master:
                 self._turn()  # it may be about to call again
             if followed:
                 self._act(mind.KillAll())  # whoever has come since
+            # first: a client that has heard it ends this process, and speaks itself
+            self._books.show(lambda view: view.close())
             self._tell_clients(outcome)
             return outcome
         finally:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from instep.data.keyed import states
 from instep.errors import RecipeError
-from instep.run.buffers import refuse_written
+from instep.run.buffers import written
 from instep.run.forward import Forward, to_device
 from instep.run.recipe import set_generators
 from instep.run.still import Still
@@ -37,13 +36,14 @@ from instep.run.weights import Weighing, derive, is_sum, weighing
 _MOVED_BY = 0.05
 """How far parameters are moved off their start, over their root mean square (or 1, where 0)."""
 
-_NEAR = {torch.float64: (1e-8, 1e-11), torch.float32: (2e-3, 2e-5)}
+_NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)
 """Two gradients are the same where they differ by less than so much of the parameter's own
-gradient, or so much of the gradient of all."""
+gradient, or so much of the gradient of all. Many models compute parts in float32 in any case."""
 
-_LEAST, _LONG_S = 4, 0.15
-"""Spots that are tried in any case, and for how long more of them are."""
+_LEAST, _EFFORT = 4, 2e9
+"""Spots that are tried in any case; and more while parameters times numbers in a batch, which
+grows as the work does and is the same on every machine, stays below this for all together."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
@@ -59,6 +59,16 @@ class Trial(NamedTuple):
     """`yes`, `no: ...` or `not shown: ...`."""
     derived: str = ""
     """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
+
+    def merged_always(self) -> Trial:
+        """What `train.merge = "always"` makes of it."""
+        verdict = self.verdict
+        if self.same and not self.merge:
+            verdict = (
+                f"no: train.merge = 'always' merges micro-batches although {self.reason}, and the "
+                "result depends on the number of workers. Leave train.merge out"
+            )
+        return self._replace(merge=True, reason="train.merge = 'always'", verdict=verdict)
 
     @property
     def same(self) -> bool:
@@ -91,13 +101,17 @@ NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
 """The trial of a job that has one micro-batch in every step."""
 
 
+ANOTHER_SAW = "not shown: the trial of another worker did not say yes"
+"""The verdict of a worker whose own was `yes`."""
+
+
 def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -> Trial:
     """Try whether micro-batches apart give what they give as one batch.
 
     Args:
         forward: of the worker; its model is left as it is.
         spots: where in the dataset to try, read as they are asked for; none where none can be
-            read. Of quick models more are tried than of slow ones.
+            read. Of small models more are tried than of large ones.
         whole: samples of a global batch, for the text.
         seed: for the draws of the passes and the parameters' new places.
 
@@ -122,8 +136,15 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
         model = copy.deepcopy(forward.model)
     except Exception as error:  # whatever a user's module cannot be copied for
         return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
+    spots = itertools.islice(itertools.chain([spot], spots), _how_many(model, spot))
     with _bench(forward, model, seed) as bench:
-        return _Tried(bench, forward, weighed, whole).verdict(itertools.chain([spot], spots))
+        return _Tried(bench, forward, weighed, whole).verdict(spots)
+
+
+def _how_many(model: nn.Module, spot: Spot) -> int:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    numbers = sum(tensor.numel() for tensor in _all_tensors(spot.both))
+    return max(_LEAST, int(_EFFORT / max(1, parameters * numbers)))
 
 
 def _hooked(model: nn.Module) -> str:
@@ -156,9 +177,8 @@ class _Bench:
     def __init__(self, forward: Forward, model: nn.Module, seed: int) -> None:
         self.forward, self.model, self._seed = forward, model, seed
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._frozen = [
-            (name, p, p._version) for name, p in model.named_parameters() if not p.requires_grad
-        ]
+        self.wide = False
+        """Whether it computes in float64, in which small differences show."""
         self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
         self._owners = [
             (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
@@ -181,6 +201,23 @@ class _Bench:
             by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
             parameter.add_((by * noise).to(parameter.device, parameter.dtype))
 
+    def widen(self, batch: Any, samples: int) -> bool:
+        """Compute in float64 from here on, if model and loss can; whether they can."""
+        if any(p.device.type != "cpu" for p in self.parameters.values()):
+            return False  # most GPUs are slow at it
+        model = copy.deepcopy(self.model)
+        model._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
+        with self.forward.on(model, "float32"):
+            bench = _Bench(self.forward, model, self._seed)
+            bench.wide, bench.draws = True, self.draws
+            try:
+                bench.run(batch, samples)
+            except (RuntimeError, TypeError, ValueError):  # something in it is made for float32
+                return False
+        self.__dict__.update(bench.__dict__)
+        self.forward.model = model
+        return True
+
     @torch.no_grad()
     def move_back(self) -> None:
         for name, parameter in self.parameters.items():
@@ -190,12 +227,15 @@ class _Bench:
         """One pass from the committed buffers; None where nothing in the batch counts."""
         self._reset()
         set_generators(self._seed)
+        before = [(name, p, p.detach().clone()) for name, p in self.model.named_parameters()]
         with self.draws():
-            found = self.forward.loss(batch, samples)
+            found = self.forward.loss(_wide(batch) if self.wide else batch, samples)
             if found is None:
                 return None
             found.loss.backward()
-        refuse_written(self._frozen)
+        for name, parameter, value in before:
+            if not torch.equal(parameter, value):
+                raise written(name, trained=parameter.requires_grad)
         gradients = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
             for name, p in self.parameters.items()
@@ -204,6 +244,16 @@ class _Bench:
         now = {name: module._buffers[own] for name, module, own, _, _ in self._owners}
         buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
         return _Pass(float(found.loss.detach()), found.weight, gradients, buffers)
+
+    def derived(self, batch: Any) -> set[str] | None:
+        """What the loss of a Hugging Face model is a mean of, as far as this batch tells."""
+        compute_loss = self.forward.recipe.compute_loss
+        assert compute_loss is not None
+        self._reset()
+        set_generators(self._seed)
+        batch = to_device(_wide(batch) if self.wide else batch, self.forward.device)
+        with self.draws(), self.forward.autocast():
+            return derive(self.model, compute_loss, batch)
 
     @torch.no_grad()
     def _reset(self) -> None:
@@ -228,6 +278,10 @@ def _bench(forward: Forward, model: nn.Module, seed: int) -> Iterator[_Bench]:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+def _nearness(bench: _Bench) -> tuple[float, float]:
+    return max(_NEAR.get(p.dtype, _NEAR_IN_SHORT) for p in bench.parameters.values())
+
+
 class _Tried:
     """The trial itself: a list of what differs, by name."""
 
@@ -236,24 +290,31 @@ class _Tried:
         self._known, self._name = weighed.known, weighed.name
         self._whole = whole
         self._derived = ""
-        dtypes = {p.dtype for p in bench.parameters.values()}
-        self._near, self._floor = max(_NEAR.get(dtype, _NEAR_IN_SHORT) for dtype in dtypes)
+        self._near, self._floor = _nearness(bench)
         self._differs: list[str] = []
+        self._moved_back = False
+        self._may_be: set[str] | None = None  # what a Hugging Face loss may be a mean of
+        self._agreed = 0  # batches that said so
         self._tried = 0  # pairs of which something counts
 
     def verdict(self, spots: Iterator[Spot]) -> Trial:
-        """Try spot after spot, until something differs, or enough of them have been tried."""
-        first, until = next(spots), time.monotonic() + _LONG_S
+        """Try spot after spot, until something differs."""
+        first = next(spots)
         drew = self._repeats(first)
         self._bench.draws = Still if drew else nullcontext
-        self._derive(first)
         self._known |= self._forward.weighs_itself
+        self._bench.widen(first.first, first.sizes[0])
+        self._near, self._floor = _nearness(self._bench)
         self._bench.move()
         moved = False
-        for number, spot in enumerate(itertools.chain([first], spots), start=1):
+        begin = self._bench.run(first.first, first.sizes[0])
+        for spot in itertools.chain([first], spots):
+            self._derive(spot)
             moved |= self._compare(spot)
-            if self._differs or (number >= _LEAST and time.monotonic() > until):
+            if self._differs:
                 break
+        if not self._moved_back:
+            self._check_again(first, begin)
         if self._differs:
             why = "; ".join(self._differs)
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
@@ -291,14 +352,19 @@ class _Tried:
             drew |= not (states().same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
 
         self._bench.draws = watched
-        once, again = (self._bench.run(spot.first, spot.sizes[0]) for _ in range(2))
+        once = self._bench.run(spot.first, spot.sizes[0])
+        self._check_again(spot, once)
+        return drew
+
+    def _check_again(self, spot: Spot, once: _Pass | None) -> None:
+        """Run a micro-batch again, which must give the same; else that is the reason."""
+        again = self._bench.run(spot.first, spot.sizes[0])
         if once is not None and again is not None and not self._same(once, again):
-            self._differs.append(
+            self._differs[:] = [
                 "the model or its loss gives another result when the same batch is run again (it "
                 "counts calls in Python, or draws from a generator of its own), and a step calls "
                 "it once for each micro-batch"
-            )
-        return drew
+            ]
 
     def _same(self, one: _Pass, other: _Pass) -> bool:
         return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
@@ -308,24 +374,18 @@ class _Tried:
     # ---- what a Hugging Face model's loss is a mean of
 
     def _derive(self, spot: Spot) -> None:
+        """Find out, until two batches have agreed."""
         recipe = self._forward.recipe
-        if self._known or recipe.compute_loss is None:
+        if self._known or recipe.compute_loss is None or self._may_be == set():
             return
-        names: list[list[str]] = []
         for batch in (spot.first, spot.second):
-            set_generators(0)
-            with self._bench.draws(), self._forward.autocast():
-                names.append(
-                    derive(
-                        self._bench.model,
-                        recipe.compute_loss,
-                        to_device(batch, self._forward.device),
-                    )
-                )
-        both = [name for name in names[0] if name in names[1]]
-        if both:
-            self._derived, self._known = both[0], True
-            self._forward.derive(both[0])
+            found = self._bench.derived(batch)
+            if found is not None:
+                self._may_be = found if self._may_be is None else self._may_be & found
+                self._agreed += 1
+        if self._may_be and self._agreed >= 2:
+            self._derived, self._known = min(self._may_be), True
+            self._forward.derive(self._derived)
 
     # ---- apart and as one
 
@@ -336,6 +396,7 @@ class _Tried:
         whole = run(spot.both, sum(sizes))
         if whole is not None and not math.isfinite(whole.loss):
             self._bench.move_back()  # a place where the model is not defined
+            self._moved_back = True
             passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
             whole = run(spot.both, sum(sizes))
         apart = [each for each in passes if each is not None]
@@ -365,7 +426,7 @@ class _Tried:
 
     def _by_loss(self, apart: float, whole: float, worst: str, seen: int) -> str:
         if self._forward.recipe.weight:
-            by = "Recipe.weight is not what it is a mean of"
+            by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
         else:
             by = (
                 "it compares the samples of a batch, or is a mean of something else than samples, "
@@ -521,6 +582,30 @@ def _mean(passes: Sequence[_Pass], shares: Sequence[float]) -> dict[str, Tensor]
 
 def _close(one: float, other: float, near: float) -> bool:
     return math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
+
+
+def _wide(batch: Any) -> Any:
+    """A nested batch with its float32 numbers in float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.dtype == torch.float32 else batch
+    if isinstance(batch, Mapping):
+        return {key: _wide(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_wide(value) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_wide(value) for value in batch)
+    return batch
+
+
+def _all_tensors(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    values = given.values() if isinstance(given, Mapping) else given
+    return (
+        [tensor for value in values for tensor in _all_tensors(value)]
+        if isinstance(given, (Mapping, tuple, list))
+        else []
+    )
 
 
 def _tensors(given: Any) -> list[Tensor]:

@@ -37,7 +37,7 @@ from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.rehearsal import try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
-from instep.run.sameness import NOTHING_TO_TRY, Spot, Trial, try_out
+from instep.run.sameness import ANOTHER_SAW, NOTHING_TO_TRY, Spot, Trial, try_out
 from instep.run.saving import Saver
 from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
@@ -337,9 +337,10 @@ class Training:
         seed = key(self.job.seed, OF_PASS, 0)
         with closing(reads):
             trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
-        if train.merge != "auto":
-            reason = f"train.merge = {train.merge!r}"
-            return trial._replace(merge=train.merge == "always", reason=reason)
+        if train.merge == "always":
+            return trial.merged_always()
+        if train.merge == "never":
+            return trial._replace(merge=False, reason="train.merge = 'never'")
         if train.determinism == "bits":
             reason = "determinism = 'bits' computes each micro-batch apart"
             return trial._replace(merge=False, reason=reason)
@@ -360,13 +361,15 @@ class Training:
         return list(spots.values())
 
     def _agree_on_trial(self, comm: Comm) -> None:
-        """Merge only where every member's trial says so; all go on with the trial of rank 0."""
+        """Merge only where every member's trial says so, and say `yes` only where each does."""
         trial = self._standing.trial or self._try()
         self._forward.derive(trial.derived)
-        merge = torch.tensor([float(trial.merge)], device=self.device)
-        comm.all_reduce(merge).wait()
-        if trial.merge and float(merge) < comm.size:
+        found = torch.tensor([float(trial.merge), float(trial.same)], device=self.device)
+        comm.all_reduce(found).wait()
+        if trial.merge and float(found[0]) < comm.size:
             trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
+        if trial.same and float(found[1]) < comm.size:  # one that had time for more spots
+            trial = trial._replace(verdict=ANOTHER_SAW)
         self._standing.trial = trial
         if self.job.check.strict and not trial.same:
             raise SpecError(

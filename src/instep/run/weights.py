@@ -200,7 +200,7 @@ DERIVED: dict[str, Weigh] = {
 
 def derive(
     model: nn.Module, compute_loss: Callable[[nn.Module, Any], Any], batch: Any
-) -> list[str]:
+) -> set[str] | None:
     """Which of `DERIVED` the loss of a Hugging Face model is a mean of, tried on one batch.
 
     The model's own loss is compared with cross entropy over its logits, shifted by one
@@ -212,17 +212,18 @@ def derive(
         batch: on the model's device.
 
     Returns:
-        Names from `DERIVED`; none where the model or the loss is of another kind.
+        Names from `DERIVED`; none where the model or the loss is of another kind. None where
+        this batch does not tell, as its loss is not finite.
     """
     if not _of_hugging_face(model) or not isinstance(batch, Mapping) or "labels" not in batch:
-        return []
+        return set()
     with torch.no_grad():
         output = model(**batch)
         given = compute_loss(model, batch)
     loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     labels = batch["labels"]
     if not all(isinstance(each, Tensor) for each in (given, loss, logits, labels)):
-        return []
+        return set()
     assert isinstance(logits, Tensor)
     assert isinstance(loss, Tensor)
     logits, loss = logits.float(), loss.float()
@@ -237,9 +238,11 @@ def derive(
                 logits[:, :-1].flatten(0, -2), labels[:, 1:].flatten()
             )
     same = functools.partial(torch.allclose, rtol=1e-3, atol=1e-6)
+    if not bool(loss.isfinite()):
+        return None
     if not same(given.float(), loss):
-        return []
-    return [name for name, value in candidates.items() if same(value, loss)]
+        return set()
+    return {name for name, value in candidates.items() if same(value, loss)}
 
 
 def _of_hugging_face(model: nn.Module) -> bool:

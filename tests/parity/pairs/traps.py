@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from pair import SAMPLES, Parts, honest, pair, said, samples_of
+from pair import SAMPLES, Parts, honest, pair, refused, said, samples_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -271,7 +271,7 @@ def padded_squares():
 # ---- what a model does to itself
 
 
-@pair("an embedding with a largest norm", honest("max_norm|norm|embed|parameter|writes|wrote"))
+@pair("an embedding with a largest norm", refused("parameter", alone=False))
 def largest_norm():
     """Scales down the rows that a batch looks up, in place: each worker others."""
 
@@ -287,7 +287,7 @@ def largest_norm():
     return Parts(model=Limited(), train=train, loss=nn.CrossEntropyLoss())
 
 
-@pair("parameters clamped by the forward pass", honest("parameter|clamp|writes|wrote|moved"))
+@pair("parameters clamped by the forward pass", refused("parameter", alone=False))
 def clamped_parameters():
     class Clamping(nn.Module):
         def __init__(self):

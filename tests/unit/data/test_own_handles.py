@@ -245,6 +245,24 @@ def test_the_process_that_forks_the_others_is_replaced_too(file_of):
         assert wrong([*batches, *loaded]) == ([], SAMPLES)
 
 
+def test_the_process_that_forks_the_others_is_replaced_where_it_was_stopped(file_of):
+    (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)
+    with closing(loader):
+        loaded = loader.load(SLICES)
+        batches = [next(loaded)]
+        stopped = loader._pool._template.pid
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(loader.pids[0], signal.SIGKILL)
+        assert wrong([*batches, *loaded]) == ([], SAMPLES)
+        assert loader._pool._template.pid != stopped
+
+
+def test_a_loader_ends_though_the_process_that_forks_the_others_was_stopped(file_of):
+    (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)
+    os.kill(loader._pool._template.pid, signal.SIGSTOP)
+    loader.close()
+
+
 def test_a_dataset_on_the_module_is_read_by_each_process_from_a_place_of_its_own(file_of):
     """What is open when a process is forked has one place in its file for both."""
     dataset = Plain(file_of(Plain), eager=True)

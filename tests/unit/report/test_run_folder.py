@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
@@ -5,6 +7,7 @@ from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledg
 from instep.errors import RunError
 from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.run_folder import RunFolder, Traffic
+from instep.report.summary import summarise
 
 
 def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
@@ -205,3 +208,32 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
     (path / name).mkdir()
     with pytest.raises(RunError, match=f"{name} cannot be read: Is a directory"):
         RunFolder(path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_garbage_for_step_records_is_one_sentence(tmp_path, seed):
+    run = make_run(tmp_path / "run")
+    dice = np.random.default_rng(seed)
+    steps = bytearray((run / "steps.bin").read_bytes())
+    at, size = int(dice.integers(0, len(steps) - 500)), int(dice.integers(100, 500))
+    steps[at : at + size] = dice.bytes(size)
+    (run / "steps.bin").write_bytes(steps)
+    with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is none"):
+        RunFolder(run)
+
+
+def test_time_that_was_spent_twice_counts_in_the_rate(tmp_path):
+    """Ten steps are trained, the last five of them again in a second session."""
+    run = make_run(tmp_path / "run", steps=10, outcome=None)
+    once = RunFolder(run).training_seconds()
+    steps = read_records(run / "steps.bin", STEPS)
+    again = steps[steps["step"] > 5].copy()
+    again["begin"] += 100
+    np.concatenate([steps, again]).tofile(run / "steps.bin")
+    with (run / "events.jsonl").open("a") as log:
+        begun = {"time": float(again["begin"].min()) - 1, "event": "run_started", "resumed_step": 5}
+        log.write(json.dumps(begun) + "\n")
+    folder = RunFolder(run)
+    assert len(np.unique(folder.steps["step"])) == len(folder.steps) / 2 == 10
+    assert folder.training_seconds() == pytest.approx(1.5 * once, rel=0.1)
+    assert summarise(folder)["samples_per_second"] == pytest.approx(640 / (1.5 * once), rel=0.1)

@@ -95,7 +95,10 @@ def test_the_verdict_of_a_good_run_ends_with_the_next_commands(tmp_path):
     (folder.path / "report.html").write_text("")
     lines = verdict(summarise(folder), folder)
     assert "48 steps   3,000 samples, each exactly once per epoch" in lines[0]
-    assert lines[1] == "loss 0.05024   validation loss 0.5, accuracy 0.8667"
+    assert (
+        lines[1]
+        == "training loss 0.0502 (mean of the epoch)   validation loss 0.5, accuracy 0.8667"
+    )
     assert lines[2].startswith("2 workers   ")
     assert lines[-4:] == [
         f"model   {folder.path}/model.safetensors   sha256 3f3f3f3f3f3f",

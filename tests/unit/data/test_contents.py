@@ -1,0 +1,98 @@
+"""What a sample holds, as a number: however it was read, and whatever it is."""
+
+import enum
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from instep.data.contents import Chosen, content_of, rows_of
+from instep.data.loader import Loader, Slice
+
+
+def test_a_sample_is_the_same_alone_and_as_a_row_of_a_batch():
+    samples = [
+        {"x": torch.arange(6.0).reshape(2, 3) + n, "y": n, "z": (0.5 * n, np.float32(n))}
+        for n in range(3)
+    ]
+    rows = rows_of(default_collate(samples), [0, 1, 2])
+    assert rows is not None
+    assert list(map(content_of, rows)) == list(map(content_of, samples))
+    assert len(set(map(content_of, samples))) == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+        (np.zeros(2), np.array([0.0, 1e-300])),
+        ("a", b"a"),
+        (["ab", "c"], ["a", "bc"]),
+        ([1, [2]], [[1], 2]),
+        ({"a": 1}, {"b": 1}),
+        (2**70, 2**70 + 1),
+        (enum.Enum("Kind", "A B").A, enum.Enum("Kind", "A B").B),
+    ],
+)
+def test_what_differs_has_another_number(one, other):
+    assert content_of(one) != content_of(other)
+
+
+class Endless:
+    """Refers to itself, as an element of a graph may."""
+
+    def __init__(self):
+        self.itself = self
+
+
+class Of:
+    """A dataset of one sample, again and again."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.sample
+
+
+class Kept(list):
+    """Stands for the file of contents."""
+
+    def add(self, epoch, contents):
+        self.extend(contents)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sample", "recorded"),
+    [(Endless(), 0), (enum.Enum("Kind", "A B").A, 4), (torch.tensor([1j]).conj(), 4)],
+)
+def test_a_strange_sample_is_trained_on_whether_its_content_can_be_told_or_not(sample, recorded):
+    kept = Kept()
+    made = Loader(Of(sample), seed=1, shuffle=True, processes=0, contents="all", collate=list)
+    with closing(made) as loader:
+        loader.record = kept
+        (batch,) = loader.load([Slice(0, 0, 4)])
+        assert len(batch) == 4
+        assert len(kept) == recorded
+        assert len(loader.fingerprint().contents) == 2 * recorded
+
+
+def test_the_same_samples_are_chosen_in_any_order_and_others_in_another_epoch():
+    indices = np.random.default_rng(0).permutation(64_000)
+    chosen = Chosen(64_000, 3, "sample")
+    mine = set(indices[chosen(0, indices)])
+    assert mine == {i for part in np.split(np.arange(64_000), 40) for i in part[chosen(0, part)]}
+    assert 400 < len(mine) < 640
+    assert len(mine & set(indices[chosen(1, indices)])) < 40
+    assert Chosen(64_000, 3, "all")(0, indices).all()
