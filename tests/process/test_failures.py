@@ -48,7 +48,7 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
         ("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
         ("loss", 5, "KeyError", "worker 1 failed at step 2, in loss: "),
         ("dataset", 4, "OSError", "worker 1 failed at step 2, in loading: "),
-        ("metric", 5, "ZeroDivisionError", "worker 0 failed, in trying a batch: metric error: "),
+        ("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
     ],
 )
 def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(

@@ -114,7 +114,9 @@ def test_a_file_that_does_not_fit_ends_the_run_with_the_names(file: Path, run: S
     first = program.error.splitlines()[0]
     assert f"{file} does not fit the model: 9 of 11 tensors match; wrong: head.weight" in first
     assert "start.partial = true" in first
-    program.check_nothing_is_left()
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+    assert list(program.work.iterdir()) == []  # it was refused before it trained
 
 
 def test_an_own_loop_is_told_to_load_and_freeze_by_itself(start: Start) -> None:
@@ -122,4 +124,6 @@ def test_an_own_loop_is_told_to_load_and_freeze_by_itself(start: Start) -> None:
     assert program.end() != 0
     assert "[start] is set, but your own loop makes model and optimizer" in program.stderr
     assert "instep.load_model(path, model)" in program.stderr
-    program.check_nothing_is_left()
+    program.check_no_process_is_left()
+    program.check_no_file_is_left()
+    assert list(program.work.iterdir()) == []  # it was refused before it trained

@@ -57,7 +57,7 @@ def test_a_master_that_is_killed_is_replaced_and_no_worker_starts_again(
     program = begin(start, tmp_path)
     program.until(program.is_training, "training")
     for count in range(1, 5):
-        reach(program, 50 * count)
+        reach(program, 20 * count)
         kill(pid_of(program, "master_started"))
         program.until(lambda: len(program.events("master_started")) > count, "another master")  # noqa: B023
     assert program.end() == 0, program.stderr

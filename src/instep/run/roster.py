@@ -82,7 +82,8 @@ class Roster:
     def of(self, role: str) -> list[Known]:
         """Those of one role that are believed to live, by number."""
         if role == "loader":
-            return [child for worker in self.of("worker") for child in _forks_of(worker, role)]
+            workers = self.of("worker")
+            return [child for each in workers for child in _forks_of(each, role, theirs=True)]
         if role == "spare":
             forks = [child for host in self.of("host") for child in _forks_of(host, role)]
             return [child for child in forks if _name_of(child.pid) == SPARE]
@@ -104,13 +105,13 @@ def roles_of(run: RunFolder) -> list[str]:
     return [*roles, *loader, *spare]
 
 
-def _forks_of(known: Known, role: str) -> Iterator[Known]:
-    """Forks of a process, and forks of those; what else it started is left alone."""
+def _forks_of(known: Known, role: str, *, theirs: bool = False) -> Iterator[Known]:
+    """Forks of a process, and also theirs if asked; what else it started is left alone."""
     with contextlib.suppress(psutil.Error):
         if not _is(known):
             return
         parent = psutil.Process(known.pid)
-        for child in sorted(parent.children(recursive=True), key=lambda each: each.pid):
+        for child in sorted(parent.children(recursive=theirs), key=lambda each: each.pid):
             with contextlib.suppress(psutil.Error):
                 if child.cmdline() == parent.cmdline():
                     yield Known(role, known.number, child.pid, time.time(), child.ppid())

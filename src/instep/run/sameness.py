@@ -174,8 +174,9 @@ def _first_line(error: Exception) -> str:
 class _Bench:
     """A copy of the model on which passes leave nothing."""
 
-    def __init__(self, forward: Forward, model: nn.Module, seed: int) -> None:
+    def __init__(self, forward: Forward, model: nn.Module, original: nn.Module, seed: int) -> None:
         self.forward, self.model, self._seed = forward, model, seed
+        self._original = original
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.wide = False
         """Whether it computes in float64, in which small differences show."""
@@ -205,10 +206,10 @@ class _Bench:
         """Compute in float64 from here on, if model and loss can; whether they can."""
         if any(p.device.type != "cpu" for p in self.parameters.values()):
             return False  # most GPUs are slow at it
-        model = copy.deepcopy(self.model)
+        model = copy.deepcopy(self._original).train()  # the other may hold what its passes left
         model._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
         with self.forward.on(model, "float32"):
-            bench = _Bench(self.forward, model, self._seed)
+            bench = _Bench(self.forward, model, self._original, self._seed)
             bench.wide, bench.draws = True, self.draws
             try:
                 bench.run(batch, samples)
@@ -267,13 +268,14 @@ class _Bench:
 @contextmanager
 def _bench(forward: Forward, model: nn.Module, seed: int) -> Iterator[_Bench]:
     """The copy in training mode, computing without autocast, which would hide small differences."""
+    original = forward.model
     model.train()
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     with ExitStack() as stack:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         stack.enter_context(forward.on(model, "float32"))
         try:
-            yield _Bench(forward, model, seed)
+            yield _Bench(forward, model, original, seed)
         finally:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
