@@ -95,10 +95,12 @@ def test_broadcast_gives_every_rank_the_tensor_of_the_root(seen):
 
 def survivor_of(comm, die):
     """Rank 1 dies between two sums; what the others see of it, by class and text."""
-    comm.all_reduce(torch.ones(4)).wait()
+    first = comm.all_reduce(torch.ones(4))
     if comm.rank == 1:
+        first.wait()
         die()
     try:
+        first.wait()  # who is slow may find the group broken here already
         for _ in range(3):
             comm.all_reduce(torch.ones(200_000)).wait()
     except PeerError as error:
