@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import PATIENCE_S, RECIPES, Start, Started
+from started import PATIENCE_S, RECIPES, SOON_S, Start, Started
 from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
@@ -176,6 +176,23 @@ def test_a_spare_that_is_stopped_is_replaced(start: Start, tmp_path: Path) -> No
     program.process.send_signal(signal.SIGINT)
     assert program.end() == 130
     assert len(program.events("worker_joined")) == 3
+
+
+def test_workers_that_wait_for_a_stopped_one_end_once_no_master_can_come(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, 3, "data.loaders=0")
+    program.until(program.is_training, "training")
+    reach(program, 40)
+    stopped = stop(newest_pids(program)[0])
+    for pid in (*(spare.pid for spare in spares(program)), pid_of(program, "host_joined")):
+        kill(pid)  # else it would end the workers
+    program.process.kill()
+    program.process.wait()
+    _, alive = psutil.wait_procs(set(program.processes()) - {stopped}, timeout=SOON_S)
+    assert [process.pid for process in alive] == []
+    stopped.send_signal(signal.SIGCONT)
+    program.check_no_process_is_left(soon_s=SOON_S)
 
 
 def joined(start: Start, folder: Path, steps: int) -> list[Started]:

@@ -283,7 +283,8 @@ class Tie:
         Args:
             pulse: what the process is at; called in that thread, a few times a second.
             on_arrival: told of each message as it arrives, in that thread; must not wait.
-            on_lapse: called there again and again while a lease has run out.
+            on_lapse: called there again and again while a lease has run out, and once where
+                the master is gone for good: a peer that hangs would be waited for without end.
         """
         self._thread = threading.Thread(
             target=self._listen, args=(pulse, on_arrival, on_lapse), name="instep tie", daemon=True
@@ -314,7 +315,7 @@ class Tie:
                 on_arrival(message)
             if self.lapsed:
                 on_lapse()
-        if self.lapsed and not self._closed:
+        if (self._gone is not None or self.lapsed) and not self._closed:
             on_lapse()
 
     def _beat(self, pulse: Pulse) -> None:
