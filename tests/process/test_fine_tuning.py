@@ -126,4 +126,4 @@ def test_an_own_loop_is_told_to_load_and_freeze_by_itself(start: Start) -> None:
     assert "instep.load_model(path, model)" in program.stderr
     program.check_no_process_is_left()
     program.check_no_file_is_left()
-    assert list(program.work.iterdir()) == []  # it was refused before it trained
+    assert list((program.work / "runs").iterdir()) == []  # it was refused before it trained
