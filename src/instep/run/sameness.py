@@ -352,7 +352,7 @@ class _Tried:
         if _close(loss, whole.loss, self._near) and not worst:
             return moved
         self._refuse_sum(apart, whole)
-        seen = max(sizes)
+        seen = sizes[0]  # the second may have been made longer
         culprit = self._looks_at_its_batch(spot)
         if culprit:
             self._differs.append(
