@@ -267,8 +267,9 @@ class _Tried:
             return Trial(
                 False,
                 why,
-                f"not shown: {why}. Say it with Recipe.weight (weight=len where it is the samples "
-                "of a batch), or return instep.WeightedLoss(total, weight)",
+                f"not shown: {why}. Say it with Recipe.weight (where it is the samples of an "
+                "(inputs, target), weight=lambda batch: len(batch[0])), or return "
+                "instep.WeightedLoss(total, weight)",
             )
         if moved:
             return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
