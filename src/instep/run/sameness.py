@@ -330,8 +330,9 @@ class _Tried:
             return Trial(
                 False,
                 why,
-                f"not shown: {why}. Say it with Recipe.weight (weight=len where it is the samples "
-                "of a batch), or return instep.WeightedLoss(total, weight)",
+                f"not shown: {why}. Say it with Recipe.weight (where it is the samples of an "
+                "(inputs, target), weight=lambda batch: len(batch[0])), or return "
+                "instep.WeightedLoss(total, weight)",
             )
         if moved:
             return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
@@ -415,7 +416,7 @@ class _Tried:
         if _close(loss, whole.loss, self._near) and not worst:
             return moved
         self._refuse_sum(apart, whole)
-        seen = max(sizes)
+        seen = sizes[0]  # the second may have been made longer
         culprit = self._looks_at_its_batch(spot)
         if culprit:
             self._differs.append(

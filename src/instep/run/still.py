@@ -21,7 +21,8 @@ _CONSTANT = 0.5
 class Still(TorchDispatchMode):
     """In this context torch draws constants: dropout drops nothing, noise is one number.
 
-    A permutation is the reversed order: it joins samples, and is to be seen doing so.
+    A permutation is the reversed order: it joins samples, and is to be seen doing so. So is
+    the order that equal numbers are sorted into, since `rand(n).argsort()` is a permutation too.
     """
 
     def __torch_dispatch__(
@@ -29,9 +30,12 @@ class Still(TorchDispatchMode):
     ) -> Any:
         """Pass on what does not draw."""
         kwargs = dict(kwargs or {})
+        name = func._schema.name
+        if name == "aten::sort":
+            return _sorted(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        name, arguments = func._schema.name, func._schema.arguments
+        arguments = func._schema.arguments
         of_dropout = {"dropout_p", "dropout", *(["p"] if "dropout" in name else [])}
         given = list(args)
         drops = False
@@ -51,3 +55,14 @@ class Still(TorchDispatchMode):
             return drawn.fill_(_CONSTANT)
         low = next((given[i] for i, a in enumerate(arguments[: len(given)]) if a.name == "low"), 0)
         return drawn.fill_(1 if "bernoulli" in name else low)
+
+
+def _sorted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sort; where all is one number, as what was drawn is, into the reversed order."""
+    values, order = func(*args, **kwargs)
+    if not values.dim() or not values.numel() or not bool((values == values.flatten()[0]).all()):
+        return values, order
+    places = [argument.name for argument in func._schema.arguments]
+    place = places.index("dim")
+    dim = kwargs.get("dim", args[place] if place < len(args) else -1)
+    return values, order.flip(dim)

@@ -347,7 +347,11 @@ class Training:
         return trial
 
     def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
-        """Pairs of neighbouring micro-batches, and both as one, from all over an epoch."""
+        """Pairs of neighbouring micro-batches, and both as one, from all over an epoch.
+
+        Every other pair is uneven: a weight that forgets how many samples there are, such as
+        the `len` of a tuple, is right wherever micro-batches are of one size.
+        """
         train = self.job.train
         steps = steps_in_epoch(self.samples, train.global_batch)
         spots: dict[Slice, tuple[Slice, Slice, Slice]] = {}
@@ -356,7 +360,11 @@ class Training:
             parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
             if len(parts) > 1:  # another pair of each step, as there may be but one
                 place = 2 * number % (len(parts) - 1)
-                first, second = (part.samples for part in parts[place : place + 2])
+                first, second, *more = (part.samples for part in parts[place : place + 3])
+                if number % 2 and second.stop - second.first > 2:  # layers may refuse one sample
+                    second = second._replace(stop=second.stop - 1)
+                elif number % 2 and more:
+                    second = second._replace(stop=more[0].stop)
                 spots[first] = first, second, first._replace(stop=second.stop)
         return list(spots.values())
 

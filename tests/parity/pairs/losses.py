@@ -270,6 +270,17 @@ def own_loss_weighed():
     )
 
 
+@pair("a loss of the user's own, weighed by the len of a tuple (wrong)", said("weight"))
+def own_loss_weighed_by_fields():
+    """`len((inputs, target))` is 2: wrong wherever micro-batches are of different sizes."""
+    return Parts(
+        model=mlp(outputs=3),
+        train=regression(),
+        loss=lambda outputs, target: (outputs - target).abs().pow(1.5).mean(),
+        given={"weight": len},
+    )
+
+
 @pair("sum loss of torch", refused("sum", alone=False))
 def sum_of_torch():
     return Parts(

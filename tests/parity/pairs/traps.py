@@ -98,6 +98,42 @@ def mixup():
     return Parts(model=mlp(), train=classes(), compute_loss=loss, given={"weight": samples_of})
 
 
+class Mixed(nn.Module):
+    """Mixes each sample with another, whose order is that of numbers drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        if self.training:
+            x = 0.8 * x + 0.2 * x[torch.rand(len(x)).argsort()]
+        return self.body(x)
+
+
+@pair("mixup by sorted draws", said(COMPARED), draws=True)
+def mixup_by_sorted_draws():
+    return Parts(model=Mixed(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Masked(nn.Module):
+    """Drops features that are chosen by sorted draws, for each sample apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        if self.training:
+            x = x.scatter(1, torch.rand_like(x).argsort(dim=1)[:, :2], 0.0)
+        return self.body(x)
+
+
+@pair("features masked by sorted draws", draws=True)
+def masked_by_sorted_draws():
+    return Parts(model=Masked(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
 # ---- settings
 
 
