@@ -328,10 +328,18 @@ def check_format(run: Path) -> None:
     _job(run)
 
 
+_OF_A_RUN = ("run.id", "events.jsonl", "ledger.bin", "journal.sqlite")
+
+
 def _job(run: Path) -> dict[str, Any]:
     """The raw tables of a run's job; runs of format 1 did not say which they were of."""
     table = read_table(run / "job.toml")
     found = table.get("format", 1 if "recipe" in table else FORMAT)  # else it is no job at all
+    if "format" not in table and not any((run / name).exists() for name in _OF_A_RUN):
+        raise RunError(
+            f"{str(run)!r} is not the folder of a run: its job.toml is one that a run can be made "
+            "of, and there is nothing that a run leaves. Give the run's own folder, runs/NAME."
+        )
     if found != FORMAT and type(found) is int:
         raise RunError(other_format(f"the run in {run}", found, _written_by(run)))
     return table

@@ -435,11 +435,13 @@ class _Tried:
                 "it compares the samples of a batch, or is a mean of something else than samples, "
                 "which Recipe.weight can say"
             )
-        gradient = f" (so is the gradient of {worst!r})" if worst else ""
+        if worst and _close(apart, whole, self._near):
+            what = f"has another gradient, of {worst!r}, for two micro-batches apart than for both"
+        else:
+            what = f"is {apart:.6g} for two micro-batches apart and {whole:.6g} for both"
         return (
-            f"{self._name} is {apart:.6g} for two micro-batches apart and {whole:.6g} for both as "
-            f"one batch{gradient}: {by}. It sees {seen} samples at a time, where one machine would "
-            f"show it {self._whole}"
+            f"{self._name} {what} as one batch: {by}. It sees {seen} samples at a time, where one "
+            f"machine would show it {self._whole}"
         )
 
     def _refuse_sum(self, apart: Sequence[_Pass], whole: _Pass) -> None:

@@ -381,8 +381,7 @@ class Training:
         self._standing.trial = trial
         if self.job.check.strict and not trial.same:
             raise SpecError(
-                f"check.strict = true, and the run is not shown to give the result of one machine: "
-                f"{trial.verdict}."
+                f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
             )
 
     @property

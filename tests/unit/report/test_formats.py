@@ -141,3 +141,10 @@ def test_events_that_do_not_say_who_wrote_them_are_no_traceback(tmp_path):
     )
     with pytest.raises(RunError, match=r"was written by instep 0\.1 in format 1; "):
         RunFolder(run)
+
+
+def test_a_folder_with_a_job_file_of_the_users_own_is_no_run(tmp_path):
+    (tmp_path / "job.toml").write_text('recipe = "net.py:recipe"\n')
+    with pytest.raises(RunError, match="is not the folder of a run") as error:
+        RunFolder(tmp_path)
+    assert "runs/NAME" in str(error.value)
