@@ -143,14 +143,15 @@ def test_by_default_a_keyed_sample_is_recorded_whoever_reads_it(
 def test_a_killed_worker_and_its_loader_processes_leave_no_wrong_sample(
     tmp_path: Path, capsys: Out
 ) -> None:
-    run = trained(tmp_path, arguments={"how": "drawing"}, workers=2)
+    train = {"epochs": 40, "global_batch": 16, "merge": "never"}  # there must be time for all kills
+    run = trained(tmp_path, arguments={"how": "drawing"}, workers=2, train=train)
     whole = np.unique(read_all(run)).tolist()
     other = tmp_path / "broken"
     other.mkdir()
     job = other / "job.toml"
     job.write_text(
         f'recipe = "{RECIPES / "in_a_file.py"}:recipe"\nseed = 5\nworkers = 2\nname = "read"\n'
-        '[train]\nepochs = 2\nglobal_batch = 16\nmerge = "never"\n[check]\ncontent = "all"\n'
+        '[train]\nepochs = 40\nglobal_batch = 16\nmerge = "never"\n[check]\ncontent = "all"\n'
         f'[data]\nloaders = 2\n[arguments]\npath = "{tmp_path / "rows"}"\nhow = "drawing"\n'
     )
     broken = ["chaos", str(job), "--runs", str(other), "--kills", "3", "--roles", "worker,loader"]
