@@ -48,7 +48,7 @@ from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
 
-_SPOTS = 32
+_SPOTS = 8
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
 
