@@ -40,7 +40,7 @@ def test_a_sample_that_kills_who_reads_it_ends_the_run_and_is_named(
     program = deadly(run, "segfault", workers, "data.loaders=0")
     first = failed(program)
     assert program.process.returncode == 4
-    assert "failed at step 11, in loading: the process was killed by SIGSEGV" in first
+    assert "failed at step 12, in loading: the process was killed by SIGSEGV" in first
     assert f"while it read sample {MARKED} ({FILE})" in first
     assert "3 times" in first
     assert "data.unreadable = 'skip'" in first
@@ -89,7 +89,7 @@ def test_a_sample_that_never_ends_is_tried_twice_and_is_the_cause(run: Start) ->
     program = deadly(run, "loops", 1, "data.loaders=0", 'data.unreadable="skip"')
     assert program.end() == 0, program.stderr
     short, long = program.events("worker_hung")
-    assert short["step"] == long["step"] == 11
+    assert short["step"] == long["step"] == 12
     assert float(short["how"].split()[-2]) < 3.0
     assert UNKNOWN_S <= float(long["how"].split()[-2]) < UNKNOWN_S + 2.0
     (skipped, _) = RunFolder(program.run).skipped
@@ -115,7 +115,7 @@ def test_a_loader_process_that_loops_once_costs_a_moment_and_no_worker(
 
 
 def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
-    program = deadly(run, "", 1, "data.loaders=2", "train.epochs=200")
+    program = deadly(run, "", 1, "data.loaders=2", "train.epochs=50")
     program.until(
         lambda: (
             (program.work / "runs").is_dir()
@@ -139,7 +139,7 @@ def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tel
 ) -> None:
     program = deadly(run, "segfault", 1, 'arguments.at="model"', *settings)
     first = failed(program)
-    assert "failed at step 7: the process was killed by SIGSEGV" in first
+    assert "failed at step 8: the process was killed by SIGSEGV" in first
     assert "3 times" in first
     assert "sample" not in first
     assert len(program.events("went_back")) == 2
@@ -150,4 +150,4 @@ def test_a_model_that_is_killed_at_one_step_ends_the_run_after_ten_times(run: St
     first = failed(program)
     assert "killed by SIGKILL" in first
     assert "It happened 10 times" in first
-    assert "no step after 6 was committed" in first
+    assert "no step after 7 was committed" in first

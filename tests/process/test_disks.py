@@ -68,6 +68,7 @@ class OnDisk:
         assert self.program.end() == 6, self.program.stderr
         for part in parts:
             assert part in self.program.error.splitlines()[0]
+        assert f"to go on: instep resume {self.path}" in self.program.error
         assert "Traceback" not in self.program.stderr
         assert self.program.stderr.count("instep: ") == 1
         self.program.check_no_process_is_left()

@@ -63,7 +63,7 @@ def test_a_master_that_is_stopped_is_replaced_and_no_worker_starts_again(
 
 
 def test_ctrl_c_stops_and_saves_a_run_whose_master_is_stopped(start: Start, tmp_path: Path) -> None:
-    program = begin(start, tmp_path)
+    program = begin(start, tmp_path, 3, "train.steps=3000")
     program.until(program.is_training, "training")
     reach(program, 60)
     stop(pid_of(program, "master_started"))
@@ -76,7 +76,7 @@ def test_ctrl_c_stops_and_saves_a_run_whose_master_is_stopped(start: Start, tmp_
 
 
 def test_ctrl_c_twice_ends_a_run_whose_master_is_stopped(start: Start, tmp_path: Path) -> None:
-    program = begin(start, tmp_path)
+    program = begin(start, tmp_path, 3, "train.steps=3000")
     program.until(program.is_training, "training")
     stop(pid_of(program, "master_started"))
     program.process.send_signal(signal.SIGINT)

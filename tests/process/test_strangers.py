@@ -16,7 +16,7 @@ import instep
 pytestmark = pytest.mark.process
 
 STRANGERS, FILES = 2000, 1024
-TRAIN = {"epochs": 30, "global_batch": 16, "threads": 1, "determinism": "bits"}
+TRAIN = {"epochs": 150, "global_batch": 16, "threads": 1, "determinism": "bits"}
 
 LIMITED = f"""
 import resource, runpy, sys
@@ -30,7 +30,7 @@ runpy.run_module("instep", run_name="__main__")
 def room() -> Iterator[ExitStack]:
     """For as many sockets on our side, which end with the test."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(before, 2 * STRANGERS)), most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(before, 3 * STRANGERS)), most))
     with ExitStack() as stack:
         yield stack
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
@@ -76,9 +76,9 @@ def test_two_thousand_strangers_change_nothing_where_a_thousand_files_may_be_ope
     program = start("-c", LIMITED, "run", job)
     program.until(lambda: bool(masters(program)), "listening")
     (address,) = masters(program)
-    call(address, STRANGERS // 2, room)  # nobody of the run has called yet
+    call(address, STRANGERS, room)  # nobody of the run has called yet
     program.until(program.is_training, "training")
-    call(address, STRANGERS // 2, room)
+    call(address, STRANGERS, room)
     assert program.events("run_finished") == []
     assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == undisturbed.summary["parameters_sha256"]

@@ -18,8 +18,6 @@ on taken to move in every pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -113,7 +111,9 @@ class Buffers:
                     f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
                     "which was None: run one batch through the model in the recipe."
                 )
-        refuse_written(self._frozen)
+        for name, parameter, version in self._frozen:
+            if parameter._version != version:
+                raise written(name, trained=False)
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
@@ -209,20 +209,6 @@ class Buffers:
             self.moved.add(id(self._live[index]))
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)
-
-
-def refuse_written(frozen: Iterable[tuple[str, nn.Parameter, int]]) -> None:
-    """Refuse a pass that wrote to a frozen parameter, which workers would not agree on.
-
-    Args:
-        frozen: name, parameter, and its version before the pass.
-
-    Raises:
-        RecipeError: it did.
-    """
-    for name, parameter, version in frozen:
-        if parameter._version != version:
-            raise written(name, trained=False)
 
 
 def written(name: str, *, trained: bool) -> RecipeError:

@@ -236,6 +236,10 @@ def _conduct(
             launcher.start(replace(switchboard.seat, host=number), folder / "logs")
         began = started or time.time()
         over = _follow(job, folder, origin, switchboard, launcher, began, audience)
+    except RunError as error:  # there is no master any more; what was committed is there
+        with suppress(InstepError):
+            finish(folder)
+        raise RunError(f"{error}{way_on(folder)}") from None
     finally:
         launcher.stop()
         switchboard.close()
@@ -434,10 +438,14 @@ def failure(worker: int, word: Failed, folder: Path) -> InstepError:
         lines.append(f"  {word.where}: {word.line}")
     if (folder / "logs" / log).exists():  # under torchrun, others keep the output
         lines.append(f"  everything else: {folder / 'logs' / log}")
-    if any((folder / "checkpoints").glob("step-*")):
-        from instep.report.run_folder import RunFolder
-
-        lines.append(f"  to go on: {RunFolder(folder).way_on}")
-    error = WorkerError("\n".join(lines))
+    error = WorkerError("\n".join(lines) + way_on(folder))
     error.exit_code = word.exit_code
     return error
+
+
+def way_on(folder: Path) -> str:
+    """A line for the error of a run: how to go on, where there is a checkpoint to go on from."""
+    from instep.report.run_folder import RunFolder
+
+    saved = any((folder / "checkpoints").glob("step-*"))
+    return f"\n  to go on: {RunFolder(folder).way_on}" if saved else ""

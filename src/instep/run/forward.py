@@ -6,7 +6,7 @@ precision, and nothing of workers or steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -200,12 +200,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor of a nested batch on `device`; the rest as it is."""
     if device.type == "cpu":
         return batch
+    return on_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nested batch with every tensor changed; the rest as it is."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: on_tensors(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(on_tensors(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(on_tensors(value, change) for value in batch)
     return batch

@@ -217,7 +217,7 @@ class Guard:
             raise RunError(
                 f"the run's master gave no sign of life {self._hangs} times in a row, and each "
                 f"was replaced ({why}, the last). Look at the disk that holds {self._run}, and "
-                "whether something stops this machine's processes. To go on: instep resume."
+                "whether something stops this machine's processes."
             )
         if len(self._starts) > MOST_RESTARTS and self._starts[-MOST_RESTARTS] > (
             time.monotonic() - WITHIN_S

@@ -25,7 +25,7 @@ from instep.comm.messages import Over, Refused, Welcome
 from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.run import blame, placement
-from instep.run.client import about, failure, finish, recipe_sha256, refused
+from instep.run.client import about, failure, finish, recipe_sha256, refused, way_on
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
 from instep.run.guard import Guard
 from instep.run.journal import Begin, Journal
@@ -159,6 +159,8 @@ class Host:
         try:
             self._thread.join()
             self.uninvite()
+            if isinstance(self._broke, RunError):
+                raise RunError(f"{self._broke}{way_on(self.folder)}")
             if isinstance(self._broke, InstepError):
                 raise self._broke
             if self._broke is not None:

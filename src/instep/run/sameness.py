@@ -19,7 +19,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from instep.data.keyed import states
 from instep.errors import RecipeError
 from instep.run.buffers import written
-from instep.run.forward import Forward, to_device
+from instep.run.forward import Forward, on_tensors, to_device
 from instep.run.recipe import set_generators
 from instep.run.still import Still
 from instep.run.weights import Weighing, derive, is_sum, weighing
@@ -41,9 +41,10 @@ _NEAR_IN_SHORT = (1e-1, 1e-2)
 """Two gradients are the same where they differ by less than so much of the parameter's own
 gradient, or so much of the gradient of all. Many models compute parts in float32 in any case."""
 
-_LEAST, _EFFORT = 4, 2e9
+_LEAST, _EFFORT, _READS = 4, 2e9, 2048
 """Spots that are tried in any case; and more while parameters times numbers in a batch, which
-grows as the work does and is the same on every machine, stays below this for all together."""
+grows as the work does and is the same on every machine, stays below the second for all together,
+and the samples read below the third."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
@@ -144,7 +145,8 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
 def _how_many(model: nn.Module, spot: Spot) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     numbers = sum(tensor.numel() for tensor in _all_tensors(spot.both))
-    return max(_LEAST, int(_EFFORT / max(1, parameters * numbers)))
+    reads = 2 * sum(spot.sizes)
+    return max(_LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
 
 
 def _hooked(model: nn.Module) -> str:
@@ -202,22 +204,21 @@ class _Bench:
             by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
             parameter.add_((by * noise).to(parameter.device, parameter.dtype))
 
-    def widen(self, batch: Any, samples: int) -> bool:
-        """Compute in float64 from here on, if model and loss can; whether they can."""
+    def widened(self, batch: Any, samples: int) -> _Bench:
+        """A bench in float64, where model and loss can compute in it; else this one."""
         if any(p.device.type != "cpu" for p in self.parameters.values()):
-            return False  # most GPUs are slow at it
+            return self  # most GPUs are slow at it
         model = copy.deepcopy(self._original).train()  # the other may hold what its passes left
         model._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
+        bench = _Bench(self.forward, model, self._original, self._seed)
+        bench.wide, bench.draws = True, self.draws
         with self.forward.on(model, "float32"):
-            bench = _Bench(self.forward, model, self._original, self._seed)
-            bench.wide, bench.draws = True, self.draws
             try:
                 bench.run(batch, samples)
             except (RuntimeError, TypeError, ValueError):  # something in it is made for float32
-                return False
-        self.__dict__.update(bench.__dict__)
+                return self
         self.forward.model = model
-        return True
+        return bench
 
     @torch.no_grad()
     def move_back(self) -> None:
@@ -271,13 +272,12 @@ def _bench(forward: Forward, model: nn.Module, seed: int) -> Iterator[_Bench]:
     original = forward.model
     model.train()
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    with ExitStack() as stack:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        stack.enter_context(forward.on(model, "float32"))
-        try:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        with forward.on(model, "float32"):
             yield _Bench(forward, model, original, seed)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _nearness(bench: _Bench) -> tuple[float, float]:
@@ -305,7 +305,7 @@ class _Tried:
         drew = self._repeats(first)
         self._bench.draws = Still if drew else nullcontext
         self._known |= self._forward.weighs_itself
-        self._bench.widen(first.first, first.sizes[0])
+        self._bench = self._bench.widened(first.first, first.sizes[0])
         self._near, self._floor = _nearness(self._bench)
         self._bench.move()
         moved = False
@@ -591,15 +591,7 @@ def _close(one: float, other: float, near: float) -> bool:
 
 def _wide(batch: Any) -> Any:
     """A nested batch with its float32 numbers in float64."""
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.dtype == torch.float32 else batch
-    if isinstance(batch, Mapping):
-        return {key: _wide(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_wide(value) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_wide(value) for value in batch)
-    return batch
+    return on_tensors(batch, lambda t: t.double() if t.dtype == torch.float32 else t)
 
 
 def _all_tensors(given: Any) -> list[Tensor]:

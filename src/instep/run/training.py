@@ -48,7 +48,7 @@ from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
 
-_SPOTS = 8
+_SPOTS = 32
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
 
@@ -376,7 +376,7 @@ class Training:
         comm.all_reduce(found).wait()
         if trial.merge and float(found[0]) < comm.size:
             trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
-        if trial.same and float(found[1]) < comm.size:  # one that had time for more spots
+        if trial.same and float(found[1]) < comm.size:
             trial = trial._replace(verdict=ANOTHER_SAW)
         self._standing.trial = trial
         if self.job.check.strict and not trial.same:

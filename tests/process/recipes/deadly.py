@@ -14,15 +14,16 @@ from torch import Tensor, nn
 import instep
 from instep.data.order import Order
 
-SAMPLES, BATCH, SEED = 256, 16, 5
-MARKED = int(Order(SAMPLES, SEED).indices(0, 10 * BATCH + 5, 10 * BATCH + 6)[0])
-"""In the middle of step 11: what is looked at before the first does not reach it."""
+SAMPLES, BATCH, SEED = 1024, 16, 5  # so many that what is tried before training leaves out
+MARKED = int(Order(SAMPLES, SEED).indices(0, 11 * BATCH + 5, 11 * BATCH + 6)[0])
+"""In the middle of step 12."""
 
-OF_STEP_7 = int(Order(SAMPLES, SEED).indices(0, 6 * BATCH, 6 * BATCH + 1)[0])
+OF_STEP_8 = int(Order(SAMPLES, SEED).indices(0, 7 * BATCH, 7 * BATCH + 1)[0])
+"""The first of step 8."""
 
 
 def recipe(how: str, at: str = "dataset") -> instep.Recipe:
-    """Who meets the marked sample, or computes step 7, does as `how` says."""
+    """Who meets the marked sample, or computes step 8, does as `how` says."""
     made = tiny.recipe()
     inputs, target = torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3
     inputs[:, 0] = torch.arange(SAMPLES)
@@ -55,7 +56,7 @@ class Model(nn.Module):
         self.inner, self.how = inner, how
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.training and (inputs[:, 0] == OF_STEP_7).any():
+        if self.training and (inputs[:, 0] == OF_STEP_8).any():
             meet(self.how)
         outputs: Tensor = self.inner(inputs / SAMPLES)
         return outputs

@@ -1,5 +1,6 @@
 """A model whose forward pass, a dataset whose read, or a recipe that does not end, once."""
 
+import copy
 import os
 import re
 import signal
@@ -48,6 +49,10 @@ class Model(nn.Module):
     def __init__(self, inner: nn.Module, how: str, once: Path) -> None:
         super().__init__()
         self.inner, self.how, self.once, self.passes = inner, how, once, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Model":
+        """A copy, on which things are tried before training, does not hang."""
+        return Model(copy.deepcopy(self.inner, memo), "", self.once)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes += 1

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.events import STEPS, EventLog
+from instep.run import endings
 from instep.run import news as mind
 from instep.run.folder import BEGINNING
 from instep.run.journal import Begin, Journal
@@ -118,9 +120,10 @@ class Next:
     def __exit__(self, *_):
         if hasattr(self, "channel"):
             self.channel.close()
-        self.master.interrupt("test")
-        self.master.interrupt("test")
-        self._thread.join()
+        with patch.object(endings, "FAREWELL_S", 0.05):  # nobody else is there to take leave
+            self.master.interrupt("test")
+            self.master.interrupt("test")
+            self._thread.join()
         self._process.stdin.close()
         self._process.kill()
         self._process.wait()
