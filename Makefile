@@ -29,8 +29,8 @@ test-slow: setup ## what takes longer; its verdict does not depend on the machin
 test-timed: setup ## what does depend on the machine's speed; on a quiet machine
 	$(BIN)/python -m pytest -m timed
 
-test-long: setup ## what takes many minutes
-	$(BIN)/python -m pytest -m long --timeout 3600
+test-long: setup ## what takes many minutes; leaves a dated result
+	$(BIN)/python -m pytest -m long --timeout 3600 --junitxml benchmarks/results/$$(date +%F)-test-long.xml
 
 parity: setup    ## every pair of model and loss against a plain PyTorch loop (some minutes)
 	$(BIN)/python -m pytest -n 2 -m parity tests/parity

@@ -47,9 +47,22 @@ class Figures:
 
     Rates and shares are means over recent steps that fade out exponentially: over ten
     seconds, or over twenty steps where those are longer. The loss is that of the summary.
+
+    Args:
+        job: as run.
+        name: of the run.
+        clock: seconds, from any origin.
+        earlier: steps that earlier sessions committed, and the loss of each: [steps] and [steps].
     """
 
-    def __init__(self, job: JobSpec, name: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        name: str,
+        clock: Callable[[], float],
+        earlier: tuple[Records, Records] | None = None,
+    ) -> None:
+        self._earlier = earlier
         self.job, self.name, self.clock = job, name, clock
         self.began = clock()
         self.workers = list(range(job.workers))
@@ -83,6 +96,9 @@ class Figures:
         elif what == "worker_ready":
             self.states[worker], self.ready = "ready", event
             self.phases[worker] = event["phases"]
+            if self._earlier is not None:  # now it is known how long an epoch is
+                self._follow_loss(*self._earlier)
+                self._earlier = None
         elif what == "generation_started":
             self.workers = sorted({*self.workers, *event["members"]})
             self._make_room(self.workers[-1] + 1)
@@ -149,13 +165,13 @@ class Figures:
         self._sums = self._sums * np.exp(-forget)[:, None] + new
         heard = new[:, _STEPS] > 0
         self._end[heard], self._seen[heard] = end[heard], self.clock()
-        self._follow_loss(steps)
-
-    def _follow_loss(self, steps: Records) -> None:
-        """Take in the losses of steps that are new; each worker tells of each, with the same."""
         numbers, first = np.unique(steps["step"], return_index=True)
+        self._follow_loss(numbers, steps["loss"][first])  # each worker tells of each, the same
+
+    def _follow_loss(self, numbers: Records, losses: Records) -> None:
+        """Take in the losses of steps that are new."""
         train, per_epoch = self.job.train, self._epoch_steps
-        for step, loss in zip(numbers.tolist(), steps["loss"][first].tolist(), strict=True):
+        for step, loss in zip(numbers.tolist(), losses.tolist(), strict=True):
             if step <= self._loss_step:
                 continue
             if not train.steps and (step - 1) // per_epoch != (self._loss_step - 1) // per_epoch:

@@ -60,6 +60,7 @@ def make_view(
     json: bool = False,
     clock: Callable[[], float] = time.monotonic,
     so_far: RunFolder | None = None,
+    earlier: tuple[Records, Records] | None = None,
 ) -> View:
     """A live table where `stream` is a terminal that can draw one, plain lines elsewhere.
 
@@ -70,9 +71,10 @@ def make_view(
         json: plain lines in any case.
         clock: seconds, from any origin; `tick` is given times of the same clock.
         so_far: what has happened already, to somebody else's eyes.
+        earlier: steps of earlier sessions and their losses, as `Figures` takes them.
     """
     stream = sys.stderr if stream is None else stream
-    figures = Figures(job, run.name, clock)
+    figures = Figures(job, run.name, clock, earlier)
     if so_far is not None:
         for event in so_far.events:
             figures.event(event)

@@ -65,8 +65,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
 
 def _not_finite(folder: RunFolder) -> str | None:
     """From which step on every loss was no finite number, if the last one was none."""
-    step, loss = loss_per_step(folder)
-    step, loss = (each[step <= folder.last_step] for each in (step, loss))
+    step, loss = committed_losses(folder)
     good = np.flatnonzero(np.isfinite(loss))
     since = int(good[-1]) + 1 if len(good) else 0
     if since == len(loss):
@@ -99,7 +98,14 @@ def mean_split(folder: RunFolder) -> dict[str, float]:
     return {part: sum(split[part] for split in splits) * share for part in (*PARTS, "other")}
 
 
-def loss_per_step(folder: RunFolder) -> tuple[np.ndarray[Any, Any], Records]:
+def committed_losses(folder: RunFolder) -> tuple[Records, Records]:
+    """As `loss_per_step`, of the steps that are committed."""
+    step, loss = loss_per_step(folder)
+    kept = step <= folder.last_step
+    return step[kept], loss[kept]
+
+
+def loss_per_step(folder: RunFolder) -> tuple[Records, Records]:
     """Steps in order, and for each the loss of its global batch: [steps] and [steps].
 
     Where a step was computed twice, the later one counts: it is the committed one.
@@ -112,13 +118,12 @@ def loss_per_step(folder: RunFolder) -> tuple[np.ndarray[Any, Any], Records]:
 
 
 def _final_loss(folder: RunFolder) -> float | None:
-    step, loss = loss_per_step(folder)
-    kept = step <= folder.last_step
+    step, loss = committed_losses(folder)
     if folder.spec.train.steps is None and len(folder.committed):
         newest = folder.committed["epoch"].max()
-        kept &= np.isin(step, folder.committed["step"][folder.committed["epoch"] == newest])
+        kept = np.isin(step, folder.committed["step"][folder.committed["epoch"] == newest])
     else:
-        kept &= step > folder.last_step - LAST_STEPS
+        kept = step > folder.last_step - LAST_STEPS
     if not kept.any():
         return None
     weight = _samples_of(folder, step[kept])

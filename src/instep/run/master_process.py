@@ -25,6 +25,7 @@ from instep.comm.messages import Refused
 from instep.errors import InstepError
 from instep.report.live import View, make_view
 from instep.report.run_folder import RunFolder
+from instep.report.summary import committed_losses
 from instep.run import blame
 from instep.run.journal import Journal
 from instep.run.launch.base import Switchboard
@@ -91,8 +92,9 @@ def _serve(run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLi
 def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
     if note["quiet"]:
         return []
-    so_far = RunFolder(run) if note["why"] else None
-    views: list[View] = [make_view(job, run, json=note["json"], so_far=so_far)]
+    before = RunFolder(run)  # of the master that was lost, or of earlier sessions
+    so_far, earlier = (before, None) if note["why"] else (None, committed_losses(before))
+    views = [make_view(job, run, json=note["json"], so_far=so_far, earlier=earlier)]
     if job.report.tensorboard:
         from instep.report.tensorboard import TensorBoardWriter
 

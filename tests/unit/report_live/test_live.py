@@ -163,6 +163,18 @@ def test_the_loss_shown_is_the_mean_of_the_epoch_so_far():
     assert figures.loss == pytest.approx(0.375)
 
 
+@pytest.mark.parametrize("length", [{"epochs": 4}, {"steps": 64}])
+def test_the_loss_shown_counts_what_earlier_sessions_saw(length):
+    earlier = np.arange(1, 11), np.full(10, 3.0)
+    whole, resumed = figures_of(**length), Figures(job_of(**length), "digits", Clock(), earlier)
+    whole.event(ready(0, samples=512))  # 8 steps an epoch
+    resumed.event(ready(0, samples=512))
+    whole.records(*records(1, 11, [32, 32], loss=3.0))
+    for figures in (whole, resumed):
+        figures.records(*records(11, 13, [32, 32], loss=1.0))
+    assert resumed.loss == whole.loss == (2.0 if "epochs" in length else pytest.approx(32 / 12))
+
+
 def test_at_the_end_of_an_epoch_it_is_what_the_workers_say_whatever_was_seen_of_it():
     """A resumed run sees the end of an epoch alone; some samples may have been skipped."""
     figures = figures_of()
