@@ -72,6 +72,7 @@ def test_the_digits_are_told_apart(tmp_path):
     assert summary["samples"] == 6 * 1500
 
 
+@pytest.mark.slow
 def test_a_small_gpt_learns_and_writes(tmp_path):
     shape = [f"arguments.{each}" for each in TINY_GPT]
     steps = ["train.steps=60", "arguments.steps=60", "train.validate_every=0"]
@@ -92,6 +93,7 @@ def test_the_gpt_has_ten_million_parameters_each_in_one_group():
     assert 10e6 <= sum(p.numel() for p in given) <= 11.5e6
 
 
+@pytest.mark.slow
 def test_the_regression_explains_what_can_be_explained(tmp_path):
     process = job("03_diabetes", "train.epochs=15", cwd=tmp_path)
     metrics = summary_of(process, tmp_path / "runs/diabetes")["metrics"]
@@ -100,6 +102,7 @@ def test_the_regression_explains_what_can_be_explained(tmp_path):
     assert 0 < metrics["absolute_error"] < 0.8
 
 
+@pytest.mark.slow
 def test_mnist_is_read_from_its_own_format(tmp_path):
     write_mnist(tmp_path / "data", train=512, test=100)
     process = job("04_mnist", "arguments.data=data", "train.epochs=6", cwd=tmp_path)
@@ -108,6 +111,7 @@ def test_mnist_is_read_from_its_own_format(tmp_path):
     assert summary["metrics"]["accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_cifar_is_read_from_its_own_format_and_changed_alike_for_any_workers(tmp_path):
     write_cifar(tmp_path / "data")
     settings = (f"arguments.data={tmp_path / 'data'}", "train.epochs=1", "train.global_batch=32")
@@ -124,6 +128,7 @@ def test_cifar_is_read_from_its_own_format_and_changed_alike_for_any_workers(tmp
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_is_one_setting_away(tmp_path):
     write_images(tmp_path / "data")
     settings = ("arguments.data=data", "arguments.folder=true", "train.epochs=2")
@@ -131,6 +136,7 @@ def test_a_folder_of_images_is_one_setting_away(tmp_path):
     assert summary_of(process, tmp_path / "runs/cifar")["samples"] == 2 * 16
 
 
+@pytest.mark.slow
 def test_three_ways_to_start_give_one_result(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone")
     folders = [tmp_path / way for way in ("python", "torchrun", "slurm")]
@@ -154,6 +160,7 @@ def test_three_ways_to_start_give_one_result(tmp_path):
     assert silence == ""  # process 0 speaks for all
 
 
+@pytest.mark.slow
 def test_a_net_that_knows_five_digits_is_tuned_to_ten(tmp_path):
     words = ("run", EXAMPLES / "09_fine_tuning/pretrain.toml", "--name", "pretrained", "--json")
     first = summary_of(python("-m", "instep", *words, cwd=tmp_path), tmp_path / "runs/pretrained")

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
+import pytest
 from safetensors.numpy import load_file
 
 from instep.events import LEDGER, STEPS, read_events, read_records
@@ -32,6 +33,11 @@ SOON_S = 10.0
 
 _MARK = "INSTEP_TEST_MARK"
 _SHARED = Path("/dev/shm")
+
+
+def slow(*values: object) -> pytest.ParameterSet:
+    """A case of a parametrized test that the suite leaves to `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Started:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import RECIPES, Start
+from started import RECIPES, Start, slow
 
 from instep.cli import main
 from instep.report.run_folder import RunFolder
@@ -69,6 +69,7 @@ def test_a_run_holds_whoever_of_it_is_stopped(tmp_path: Path, capsys: Out) -> No
     assert "stopped spare of host 0 (pid " in said.err
 
 
+@pytest.mark.slow
 def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, capsys: Out) -> None:
     runs = tmp_path / "runs"
     job = job_file(tmp_path, 12)
@@ -124,9 +125,7 @@ def test_a_run_that_is_going_on_is_broken_and_goes_on(
     assert going.end() == 130
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 @pytest.mark.slow
 def test_a_signal_ends_it_with_the_run_that_it_was_breaking(
     start: Start, tmp_path: Path, number: signal.Signals

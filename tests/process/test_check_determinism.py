@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start
+from started import RECIPES, Start, slow
 
 from instep import spec_file
 from instep.cli import main
@@ -52,6 +52,7 @@ def test_a_recipe_that_gives_the_same_bits_is_told_so(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "job.toml", temporary]
 
 
+@pytest.mark.slow
 def test_a_job_shorter_than_the_check_is_judged_on_its_whole_length(
     tmp_path: Path, capsys: Out
 ) -> None:
@@ -62,8 +63,8 @@ def test_a_job_shorter_than_the_check_is_judged_on_its_whole_length(
 @pytest.mark.parametrize(
     ("model", "what", "why"),
     [
-        ("seeded", "the loss of step 1 is", "carried from batch to batch"),
-        ("unseeded", "the loss of step 1 is", "a generator of its own without a seed"),
+        slow("seeded", "the loss of step 1 is", "carried from batch to batch"),
+        slow("unseeded", "the loss of step 1 is", "a generator of its own without a seed"),
         ("counting", "after step 1, 'body.bias' of the model differs", "carried from batch"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_a_file import SAMPLES, VALUES, write
-from started import RECIPES
+from started import RECIPES, slow
 
 import instep
 from instep.cli import main
@@ -50,8 +50,17 @@ def audited(run: Path, capsys: Out, *options: str) -> tuple[int, dict[str, Any]]
     return code, json.loads(capsys.readouterr().out)["content"]
 
 
-@pytest.mark.parametrize("how", ["plainly", "drawing"])
-@pytest.mark.parametrize("loaders", [0, 2, "auto"])
+@pytest.mark.parametrize(
+    ("loaders", "how"),
+    [
+        (0, "plainly"),
+        ("auto", "drawing"),
+        *(
+            slow(*each)
+            for each in ((0, "drawing"), (2, "plainly"), (2, "drawing"), ("auto", "plainly"))
+        ),
+    ],
+)
 def test_each_sample_of_each_epoch_was_what_a_plain_read_gives(
     tmp_path: Path, capsys: Out, loaders: object, how: str
 ) -> None:
@@ -191,7 +200,9 @@ def halted(folder: Path, **changes: Any) -> Path:
     )
 
 
-@pytest.mark.parametrize(("how", "loaders"), [("plainly", 0), ("drawing", 2), ("its own draws", 2)])
+@pytest.mark.parametrize(
+    ("how", "loaders"), [slow("plainly", 0), ("drawing", 2), slow("its own draws", 2)]
+)
 def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, loaders: int) -> None:
     run = halted(tmp_path, loaders=loaders, arguments={"how": how})
     done = instep.resume(run, quiet=True, workers=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from deadly import BATCH, MARKED, SAMPLES, SEED
-from started import Start, Started
+from started import Start, Started, slow
 
 from instep.report.run_folder import RunFolder
 from instep.run.watch import UNKNOWN_S
@@ -53,7 +53,7 @@ def test_a_sample_is_named_whatever_the_signal_is(run: Start) -> None:
     assert f"while it read sample {MARKED} ({FILE})" in first
 
 
-@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize("loaders", [1, slow(2)])
 def test_a_sample_that_kills_loader_processes_ends_the_run_and_is_named(
     run: Start, loaders: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
     program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("settings", [(), ("checkpoint.every=2",)])
+@pytest.mark.parametrize("settings", [(), slow(("checkpoint.every=2",))])
 def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tell(
     run: Start, settings: tuple[str, ...]
 ) -> None:
@@ -145,6 +145,7 @@ def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tel
     assert len(program.events("went_back")) == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_is_killed_at_one_step_ends_the_run_after_ten_times(run: Start) -> None:
     program = deadly(run, "kill", 1, 'arguments.at="model"')
     first = failed(program)

@@ -159,6 +159,7 @@ def test_a_disk_that_lets_everybody_wait_costs_time_and_nothing_else(
     run.is_as(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_damaged_meanwhile_is_passed_over_where_nobody_is_left(
     start: Start, tmp_path: Path, undisturbed: RunFolder
 ) -> None:

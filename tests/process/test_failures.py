@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from started import RECIPES, Start, Started
+from started import RECIPES, Start, Started, slow
 
 pytestmark = pytest.mark.process
 
@@ -45,10 +45,10 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
 @pytest.mark.parametrize(
     ("at", "code", "kind", "who"),
     [
-        ("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
+        slow("forward", 5, "ValueError", "worker 1 failed at step 2, in forward: "),
         ("loss", 5, "KeyError", "worker 1 failed at step 2, in loss: "),
         ("dataset", 4, "OSError", "worker 1 failed at step 2, in loading: "),
-        ("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
+        slow("metric", 5, "ZeroDivisionError", "failed at step 80, in validation: metric error: "),
     ],
 )
 def test_what_one_worker_raises_is_the_cause_with_the_line_that_raised_it(
@@ -78,6 +78,7 @@ def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
     assert "It happened 3 times at this step." in program.error
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -> None:
     program = failing(run, "breaks.py:recipe", "arguments.at=exit")
     assert program.process.returncode == 5

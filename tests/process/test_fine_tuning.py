@@ -81,6 +81,7 @@ def test_what_is_frozen_has_the_bits_of_the_file_after_training_on_1_and_3_worke
     assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.01), (2, 0.001)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_needs_the_file_no_longer_and_keeps_what_is_frozen(
     file: Path, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import Start
+from started import Start, slow
 
 import instep
 from conftest import instep_run
@@ -37,8 +37,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ("weight", 2, "parameter"),
         ("inverted", 2, "gradient"),
-        pytest.param("stuck", 3, "gradient", marks=pytest.mark.slow),
-        pytest.param("agreed", 3, "state", marks=pytest.mark.slow),
+        slow("stuck", 3, "gradient"),
+        slow("agreed", 3, "state"),
     ],
 )
 def test_a_process_that_flips_bits_is_named_and_leaves_no_trace_in_the_result(

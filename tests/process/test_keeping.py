@@ -37,6 +37,7 @@ def test_the_best_of_a_run_stay_and_can_be_exported(
     assert "there is no checkpoint of step 13" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_best_is_known_again_after_a_restart(run: Start, start: Start) -> None:
     keep = ("keep_last=1", "keep_best=1", "best_mode=max")  # so that the first one is the best
     settings = (*TINY, "train.validate_every=2", *(f"checkpoint.{key}" for key in keep))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import PATIENCE_S, RECIPES, SOON_S, Start, Started
+from started import PATIENCE_S, RECIPES, SOON_S, Start, Started, slow
 from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
@@ -75,6 +75,7 @@ def test_ctrl_c_stops_and_saves_a_run_whose_master_is_stopped(start: Start, tmp_
     program.check_no_process_is_left()
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_a_run_whose_master_is_stopped(start: Start, tmp_path: Path) -> None:
     program = begin(start, tmp_path, 3, "train.steps=3000")
     program.until(program.is_training, "training")
@@ -144,7 +145,8 @@ def test_a_run_whose_output_nobody_reads_is_trained(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "runs" / "unread")["steps"] == 40
 
 
-@pytest.mark.parametrize("role", ["both", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["both", "host"])
 def test_a_worker_that_is_lost_beside_a_stopped_fork_server_is_replaced(
     start: Start, tmp_path: Path, undisturbed: Path, role: str
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_worker_that_is_lost_beside_a_stopped_fork_server_is_replaced(
     program.check_no_process_is_left()
 
 
+@pytest.mark.slow
 def test_a_spare_that_is_stopped_is_replaced(start: Start, tmp_path: Path) -> None:
     program = begin(start, tmp_path)
     program.until(program.is_training, "training")
@@ -209,7 +212,7 @@ def masters(run: Path) -> list[int]:
     return [int(e["pid"]) for e in events if e["event"] == "master_started"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, slow(signal.SIGKILL)])
 def test_the_master_of_joined_processes_is_replaced(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -229,6 +232,7 @@ def test_the_master_of_joined_processes_is_replaced(
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["long"]
 
 
+@pytest.mark.slow
 def test_joined_processes_whose_master_is_killed_while_they_meet_train(
     start: Start, tmp_path: Path
 ) -> None:
@@ -245,6 +249,7 @@ def test_joined_processes_whose_master_is_killed_while_they_meet_train(
     assert len(masters(runs / "long")) == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_joined_processes_whose_first_is_killed(
     start: Start, tmp_path: Path
 ) -> None:
@@ -256,6 +261,7 @@ def test_nothing_is_left_of_joined_processes_whose_first_is_killed(
     one.check_no_process_is_left()
 
 
+@pytest.mark.slow
 def test_a_joined_process_that_raises_beside_a_stopped_master_ends_all_with_the_cause(
     start: Start, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, Started
+from started import RECIPES, Start, Started, slow
 
 import instep
 from instep.report.run_folder import RunFolder
@@ -73,7 +73,7 @@ def check_same_result(program: Started, undisturbed: Path) -> None:
     assert metrics[0] == metrics[1]
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, slow(60)])
 def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     start: Start, tmp_path: Path, undisturbed: Path, kills: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     )
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, slow(2)])
 def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
@@ -108,6 +108,7 @@ def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_replacement_that_came_before_the_last_worker_was_lost_goes_back_with_the_others(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -57,6 +57,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.slow
 def test_a_step_in_the_middle_is_computed_from_the_newest_checkpoint_before_it(
     recorded: Path, temporary: Path, capsys: Out
 ) -> None:

@@ -276,6 +276,7 @@ def test_the_command_says_how_to_go_on_after_a_stop(
     assert "Did you mean 'halted'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_in_order_mode_too_the_losses_are_those_of_one_run(tmp_path: Path) -> None:
     order = {"determinism": "order"}
     whole = begin(tmp_path, "whole", workers=3, train=order)

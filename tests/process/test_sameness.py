@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Started
+from started import RECIPES, Started, slow
 
 from instep.report.run_folder import RunFolder
 from instep.state.manifest import latest, read_manifest
@@ -67,9 +67,7 @@ def check_same(runs: Path, alone: Path) -> None:
         assert proof.used == 202
 
 
-@pytest.mark.parametrize(
-    "count", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)), 5]
-)
+@pytest.mark.parametrize("count", [2, *(slow(n) for n in (3, 4, 5))])
 def test_any_number_of_processes_leaves_the_bits_that_one_leaves(
     tmp_path: Path, alone: Path, count: int
 ) -> None:
@@ -80,6 +78,7 @@ def test_any_number_of_processes_leaves_the_bits_that_one_leaves(
     assert apart[0]["parameters"] != apart[1]["parameters"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_twice_and_resumed_at_other_sizes_leaves_the_same_bits(
     tmp_path: Path, alone: Path
 ) -> None:

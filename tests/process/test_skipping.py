@@ -9,7 +9,7 @@ import pytest
 import torch
 import unreadable
 from safetensors.torch import load_file
-from started import RECIPES, Start
+from started import RECIPES, Start, slow
 
 import instep
 from instep.cli import main
@@ -82,7 +82,7 @@ def test_a_step_is_that_of_the_samples_that_could_be_read(
     assert done.summary["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("loaders", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+@pytest.mark.parametrize("loaders", [*(slow(n) for n in (0, 1)), 2])
 def test_a_step_is_also_without_the_samples_that_end_who_reads_them(
     tmp_path: Path, loaders: int
 ) -> None:
@@ -195,6 +195,7 @@ def test_what_ended_a_run_can_be_skipped_when_it_goes_on(run: Start, start: Star
     assert summary["missing_samples"] == summary["repeated_samples"] == 0
 
 
+@pytest.mark.slow
 def test_a_replay_says_which_samples_can_be_read_by_now(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_time_limit_ends_the_run_at_one_step_and_saves(run: Start) -> None:
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_rules_end_sessions_that_two_processes_joined_and_loops_of_their_own(
     start: Start, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_rules_end_sessions_that_two_processes_joined_and_loops_of_their_own(
         assert late == (0 if rule == "target" else 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_stopped_by_what_its_sessions_heard_together(tmp_path: Path) -> None:
     train = {"epochs": 50, "global_batch": 16, "determinism": "bits"}
     stop = {"metric": "accuracy", "patience": 3}

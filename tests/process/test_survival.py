@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started
+from started import RECIPES, SOON_S, Start, Started, slow
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 
 from instep.data.choose import cores
@@ -98,7 +98,7 @@ def test_master_and_every_fork_server_that_are_killed_at_once_are_brought_up_aga
     check_as_if_nothing_had_been(program, undisturbed)
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, slow(100)])
 def test_any_process_but_the_client_may_be_killed_at_any_moment(
     start: Start, tmp_path: Path, undisturbed: Path, kills: int
 ) -> None:
@@ -115,6 +115,7 @@ def test_any_process_but_the_client_may_be_killed_at_any_moment(
     assert killed >= min(kills, 10)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_after_its_fork_server_was_leaves_no_process(
     start: Start, tmp_path: Path
 ) -> None:
@@ -127,7 +128,7 @@ def test_a_client_that_is_killed_after_its_fork_server_was_leaves_no_process(
     program.check_no_process_is_left(soon_s=SOON_S)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [slow(1), 2])
 def test_a_worker_that_is_stopped_is_named_and_replaced(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [slow(1), 2])
 def test_workers_that_all_stand_still_for_a_while_are_waited_for(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_run_grows_and_shrinks_while_it_goes_on(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.slow
 def test_workers_share_the_cores_by_the_number_that_the_run_was_scaled_to(
     start: Start, tmp_path: Path
 ) -> None:
@@ -212,7 +214,7 @@ def test_workers_share_the_cores_by_the_number_that_the_run_was_scaled_to(
 
 
 def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> None:
-    program = begin(start, tmp_path, 2)
+    program = begin(start, tmp_path, 2, "train.steps=3000")
     program.until(program.is_training, "training")
     for workers, words in ((0, "needs 1 or more"), (9, "work for 8 at most")):
         done = scale(program, workers)
@@ -243,6 +245,7 @@ def test_a_worker_that_gets_notice_hands_over_and_no_step_is_lost(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
+@pytest.mark.slow
 def test_the_only_worker_gets_notice_and_the_run_goes_on_with_another(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -266,7 +269,7 @@ def hanging(start: Start, folder: Path, how: str, once: Path) -> Started:
     return start("-m", "instep", "run", job)
 
 
-@pytest.mark.parametrize("how", ["loops", "holds", "reads"])
+@pytest.mark.parametrize("how", ["loops", *(slow(how) for how in ("holds", "reads"))])
 def test_a_worker_that_hangs_in_its_own_code_is_named_with_the_line_and_replaced(
     start: Start, tmp_path: Path, how: str
 ) -> None:
@@ -282,7 +285,8 @@ def test_a_worker_that_hangs_in_its_own_code_is_named_with_the_line_and_replaced
     program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("how", ["is_stopped", pytest.param("holds_early", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["is_stopped", "holds_early"])
 def test_a_replacement_that_hangs_while_it_gets_ready_is_replaced_too(
     start: Start, tmp_path: Path, how: str
 ) -> None:

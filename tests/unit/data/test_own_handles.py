@@ -257,6 +257,7 @@ def test_the_process_that_forks_the_others_is_replaced_where_it_was_stopped(file
         assert loader._pool._template.pid != stopped
 
 
+@pytest.mark.slow
 def test_a_loader_ends_though_the_process_that_forks_the_others_was_stopped(file_of):
     (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)
     os.kill(loader._pool._template.pid, signal.SIGSTOP)
