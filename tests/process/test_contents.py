@@ -125,6 +125,7 @@ def test_a_dataset_that_is_read_wrongly_in_loader_processes_is_found(
     assert found == set(range(0, SAMPLES, 3))
 
 
+@pytest.mark.slow
 def test_by_default_a_keyed_sample_is_recorded_whoever_reads_it(
     tmp_path: Path, capsys: Out
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_refused_recipe_leaves_what_was_there_before(run: Start, tmp_path: Pat
     assert list((runs / "tested").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_recipe_that_compiles_its_model_trains(run: Start) -> None:
     program = run("compiles.py:recipe", "train.epochs=1")
     assert program.end() == 0, program.stderr

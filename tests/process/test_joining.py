@@ -70,6 +70,7 @@ def check_both_runs(runs: Path, alone: Path) -> None:
         assert distance(alone / name, runs / name) < 1e-6
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_come_to_what_one_process_does(
     start: Start, tmp_path: Path, alone: Path
 ) -> None:

@@ -120,6 +120,7 @@ def of_a_master(program: Started) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_is_trained(tmp_path: Path) -> None:
     """As under a pager that is paused: what is printed fills the pipe, and nobody waits for it."""
     job = tmp_path / "job.toml"
@@ -181,6 +182,7 @@ def test_a_spare_that_is_stopped_is_replaced(start: Start, tmp_path: Path) -> No
     assert len(program.events("worker_joined")) == 3
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_a_stopped_one_end_once_no_master_can_come(
     start: Start, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_last_step_has_the_bits_of_the_saved_model_and_of_everything_in_its_
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_a_step_before_the_first_checkpoint_is_computed_from_the_beginning(
     recorded: Path, capsys: Out
 ) -> None:

@@ -51,6 +51,7 @@ def reach(program: Started, step: int) -> None:
     program.until(lambda: step_of(program) >= step, f"at step {step}")
 
 
+@pytest.mark.slow
 def test_a_master_that_is_killed_is_replaced_and_no_worker_starts_again(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_master_that_is_killed_is_replaced_and_no_worker_starts_again(
     assert [e["again"] for e in program.events("master_started")] == [False, True, True, True, True]
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_leaves_its_workers_and_another_replaces_the_lost(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -144,7 +146,8 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(
     check_as_if_nothing_had_been(program, undisturbed)
 
 
-@pytest.mark.parametrize("workers", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_workers_that_all_stand_still_for_a_while_are_waited_for(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
