@@ -24,7 +24,7 @@ test: setup      ## the whole suite; at most eight minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup ## what takes longer; its verdict does not depend on the machine's speed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-timed: setup ## what does depend on the machine's speed; on a quiet machine
 	$(BIN)/python -m pytest -m timed
