@@ -65,6 +65,26 @@ def test_a_validation_is_weighted_by_what_the_loss_is_a_mean_of(run: Start):
     assert summary["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_validation_is_weighted_though_each_step_is_one_micro_batch(
+    run: Start, micro_batches: int
+):
+    one = ("workers=1", f"train.micro_batches={micro_batches}")
+    program = run("weighs.py:texts", *QUICK, *one, options=("--json",))
+    assert program.end() == 0, program.stderr
+    summary = json.loads(program.stdout.splitlines()[-1])
+    made = weighs.texts()
+    made.model.load_state_dict(
+        load_file(program.work / "runs" / "tested" / "model.safetensors"), strict=False
+    )
+    whole = {name: torch.stack([each[name] for each in made.validate]) for name in made.validate[0]}
+    with torch.no_grad():
+        loss = float(made.model.eval()(**whole).loss)
+    assert summary["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert summary["same_as_one_machine"] == "yes"
+
+
 def test_a_global_batch_in_which_nothing_counts_ends_the_run_and_says_so(run: Start):
     program = run("weighs.py:recipe", *QUICK, "arguments.ignored=64")
     assert program.end() == RecipeError.exit_code

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -27,14 +27,10 @@ from torch import Tensor, nn
 
 from instep.data.keyed import states
 from instep.errors import RecipeError
-from instep.run.buffers import written
-from instep.run.forward import Forward, on_tensors, to_device
-from instep.run.recipe import set_generators
+from instep.run.forward import Forward
 from instep.run.still import Still
-from instep.run.weights import Weighing, derive, is_sum, weighing
-
-_MOVED_BY = 0.05
-"""How far parameters are moved off their start, over their root mean square (or 1, where 0)."""
+from instep.run.trial_model import PassResult, TrialModel, trial_model
+from instep.run.weights import Weighing, is_sum, weighing
 
 _NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)
@@ -87,17 +83,6 @@ class Spot(NamedTuple):
     """Samples of the two."""
 
 
-class _Pass(NamedTuple):
-    """What one forward and backward pass gave."""
-
-    loss: float
-    weight: float
-    gradients: dict[str, Tensor]
-    """Of the mean loss; of the parameters that had one."""
-    buffers: dict[str, Tensor]
-    """As the pass left them."""
-
-
 NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
 """The trial of a job that has one micro-batch in every step."""
 
@@ -138,8 +123,8 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
     except Exception as error:  # whatever a user's module cannot be copied for
         return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
     spots = itertools.islice(itertools.chain([spot], spots), _how_many(model, spot))
-    with _bench(forward, model, seed) as bench:
-        return _Tried(bench, forward, weighed, whole).verdict(spots)
+    with trial_model(forward, model, seed) as trial:
+        return _Tried(trial, forward, weighed, whole).verdict(spots)
 
 
 def _how_many(model: nn.Module, spot: Spot) -> int:
@@ -157,8 +142,8 @@ def _hooked(model: nn.Module) -> str:
     return ""
 
 
-def _not_shown(why: str) -> Trial:
-    return Trial(False, why, f"not shown: {why}")
+def _not_shown(why: str, derived: str = "") -> Trial:
+    return Trial(False, why, f"not shown: {why}", derived)
 
 
 def _sum(how: str) -> RecipeError:
@@ -173,155 +158,73 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-class _Bench:
-    """A copy of the model on which passes leave nothing."""
-
-    def __init__(self, forward: Forward, model: nn.Module, original: nn.Module, seed: int) -> None:
-        self.forward, self.model, self._seed = forward, model, seed
-        self._original = original
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.wide = False
-        """Whether it computes in float64, in which small differences show."""
-        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
-        self._owners = [
-            (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
-            for prefix, module in model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self.committed = {name: kept for name, _, _, _, kept in self._owners}
-        self.draws: Callable[[], Any] = nullcontext
-
-    @torch.no_grad()
-    def move(self) -> None:
-        """Move every parameter off its start."""
-        generator = torch.Generator().manual_seed(self._seed)
-        for name, parameter in self.parameters.items():
-            if not parameter.is_floating_point() or not parameter.numel():
-                continue
-            rms = float(self._start[name].float().square().mean().sqrt())
-            noise = torch.randn(parameter.shape, generator=generator)
-            by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
-            parameter.add_((by * noise).to(parameter.device, parameter.dtype))
-
-    def widened(self, batch: Any, samples: int) -> _Bench:
-        """A bench in float64, where model and loss can compute in it; else this one."""
-        if any(p.device.type != "cpu" for p in self.parameters.values()):
-            return self  # most GPUs are slow at it
-        model = copy.deepcopy(self._original).train()  # the other may hold what its passes left
-        model._apply(lambda t: t.double() if t.dtype == torch.float32 else t)
-        bench = _Bench(self.forward, model, self._original, self._seed)
-        bench.wide, bench.draws = True, self.draws
-        with self.forward.on(model, "float32"):
-            try:
-                bench.run(batch, samples)
-            except (RuntimeError, TypeError, ValueError):  # something in it is made for float32
-                return self
-        self.forward.model = model
-        return bench
-
-    @torch.no_grad()
-    def move_back(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self._start[name])
-
-    def run(self, batch: Any, samples: int) -> _Pass | None:
-        """One pass from the committed buffers; None where nothing in the batch counts."""
-        self._reset()
-        set_generators(self._seed)
-        before = [(name, p, p.detach().clone()) for name, p in self.model.named_parameters()]
-        with self.draws():
-            found = self.forward.loss(_wide(batch) if self.wide else batch, samples)
-            if found is None:
-                return None
-            found.loss.backward()
-        for name, parameter, value in before:
-            if not torch.equal(parameter, value):
-                raise written(name, trained=parameter.requires_grad)
-        gradients = {
-            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
-            for name, p in self.parameters.items()
-            if p.grad is not None
-        }
-        now = {name: module._buffers[own] for name, module, own, _, _ in self._owners}
-        buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
-        return _Pass(float(found.loss.detach()), found.weight, gradients, buffers)
-
-    def derived(self, batch: Any) -> set[str] | None:
-        """What the loss of a Hugging Face model is a mean of, as far as this batch tells."""
-        compute_loss = self.forward.recipe.compute_loss
-        assert compute_loss is not None
-        self._reset()
-        set_generators(self._seed)
-        batch = to_device(_wide(batch) if self.wide else batch, self.forward.device)
-        with self.draws(), self.forward.autocast():
-            return derive(self.model, compute_loss, batch)
-
-    @torch.no_grad()
-    def _reset(self) -> None:
-        for _, module, name, live, kept in self._owners:
-            live.copy_(kept)
-            module._buffers[name] = live
-        for parameter in self.model.parameters():
-            parameter.grad = None
+def _nearness(model: TrialModel) -> tuple[float, float]:
+    return max(_NEAR.get(p.dtype, _NEAR_IN_SHORT) for p in model.parameters.values())
 
 
-@contextmanager
-def _bench(forward: Forward, model: nn.Module, seed: int) -> Iterator[_Bench]:
-    """The copy in training mode, computing without autocast, which would hide small differences."""
-    original = forward.model
-    model.train()
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
+    """What the loss of a Hugging Face model is a mean of, where there is nothing else to try.
+
+    Args:
+        forward: of the worker; its model is left as it is.
+        batches: read as they are asked for.
+        seed: for the draws of the passes.
+
+    Returns:
+        A name of `weights.DERIVED`; empty where it is not found out.
+    """
     try:
-        with forward.on(model, "float32"):
-            yield _Bench(forward, model, original, seed)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-def _nearness(bench: _Bench) -> tuple[float, float]:
-    return max(_NEAR.get(p.dtype, _NEAR_IN_SHORT) for p in bench.parameters.values())
+        copied = copy.deepcopy(forward.model)
+    except Exception:  # whatever a user's module cannot be copied for
+        return ""
+    with trial_model(forward, copied, seed) as model:
+        model.draws = Still
+        return model.mean_of(itertools.islice(batches, _LEAST))
 
 
 class _Tried:
     """The trial itself: a list of what differs, by name."""
 
-    def __init__(self, bench: _Bench, forward: Forward, weighed: Weighing, whole: int) -> None:
-        self._bench, self._forward = bench, forward
+    def __init__(self, model: TrialModel, forward: Forward, weighed: Weighing, whole: int) -> None:
+        self._model, self._forward = model, forward
         self._known, self._name = weighed.known, weighed.name
         self._whole = whole
         self._derived = ""
-        self._near, self._floor = _nearness(bench)
+        self._near, self._floor = _nearness(model)
         self._differs: list[str] = []
-        self._moved_back = False
-        self._may_be: set[str] | None = None  # what a Hugging Face loss may be a mean of
-        self._agreed = 0  # batches that said so
         self._tried = 0  # pairs of which something counts
 
     def verdict(self, spots: Iterator[Spot]) -> Trial:
         """Try spot after spot, until something differs."""
         first = next(spots)
         drew = self._repeats(first)
-        self._bench.draws = Still if drew else nullcontext
+        self._model.draws = Still if drew else nullcontext
         self._known |= self._forward.weighs_itself
-        self._bench = self._bench.widened(first.first, first.sizes[0])
-        self._near, self._floor = _nearness(self._bench)
-        self._bench.move()
+        self._model = self._model.widened(first.first, first.sizes[0])
+        self._near, self._floor = _nearness(self._model)
+        self._model.move()
+        spots = self._derive(itertools.chain([first], spots))
         moved = False
-        begin = self._bench.run(first.first, first.sizes[0])
-        for spot in itertools.chain([first], spots):
-            self._derive(spot)
+        self._first, self._begin = first, self._model.run(first.first, first.sizes[0])
+        for spot in spots:
             moved |= self._compare(spot)
             if self._differs:
                 break
-        if not self._moved_back:
-            self._check_again(first, begin)
+        self._check_again(first, self._begin)
+        return self._judge(drew, moved)
+
+    def _judge(self, drew: bool, moved: bool) -> Trial:
         if self._differs:
             why = "; ".join(self._differs)
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
         if not self._tried:
             return _not_shown("nothing counts in the batches that were tried")
+        if self._near >= _NEAR_IN_SHORT[0]:
+            return _not_shown(
+                "the model cannot be tried in more than its own 16 bits, in which a difference of "
+                "a per cent does not show",
+                self._derived,
+            )
         if not self._known:
             why = (
                 f"{self._name} is your own function, and what it is a mean of may depend on what a "
@@ -354,14 +257,14 @@ class _Tried:
             yield
             drew |= not (states().same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
 
-        self._bench.draws = watched
-        once = self._bench.run(spot.first, spot.sizes[0])
+        self._model.draws = watched
+        once = self._model.run(spot.first, spot.sizes[0])
         self._check_again(spot, once)
         return drew
 
-    def _check_again(self, spot: Spot, once: _Pass | None) -> None:
+    def _check_again(self, spot: Spot, once: PassResult | None) -> None:
         """Run a micro-batch again, which must give the same; else that is the reason."""
-        again = self._bench.run(spot.first, spot.sizes[0])
+        again = self._model.run(spot.first, spot.sizes[0])
         if once is not None and again is not None and not self._same(once, again):
             self._differs[:] = [
                 "the model or its loss gives another result when the same batch is run again (it "
@@ -369,61 +272,64 @@ class _Tried:
                 "it once for each micro-batch"
             ]
 
-    def _same(self, one: _Pass, other: _Pass) -> bool:
+    def _same(self, one: PassResult, other: PassResult) -> bool:
         return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
             one.gradients, other.gradients
         )
 
     # ---- what a Hugging Face model's loss is a mean of
 
-    def _derive(self, spot: Spot) -> None:
-        """Find out, until two batches have agreed."""
-        recipe = self._forward.recipe
-        if self._known or recipe.compute_loss is None or self._may_be == set():
-            return
-        for batch in (spot.first, spot.second):
-            found = self._bench.derived(batch)
-            if found is not None:
-                self._may_be = found if self._may_be is None else self._may_be & found
-                self._agreed += 1
-        if self._may_be and self._agreed >= 2:
-            self._derived, self._known = min(self._may_be), True
+    def _derive(self, spots: Iterator[Spot]) -> Iterator[Spot]:
+        """Find it out from the first spots; gives all of them back."""
+        if self._known:
+            return spots
+        taken: list[Spot] = []
+
+        def batches() -> Iterator[Any]:
+            for spot in itertools.islice(spots, _LEAST):
+                taken.append(spot)
+                yield from (spot.first, spot.second)
+
+        self._derived = self._model.mean_of(batches())
+        if self._derived:
+            self._known = True
             self._forward.derive(self._derived)
+        return itertools.chain(taken, spots)
 
     # ---- apart and as one
 
     def _compare(self, spot: Spot) -> bool:
         """Compare the two micro-batches with both as one; whether buffers were moved."""
-        run, sizes = self._bench.run, spot.sizes
+        run, sizes = self._model.run, spot.sizes
         passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
         whole = run(spot.both, sum(sizes))
         if whole is not None and not math.isfinite(whole.loss):
-            self._bench.move_back()  # a place where the model is not defined
-            self._moved_back = True
+            self._model.move_back()  # a place where the model is not defined
+            self._begin = run(self._first.first, self._first.sizes[0])
             passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
             whole = run(spot.both, sum(sizes))
         apart = [each for each in passes if each is not None]
         if whole is None or not apart:
             return False
         self._tried += 1
-        moved = self._buffers(apart, list(sizes), whole)
+        moved, layer = self._buffers(apart, sizes, whole)
         weights = [each.weight for each in apart]
         share = [weight / sum(weights) for weight in weights]
         loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
         if not math.isfinite(whole.loss) or not math.isfinite(loss):
             return moved
         worst = self._gradients_differ(_mean(apart, share), whole.gradients)
-        if _close(loss, whole.loss, self._near) and not worst:
-            return moved
-        self._refuse_sum(apart, whole)
         seen = sizes[0]  # the second may have been made longer
-        culprit = self._looks_at_its_batch(spot)
-        if culprit:
+        alike = _close(loss, whole.loss, self._near) and not worst
+        if not alike:
+            self._refuse_sum(apart, whole)
+            layer = self._looks_at_its_batch(spot)
+        if layer:
             self._differs.append(
-                f"{culprit} looks at the other samples of its batch: it sees {seen} at a time, "
+                f"{layer} looks at the other samples of its batch: it sees {seen} at a time, "
                 f"where one machine would show it {self._whole}"
             )
-        else:
+        elif not alike:
             self._differs.append(self._by_loss(loss, whole.loss, worst, seen))
         return moved
 
@@ -444,7 +350,7 @@ class _Tried:
             f"machine would show it {self._whole}"
         )
 
-    def _refuse_sum(self, apart: Sequence[_Pass], whole: _Pass) -> None:
+    def _refuse_sum(self, apart: Sequence[PassResult], whole: PassResult) -> None:
         """A loss that two micro-batches add up to is no mean."""
         total = sum(each.loss for each in apart)
         tiny = abs(total) < 1e-12
@@ -456,7 +362,7 @@ class _Tried:
     def _gradients_differ(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
         """The name of a parameter whose gradients differ; empty where none do."""
         length = math.sqrt(sum(float(g.double().square().sum()) for g in other.values()))
-        for name in self._bench.parameters:
+        for name in self._model.parameters:
             if name not in one and name not in other:
                 continue
             mine, theirs = one.get(name), other.get(name)
@@ -473,11 +379,18 @@ class _Tried:
                 return name
         return ""
 
-    def _buffers(self, apart: Sequence[_Pass], sizes: Sequence[int], whole: _Pass) -> bool:
-        """Name the buffers that one batch leaves other than the mean over its micro-batches."""
-        moved = False
+    def _buffers(
+        self, apart: Sequence[PassResult], sizes: Sequence[int], whole: PassResult
+    ) -> tuple[bool, str]:
+        """Name the buffers that one batch leaves other than the mean over its micro-batches.
+
+        Returns:
+            Whether buffers were moved, and the first layer of batch normalisation whose
+            statistics are other: it is named where the gradients do not lead to it.
+        """
+        moved, layer = False, ""
         statistics = self._statistics()
-        for name, kept in self._bench.committed.items():
+        for name, kept in self._model.committed.items():
             after = [each.buffers.get(name) for each in (*apart, whole)]
             if any(each is None or each.shape != kept.shape for each in after):
                 continue
@@ -485,28 +398,32 @@ class _Tried:
             if all(torch.equal(each, kept.double()) for each in values):
                 continue
             moved = True
-            if name in statistics:
+            if len(apart) < len(sizes):  # in one of them nothing counts: that is no pass
                 continue
-            share = [size / sum(sizes) for size in sizes[: len(apart)]]
+            share = [size / sum(sizes) for size in sizes]
             mean = sum(w * each for w, each in zip(share, values[:-1], strict=True))
             assert isinstance(mean, Tensor)
             if not kept.is_floating_point():
                 mean = mean.round()
             gap = float((mean - values[-1]).norm())
             by = float((values[-1] - kept.double()).norm()) + float((mean - kept.double()).norm())
-            if not gap <= self._near * by:
+            if gap <= self._near * by:
+                continue
+            if name in statistics:
+                layer = layer or statistics[name]
+            else:
                 self._differs.append(
                     f"the buffer {name!r} is no running average: two micro-batches apart leave it "
                     "other than both as one batch do, and the mean over micro-batches is what is "
                     "kept"
                 )
-        return moved
+        return moved, layer
 
-    def _statistics(self) -> set[str]:
-        """Buffers of batch normalisation: known to be averaged, and named with their layer."""
+    def _statistics(self) -> dict[str, str]:
+        """The buffers of batch normalisation, and their layers in words."""
         return {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self._bench.model.named_modules()
+            f"{prefix}.{name}" if prefix else name: self._in_words(prefix)
+            for prefix, module in self._model.model.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm)
             for name in module._buffers
         }
@@ -525,17 +442,20 @@ class _Tried:
                 for place, tensors in enumerate((given, made))
             )
             if given_alike and made_alike is False:
-                module = self._bench.model.get_submodule(name)
-                more = sum(type(each) is type(module) for each in self._bench.model.modules()) - 1
-                others = f" (and {more} more of its kind)" if more else ""
-                return f"{type(module).__name__} {name!r}{others}"
+                return self._in_words(name)
         return ""
+
+    def _in_words(self, name: str) -> str:
+        module = self._model.model.get_submodule(name)
+        more = sum(type(each) is type(module) for each in self._model.model.modules()) - 1
+        others = f" (and {more} more of its kind)" if more else ""
+        return f"{type(module).__name__} {name!r}{others}"
 
     def _outputs(self, batch: Any, number: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
         """Name of each module to the tensors it was given and made, in the order they ended."""
         found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         hooks = []
-        for name, module in self._bench.model.named_modules():
+        for name, module in self._model.model.named_modules():
             if not name:
                 continue
 
@@ -544,7 +464,7 @@ class _Tried:
 
             hooks.append(module.register_forward_hook(keep))
         try:
-            self._bench.run(batch, 1)
+            self._model.run(batch, 1)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -576,7 +496,7 @@ def _rows_alike(
     return alike
 
 
-def _mean(passes: Sequence[_Pass], shares: Sequence[float]) -> dict[str, Tensor]:
+def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Tensor]:
     mean: dict[str, Tensor] = {}
     for share, each in zip(shares, passes, strict=True):
         for name, gradient in each.gradients.items():
@@ -587,11 +507,6 @@ def _mean(passes: Sequence[_Pass], shares: Sequence[float]) -> dict[str, Tensor]
 
 def _close(one: float, other: float, near: float) -> bool:
     return math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
-
-
-def _wide(batch: Any) -> Any:
-    """A nested batch with its float32 numbers in float64."""
-    return on_tensors(batch, lambda t: t.double() if t.dtype == torch.float32 else t)
 
 
 def _all_tensors(given: Any) -> list[Tensor]:

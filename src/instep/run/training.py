@@ -37,7 +37,7 @@ from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.rehearsal import try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
-from instep.run.sameness import ANOTHER_SAW, NOTHING_TO_TRY, Spot, Trial, try_out
+from instep.run.sameness import ANOTHER_SAW, NOTHING_TO_TRY, Spot, Trial, mean_of, try_out
 from instep.run.saving import Saver
 from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
@@ -47,6 +47,9 @@ from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
+
+_FEW = 4
+"""Steps whose batches tell what a Hugging Face model's loss is a mean of."""
 
 _SPOTS = 32
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""
@@ -326,15 +329,15 @@ class Training:
         """Whether cutting a global batch into micro-batches changes the result."""
         train, self.phase = self.job.train, "trying a batch"
         slices = self._spots()
+        seed = key(self.job.seed, OF_PASS, 0)
         if not slices:
-            return NOTHING_TO_TRY
+            return NOTHING_TO_TRY._replace(derived=self._mean_of(seed))
         reads = self._loader.read(part for spot in slices for part in spot)
         spots = (
             Spot(first.batch, second.batch, both.batch, (first.size, second.size))
             for first, second, both in zip(reads, reads, reads, strict=True)
             if first.size and second.size and both.size
         )
-        seed = key(self.job.seed, OF_PASS, 0)
         with closing(reads):
             trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge == "always":
@@ -345,6 +348,18 @@ class Training:
             reason = "determinism = 'bits' computes each micro-batch apart"
             return trial._replace(merge=False, reason=reason)
         return trial
+
+    def _mean_of(self, seed: int) -> str:
+        """What the loss of one micro-batch in each step is a mean of; a validation has several."""
+        if self.recipe.compute_loss is None or self.recipe.weight is not None:
+            return ""
+        train = self.job.train
+        steps = min(_FEW, steps_in_epoch(self.samples, train.global_batch))
+        where = (position(1 + step, self.samples, train.global_batch) for step in range(steps))
+        whole = (share_of(at, 1, 1, 0, merge=False).passes for at in where)
+        reads = self._loader.read(part.samples for (part,) in whole)
+        with closing(reads):
+            return mean_of(self._forward, (each.batch for each in reads if each.size), seed=seed)
 
     def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
         """Pairs of neighbouring micro-batches, and both as one, from all over an epoch.

@@ -117,9 +117,6 @@ def weighing(weight: Weigh | None, loss: Any) -> Weighing:
     Args:
         weight: `Recipe.weight`.
         loss: `Recipe.loss`; None where `compute_loss` is given.
-
-    Raises:
-        RecipeError: the loss is a sum.
     """
     if weight is not None:
         name = "compute_loss" if loss is None else "Recipe.loss"
@@ -226,6 +223,7 @@ def derive(
         return set()
     assert isinstance(logits, Tensor)
     assert isinstance(loss, Tensor)
+    exact = logits.dtype
     logits, loss = logits.float(), loss.float()
     candidates: dict[str, Tensor] = {}
     if labels.is_floating_point():
@@ -237,7 +235,8 @@ def derive(
             candidates["next tokens"] = functional.cross_entropy(
                 logits[:, :-1].flatten(0, -2), labels[:, 1:].flatten()
             )
-    same = functools.partial(torch.allclose, rtol=1e-3, atol=1e-6)
+    near = 1e-5 if torch.finfo(exact).eps < 1e-6 else 1e-2
+    same = functools.partial(torch.allclose, rtol=near, atol=1e-6)
     if not bool(loss.isfinite()):
         return None
     if not same(given.float(), loss):

@@ -303,6 +303,32 @@ def test_a_batch_in_which_nothing_counts_does_not_disturb_the_trial():
     assert trial.verdict == "yes"
 
 
+def test_statistics_that_lead_to_no_gradient_are_named_with_their_layer():
+    class Watched(nn.Module):
+        """Only looks on, as a monitor does."""
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            self.norm(x.detach())
+            return x
+
+    trial = tried(mlp(Watched()), pictures(), loss=nn.MSELoss())
+    assert trial.verdict.startswith("no: BatchNorm1d '2.norm' looks at the other samples")
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_running_average_is_one_too_where_nothing_counts_in_a_micro_batch(silent):
+    first, second = pictures(classes=True)
+    ignored = (first[silent][0], torch.full((size(first[silent]),), -100))
+    pair = (ignored, first[1]) if silent == 0 else (first[0], ignored)
+    average = Remembers(torch.zeros(6), lambda memory, x: 0.9 * memory + 0.1 * x.mean(0))
+    trial = tried(mlp(average), [pair, second], loss=nn.CrossEntropyLoss())
+    assert trial.verdict == "yes"
+
+
 def test_a_model_that_came_in_evaluation_mode_is_tried_as_it_will_be_trained():
     """Pretrained models are often handed out so, and training switches the mode back."""
     assert (
@@ -338,3 +364,24 @@ def test_low_precision_does_not_look_like_a_difference():
         mlp(nn.LayerNorm(6)), pictures(torch.bfloat16), dtype=torch.bfloat16, loss=nn.MSELoss()
     )
     assert trial.verdict == "yes"
+
+
+class CentredABit(nn.Module):
+    def forward(self, x):
+        return x - 0.05 * x.mean(0)
+
+
+class OfSixteenBits(nn.Module):
+    """Made for its own type: it can be tried in no other."""
+
+    def forward(self, x):
+        return x @ torch.eye(x.shape[-1], dtype=torch.bfloat16)
+
+
+def test_a_small_difference_shows_in_low_precision_too():
+    low = {"dtype": torch.bfloat16, "loss": nn.MSELoss()}
+    trial = tried(mlp(CentredABit()), pictures(torch.bfloat16), **low)
+    assert trial.verdict.startswith("no: CentredABit '2' looks at the other samples")
+    trial = tried(mlp(OfSixteenBits()), pictures(torch.bfloat16), **low)
+    assert trial.verdict.startswith("not shown: the model cannot be tried in more than its own 16")
+    assert not trial.merge

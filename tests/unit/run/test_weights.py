@@ -1,6 +1,7 @@
 """What a loss of torch, or of a Hugging Face model, is a mean of."""
 
 import functools
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from transformers import (
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from instep.errors import RecipeError
+from instep.run.forward import Forward
+from instep.run.sameness import mean_of
 from instep.run.weights import DERIVED, class_weights, derive, is_sum, weighing
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -118,3 +123,39 @@ def test_what_a_hugging_face_loss_is_a_mean_of_is_found(made, of_class, expected
     assert DERIVED[expected](batch) == weight
     assert derive(model, lambda m, b: 2 * own_loss(m, b), batch) == set()
     assert derive(nn.Linear(2, 2), own_loss, batch) == set()
+
+
+class Recipe(NamedTuple):
+    """As much of one as a forward pass asks for."""
+
+    compute_loss: Any
+    loss: Any = None
+    weight: Any = None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_loss_of_a_fresh_t5_is_a_mean_of_is_not_mistaken(seed):
+    """Its loss is near the logarithm of the vocabulary, whichever tokens are left out."""
+    torch.manual_seed(seed)
+    small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=20, **small, decoder_start_token_id=0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [
+        {"input_ids": tokens, "labels": tokens.flip(1)}
+        for tokens in torch.randint(0, 20, (4, 3, 7))
+    ]
+    forward = Forward(Recipe(own_loss), model, torch.device("cpu"), "float32")
+    assert mean_of(forward, batches, seed=7) == "tokens"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert forward.model is model
+
+
+def test_one_batch_is_not_enough_to_say_what_a_loss_is_a_mean_of():
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    )
+    tokens, labels = texts()
+    batch = {"input_ids": tokens, "labels": labels}
+    forward = Forward(Recipe(own_loss), model, torch.device("cpu"), "float32")
+    assert mean_of(forward, [batch], seed=7) == ""
+    assert mean_of(forward, [batch, batch], seed=7) == "next tokens"

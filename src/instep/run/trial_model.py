@@ -1,0 +1,179 @@
+"""A copy of a model to try things on: its passes leave nothing, and compute as exactly as can be.
+
+What is tried on it, and what follows from that, `sameness.py` knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.run.buffers import written
+from instep.run.forward import Forward, on_tensors, to_device
+from instep.run.recipe import set_generators
+from instep.run.weights import derive
+
+_MOVED_BY = 0.05
+"""How far parameters are moved off their start, over their root mean square (or 1, where 0)."""
+
+
+class PassResult(NamedTuple):
+    """What one forward and backward pass gave."""
+
+    loss: float
+    weight: float
+    gradients: dict[str, Tensor]
+    """Of the mean loss; of the parameters that had one."""
+    buffers: dict[str, Tensor]
+    """As the pass left them."""
+
+
+class TrialModel:
+    """A copy of the model on which passes leave nothing.
+
+    Args:
+        forward: computes with the copy while it is tried (`trial_model`).
+        model: the copy.
+        original: what it is one of.
+        seed: for the draws of the passes and the parameters' new places.
+        wide: the type that everything computes in; None for the model's own.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        model: nn.Module,
+        original: nn.Module,
+        seed: int,
+        wide: torch.dtype | None = None,
+    ) -> None:
+        self.forward, self.model, self._seed, self._wide = forward, model, seed, wide
+        self._original = original
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self._owners = [
+            (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.committed = {name: kept for name, _, _, _, kept in self._owners}
+        self.draws: Callable[[], Any] = nullcontext
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move every parameter off its start."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for name, parameter in self.parameters.items():
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            rms = float(self._start[name].float().square().mean().sqrt())
+            noise = torch.randn(parameter.shape, generator=generator)
+            by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
+            parameter.add_((by * noise).to(parameter.device, parameter.dtype))
+
+    @torch.no_grad()
+    def move_back(self) -> None:
+        """Put every parameter back at its start."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self._start[name])
+
+    def widened(self, batch: Any, samples: int) -> TrialModel:
+        """One that computes in float64, where model and loss can; on a GPU, in float32 at least.
+
+        Small differences show there. Most GPUs are slow at float64.
+        """
+        on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
+        wide = torch.float64 if on_cpu else torch.float32
+        model = copy.deepcopy(self._original).train()  # the other may hold what its passes left
+        model._apply(lambda tensor: _widened(tensor, wide))
+        other = TrialModel(self.forward, model, self._original, self._seed, wide)
+        other.draws = self.draws
+        with self.forward.on(model, "float32"):
+            try:
+                other.run(batch, samples)
+            except (RuntimeError, TypeError, ValueError):  # something in it is made for its own
+                return self
+        self.forward.model = model
+        return other
+
+    def run(self, batch: Any, samples: int) -> PassResult | None:
+        """One pass from the committed buffers; None where nothing in the batch counts."""
+        self._reset()
+        set_generators(self._seed)
+        before = [(name, p, p.detach().clone()) for name, p in self.model.named_parameters()]
+        with self.draws():
+            found = self.forward.loss(self._fit(batch), samples)
+            if found is None:
+                return None
+            found.loss.backward()
+        for name, parameter, value in before:
+            if not torch.equal(parameter, value):
+                raise written(name, trained=parameter.requires_grad)
+        gradients = {
+            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
+            for name, p in self.parameters.items()
+            if p.grad is not None
+        }
+        now = {name: module._buffers[own] for name, module, own, _, _ in self._owners}
+        buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
+        return PassResult(float(found.loss.detach()), found.weight, gradients, buffers)
+
+    def mean_of(self, batches: Iterable[Any]) -> str:
+        """What the loss of a Hugging Face model is a mean of: a name of `weights.DERIVED`.
+
+        Empty where two batches and more leave open what it is.
+        """
+        compute_loss = self.forward.recipe.compute_loss
+        may_be: set[str] | None = None
+        told = 0  # batches that did
+        for batch in batches if compute_loss is not None else ():
+            assert compute_loss is not None
+            self._reset()
+            set_generators(self._seed)
+            with self.draws(), self.forward.autocast():
+                given = to_device(self._fit(batch), self.forward.device)
+                found = derive(self.model, compute_loss, given)
+            if found is not None:
+                may_be = found if may_be is None else may_be & found
+                told += 1
+            if may_be == set() or (may_be and len(may_be) == 1 and told > 1):
+                break
+        return may_be.pop() if may_be and len(may_be) == 1 and told > 1 else ""
+
+    def _fit(self, batch: Any) -> Any:
+        wide = self._wide
+        return on_tensors(batch, lambda tensor: _widened(tensor, wide)) if wide else batch
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        for _, module, name, live, kept in self._owners:
+            live.copy_(kept)
+            module._buffers[name] = live
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def _widened(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    narrow = tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(wide).eps
+    return tensor.to(wide) if narrow else tensor
+
+
+@contextmanager
+def trial_model(forward: Forward, model: nn.Module, seed: int) -> Iterator[TrialModel]:
+    """A copy in training mode, computing without autocast, which would hide small differences."""
+    original = forward.model
+    model.train()
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        with forward.on(model, "float32"):
+            yield TrialModel(forward, model, original, seed)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
