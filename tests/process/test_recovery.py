@@ -84,9 +84,11 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     while killed < kills and program.process.poll() is None:
         time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
         killed += kill(draw.choice(list(newest_pids(program).values())))
+    after = killed < kills  # the last may have hit a worker that was done
     assert program.end(300) == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)
-    assert len(program.events("worker_lost")) == killed >= min(kills, 8)
+    assert killed - after <= len(program.events("worker_lost")) <= killed
+    assert killed >= 8
     generations = RunFolder(program.run).generations
     assert all(
         "was lost: the process was killed by SIGKILL" in g["reason"] for g in generations[1:]
