@@ -28,8 +28,9 @@ distance is the 2-norm over all trained parameters of *instep - plain*, over tha
 - **float64**: on 1, 2 and 3 workers. At most 1e-9 where the verdict is yes.
 - **buffers**: the same for buffers and frozen parameters, the largest of the three.
 - **float32**: the largest on 1, 2 and 3 workers, and what is allowed: three times the distance
-  between plain loops whose samples within a batch are permuted. Where random numbers are drawn,
-  between loops that add the gradients of the same micro-batches in another order.
+  between plain loops whose samples within a batch are permuted, or of float32's epsilon where
+  they are closer than that. Where random numbers are drawn, between loops that add the gradients
+  of the same micro-batches in another order.
 - **alone**: float64 on one worker with one micro-batch, where every model is the same.
 
 A step has 12 samples in 6 micro-batches, the last of an epoch 4 in 2. This page is written by

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from judge import EPSILON, NEAR, Distance, Outcome, apart, bound, complaints, distance, same_state
-from pair import SAME, Pair, Parts, honest, refused, said
+from pair import SAME, Pair, Parts, Refused, Said, Same, honest, refused, said
+from pairs import PAIRS
 from plain import State, Trained
+from table import PAGE
 
 
 def pair_that(expected):
@@ -132,3 +135,23 @@ def test_workers_are_compared_to_the_bit():
     other = State({"w": torch.tensor([1.0, 1.0 + 2**-23])}, {"b": torch.tensor([math.nan])})
     assert same_state(one, one)
     assert not same_state(one, other)
+
+
+# ---- the page that is printed
+
+
+def test_the_table_in_the_documents_is_that_of_these_pairs_and_says_what_they_promise():
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    rows = {cells[1]: cells for line in lines for cells in [re.split(r" ?(?<!\\)\| ?", line)]}
+    assert list(rows) == list(PAIRS)
+    for name, (_, _, verdict, *figures, _, _, _, _) in rows.items():
+        match PAIRS[name].expected:
+            case Same():
+                assert verdict == "yes", name
+            case Said():
+                assert verdict.startswith(("no: ", "not shown: ")), name
+            case Refused():
+                assert verdict.startswith("refused: "), name
+        if verdict == "yes":
+            exact = [float(figure) for figure in figures]
+            assert len(exact) == 4 and max(exact) <= NEAR, name

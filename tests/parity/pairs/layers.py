@@ -21,6 +21,23 @@ def batch_norm():
     return classifier(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)))
 
 
+class Watched(nn.Module):
+    """Normalises what it sees and throws it away, as a monitor does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        self.norm(x.detach())
+        return x
+
+
+@pair("BatchNorm that only looks on", said("batch_?norm"))
+def watched():
+    return classifier(nn.Sequential(nn.Linear(6, 8), Watched(), nn.Tanh(), nn.Linear(8, 4)))
+
+
 @pair("LayerNorm")
 def layer_norm():
     return classifier(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4)))
