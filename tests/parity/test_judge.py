@@ -154,4 +154,5 @@ def test_the_table_in_the_documents_is_that_of_these_pairs_and_says_what_they_pr
                 assert verdict.startswith("refused: "), name
         if verdict == "yes":
             exact = [float(figure) for figure in figures]
-            assert len(exact) == 4 and max(exact) <= NEAR, name
+            assert len(exact) == 4, name
+            assert max(exact) <= NEAR, name
