@@ -91,6 +91,8 @@ class TrialModel:
         """
         on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
         wide = torch.float64 if on_cpu else torch.float32
+        if not any(_is_narrow(parameter, wide) for parameter in self.model.parameters()):
+            return self
         model = copy.deepcopy(self._original).train()  # the other may hold what its passes left
         model._apply(lambda tensor: _widened(tensor, wide))
         other = TrialModel(self.forward, model, self._original, self._seed, wide)
@@ -160,9 +162,12 @@ class TrialModel:
             parameter.grad = None
 
 
+def _is_narrow(tensor: Tensor, wide: torch.dtype) -> bool:
+    return tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(wide).eps
+
+
 def _widened(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    narrow = tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(wide).eps
-    return tensor.to(wide) if narrow else tensor
+    return tensor.to(wide) if _is_narrow(tensor, wide) else tensor
 
 
 @contextmanager
