@@ -22,6 +22,9 @@ pytestmark = pytest.mark.process
 
 Out = pytest.CaptureFixture[str]
 
+ALONE = {"workers": 1, "loaders": 0}
+"""Where it does not matter who reads."""
+
 
 def trained(folder: Path, *, loaders: object = 2, workers: int = 2, **changes: Any) -> Path:
     """A run of in_a_file.py in which every content is recorded."""
@@ -110,7 +113,7 @@ def test_a_file_that_was_opened_at_import_is_read_by_each_worker_from_a_place_of
 
 
 def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Out) -> None:
-    run = trained(tmp_path)
+    run = trained(tmp_path, **ALONE)
     with (tmp_path / "rows").open("r+b") as file:
         file.seek(4 * VALUES * 7)
         file.write(b"\x01")
@@ -127,7 +130,7 @@ def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Ou
 def test_a_dataset_that_is_read_wrongly_in_loader_processes_is_found(
     tmp_path: Path, capsys: Out
 ) -> None:
-    run = trained(tmp_path, arguments={"how": "wrongly"})
+    run = trained(tmp_path, workers=1, arguments={"how": "wrongly"})
     code, content = audited(run, capsys)
     assert code == RunError.exit_code
     found = {each["sample"] for each in content["wrong"]}
@@ -189,7 +192,7 @@ def read_all(run: Path) -> Any:
 def test_a_dataset_with_a_generator_of_its_own_is_named_and_the_audit_does_not_hold(
     tmp_path: Path, capsys: Out
 ) -> None:
-    run = trained(tmp_path, arguments={"how": "its own draws"})
+    run = trained(tmp_path, **ALONE, arguments={"how": "its own draws"})
     (text,) = named_as_not_repeatable(run)
     assert "the training dataset is not repeatable: sample " in text
     code, content = audited(run, capsys)
@@ -203,7 +206,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_named_and_the_audit_does_not_h
 def test_samples_that_do_not_repeat_are_not_counted_among_those_that_were_compared(
     tmp_path: Path, capsys: Out
 ) -> None:
-    run = trained(tmp_path, arguments={"how": "a few draws of its own"})
+    run = trained(tmp_path, **ALONE, arguments={"how": "a few draws of its own"})
     code, content = audited(run, capsys)
     assert (code, content["wrong"]) == (0, [])
     assert {index % 8 for index in content["unrepeatable"]} == {0}
@@ -242,6 +245,11 @@ def stopped(halted_once: Halted, tmp_path: Path) -> Iterator[Halted]:
         path.write_bytes(content)
 
 
+def resumed(run: Path, **data: Any) -> dict[str, Any]:
+    """The summary of a run after it went on, with little beside what is looked at."""
+    return instep.resume(run, quiet=True, workers=1, data={"loaders": 0, **data}).summary
+
+
 def test_what_is_read_before_the_first_step_is_not_recorded_as_trained_on(
     halted_once: Halted,
 ) -> None:
@@ -266,9 +274,9 @@ def test_a_run_does_not_go_on_with_a_dataset_of_another_length(stopped: Halted) 
     write(stopped.train, samples=120)
     message = "the training dataset had 96 samples when the run was started and has 120 now"
     with pytest.raises(WorkerError, match=message) as caught:
-        instep.resume(stopped.run, quiet=True)
+        resumed(stopped.run)
     assert caught.value.exit_code == DataError.exit_code
-    assert instep.resume(stopped.run, quiet=True, data={"changed": "accept"}).summary["steps"] == 16
+    assert resumed(stopped.run, changed="accept")["steps"] == 16
     assert any(message in event["text"] for event in RunFolder(stopped.run).named("warning"))
 
 
@@ -281,10 +289,10 @@ def test_a_run_does_not_go_on_with_other_contents_until_they_are_put_back(stoppe
             r"the fingerprint was (\w{16}) and is (\w+)"
         )
         with pytest.raises(WorkerError, match=message) as caught:
-            instep.resume(stopped.run, quiet=True)
+            resumed(stopped.run)
         assert "--set data.changed=accept" in str(caught.value)
         path.write_bytes(before)
-    assert instep.resume(stopped.run, quiet=True).summary["outcome"] == "completed"
+    assert resumed(stopped.run)["outcome"] == "completed"
 
 
 def test_a_data_loader_is_taken_apart_and_what_is_lost_is_said(tmp_path: Path, capsys: Out) -> None:

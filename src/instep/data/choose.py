@@ -175,6 +175,8 @@ def _choose_plain(fetch: Fetch, work: Work, say: Say) -> Choice:
         return _here(fetch, probe, f"{cost}, less than {_CHEAP_S * 1e3:g} ms")
     if not hasattr(os, "fork"):
         return _here(fetch, probe, f"{cost}; this system cannot fork")
+    if fetch.samples < _RACE_PARTS:
+        return _here(fetch, probe, f"{cost}; {fetch.samples} samples are too few for a race")
     chores, parts = _race_of(probe)
     here = Ahead(fetch)
     try:

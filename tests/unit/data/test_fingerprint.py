@@ -38,6 +38,11 @@ def test_all_contents_are_compared_where_all_repeat():
     assert before.changes(again(before, Coins(2, flipped=(), changed=[3]))) == [3]
 
 
+def test_one_reading_shows_that_samples_do_not_repeat():
+    assert readings(Coins(1, flipped=range(SAMPLES)))().differed
+    assert readings(Coins(1, flipped=()))().differed == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("flipped", [range(SAMPLES), range(0, SAMPLES, 4)])
 def test_samples_that_do_not_repeat_never_make_it_another_dataset(seed, flipped):
