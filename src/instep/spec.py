@@ -229,8 +229,9 @@ class DataSpec(Section, frozen=True, kw_only=True):
     `skip` leaves the sample out of its step or validation, and counts it."""
 
     changed: Literal["refuse", "accept"] = "refuse"
-    """What follows when a run goes on with a dataset of another length or with other contents:
-    `accept` trains on with what is there now, and says so."""
+    """What follows when a run goes on with a dataset of another length or with other contents in
+    32 keyed samples (as few as 4 where they take long, and only those that repeat): `accept`
+    trains on with what is there now, and says so."""
 
 
 class StartSpec(Section, frozen=True, kw_only=True):

@@ -1,16 +1,19 @@
 """What was handed to training is what lies in the file; where it is not, that is found and said."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from in_a_file import SAMPLES, VALUES, write
+from in_a_file import GIVEN, SAMPLES, VALUES, write
 from started import RECIPES, slow
 
 import instep
 from instep.cli import main
+from instep.data.order import Order
 from instep.errors import DataError, RunError, WorkerError
 from instep.events import CONTENTS, read_records
 from instep.report.run_folder import RunFolder
@@ -18,6 +21,9 @@ from instep.report.run_folder import RunFolder
 pytestmark = pytest.mark.process
 
 Out = pytest.CaptureFixture[str]
+
+ALONE = {"workers": 1, "loaders": 0}
+"""Where it does not matter who reads."""
 
 
 def trained(folder: Path, *, loaders: object = 2, workers: int = 2, **changes: Any) -> Path:
@@ -68,6 +74,12 @@ def test_each_sample_of_each_epoch_was_what_a_plain_read_gives(
     code, content = audited(run, capsys)
     assert (code, content["wrong"], content["unrepeatable"]) == (0, [], [])
     assert content["due"] == content["recorded"] == content["compared"] == 2 * SAMPLES
+    assert named_as_not_repeatable(run) == []
+
+
+def named_as_not_repeatable(run: Path) -> list[str]:
+    texts = [event["text"] for event in RunFolder(run).named("warning")]
+    return [text for text in texts if "repeatable" in text]
 
 
 def test_a_file_that_was_opened_at_import_is_read_by_each_worker_from_a_place_of_its_own(
@@ -101,7 +113,7 @@ def test_a_file_that_was_opened_at_import_is_read_by_each_worker_from_a_place_of
 
 
 def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Out) -> None:
-    run = trained(tmp_path)
+    run = trained(tmp_path, **ALONE)
     with (tmp_path / "rows").open("r+b") as file:
         file.seek(4 * VALUES * 7)
         file.write(b"\x01")
@@ -118,7 +130,7 @@ def test_a_record_that_is_changed_afterwards_is_found(tmp_path: Path, capsys: Ou
 def test_a_dataset_that_is_read_wrongly_in_loader_processes_is_found(
     tmp_path: Path, capsys: Out
 ) -> None:
-    run = trained(tmp_path, arguments={"how": "wrongly"})
+    run = trained(tmp_path, workers=1, arguments={"how": "wrongly"})
     code, content = audited(run, capsys)
     assert code == RunError.exit_code
     found = {each["sample"] for each in content["wrong"]}
@@ -177,28 +189,75 @@ def read_all(run: Path) -> Any:
     return np.concatenate([read_records(f, CONTENTS) for f in run.glob("contents-*.bin")])
 
 
-def test_a_dataset_with_a_generator_of_its_own_is_named(tmp_path: Path, capsys: Out) -> None:
-    run = trained(tmp_path, arguments={"how": "its own draws"})
-    texts = [event["text"] for event in RunFolder(run).named("warning")]
-    (text,) = [text for text in texts if "repeatable" in text]
+def test_a_dataset_with_a_generator_of_its_own_is_named_and_the_audit_does_not_hold(
+    tmp_path: Path, capsys: Out
+) -> None:
+    run = trained(tmp_path, **ALONE, arguments={"how": "its own draws"})
+    (text,) = named_as_not_repeatable(run)
     assert "the training dataset is not repeatable: sample " in text
     code, content = audited(run, capsys)
-    assert len(content["unrepeatable"]) == content["compared"]
-    assert (code, content["wrong"]) == (0, [])
+    assert (code, content["compared"], content["wrong"]) == (RunError.exit_code, 0, [])
+    assert len(content["unrepeatable"]) == content["recorded"] == 2 * SAMPLES
+    assert main(["audit", str(run), "--content"]) == RunError.exit_code
+    assert "none of the 192 samples could be compared" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["plainly", "drawing"])
-def test_a_dataset_that_draws_from_the_global_generators_is_not_named(
-    tmp_path: Path, how: str
+@pytest.mark.slow
+def test_samples_that_do_not_repeat_are_not_counted_among_those_that_were_compared(
+    tmp_path: Path, capsys: Out
 ) -> None:
-    run = trained(tmp_path, arguments={"how": how})
-    assert not [e for e in RunFolder(run).named("warning") if "repeatable" in e["text"]]
+    run = trained(tmp_path, **ALONE, arguments={"how": "a few draws of its own"})
+    code, content = audited(run, capsys)
+    assert (code, content["wrong"]) == (0, [])
+    assert {index % 8 for index in content["unrepeatable"]} == {0}
+    assert len(content["unrepeatable"]) == 2 * SAMPLES // 8
+    assert content["compared"] == 2 * SAMPLES - len(content["unrepeatable"])
 
 
 def halted(folder: Path, **changes: Any) -> Path:
-    return trained(
-        folder, train={"epochs": 2, "global_batch": 16, "stop_after_steps": 4}, **changes
-    )
+    train = {"epochs": 2, "global_batch": 16, "stop_after_steps": 4}
+    return trained(folder, train=train, **changes)
+
+
+class Halted(NamedTuple):
+    """A run to go on with, and the files of its two datasets."""
+
+    run: Path
+    train: Path
+    validate: Path
+
+
+@pytest.fixture(scope="module")
+def halted_once(tmp_path_factory: pytest.TempPathFactory) -> Halted:
+    """A run that was stopped after 4 of 12 steps; whoever goes on with it takes a copy."""
+    folder = tmp_path_factory.mktemp("halted")
+    write(folder / "validate")
+    run = halted(folder, arguments={"validate": str(folder / "validate")})
+    return Halted(run, folder / "rows", folder / "validate")
+
+
+@pytest.fixture
+def stopped(halted_once: Halted, tmp_path: Path) -> Iterator[Halted]:
+    """A copy of that run; the files are again as they were when the test has ended."""
+    before = [(path, path.read_bytes()) for path in halted_once[1:]]
+    yield halted_once._replace(run=shutil.copytree(halted_once.run, tmp_path / "read"))
+    for path, content in before:
+        path.write_bytes(content)
+
+
+def resumed(run: Path, **data: Any) -> dict[str, Any]:
+    """The summary of a run after it went on, with little beside what is looked at."""
+    return instep.resume(run, quiet=True, workers=1, data={"loaders": 0, **data}).summary
+
+
+def test_what_is_read_before_the_first_step_is_not_recorded_as_trained_on(
+    halted_once: Halted,
+) -> None:
+    """The trial that decides on merging reads from all over the first epoch."""
+    first = Order(SAMPLES, 5).indices(0, 0, 4 * 16)
+    rows = np.unique(read_all(halted_once.run))
+    assert rows["epoch"].tolist() == [0] * len(first)
+    assert rows["index"].tolist() == sorted(first.tolist())
 
 
 @pytest.mark.parametrize(
@@ -211,34 +270,36 @@ def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, lo
     assert len(RunFolder(run).named("dataset_known")) == 4  # two datasets, twice
 
 
-def test_a_run_does_not_go_on_with_a_dataset_of_another_length(tmp_path: Path) -> None:
-    run = halted(tmp_path)
-    write(tmp_path / "rows", samples=120)
+def test_a_run_does_not_go_on_with_a_dataset_of_another_length(stopped: Halted) -> None:
+    write(stopped.train, samples=120)
     message = "the training dataset had 96 samples when the run was started and has 120 now"
     with pytest.raises(WorkerError, match=message) as caught:
-        instep.resume(run, quiet=True)
+        resumed(stopped.run)
     assert caught.value.exit_code == DataError.exit_code
-    assert instep.resume(run, quiet=True, data={"changed": "accept"}).summary["steps"] == 16
-    assert any(message in event["text"] for event in RunFolder(run).named("warning"))
+    assert resumed(stopped.run, changed="accept")["steps"] == 16
+    assert any(message in event["text"] for event in RunFolder(stopped.run).named("warning"))
 
 
-def test_a_run_does_not_go_on_with_other_contents_unless_that_is_accepted(tmp_path: Path) -> None:
-    run = halted(tmp_path)
-    before = (tmp_path / "rows").read_bytes()
-    (tmp_path / "rows").write_bytes(before[::-1])
-    message = r"of 32 samples, 32 hold something else .* the fingerprint was (\w{16}) and is (\w+)"
-    with pytest.raises(WorkerError, match=message) as caught:
-        instep.resume(run, quiet=True)
-    assert "--set data.changed=accept" in str(caught.value)
-    (tmp_path / "rows").write_bytes(before)
-    assert instep.resume(run, quiet=True).summary["outcome"] == "completed"
+def test_a_run_does_not_go_on_with_other_contents_until_they_are_put_back(stopped: Halted) -> None:
+    for path, name in ((stopped.validate, "validation"), (stopped.train, "training")):
+        before = path.read_bytes()
+        path.write_bytes(before[::-1])
+        message = (
+            rf"the {name} dataset is not what it was .* of 32 samples, 32 hold something else .* "
+            r"the fingerprint was (\w{16}) and is (\w+)"
+        )
+        with pytest.raises(WorkerError, match=message) as caught:
+            resumed(stopped.run)
+        assert "--set data.changed=accept" in str(caught.value)
+        path.write_bytes(before)
+    assert resumed(stopped.run)["outcome"] == "completed"
 
 
 def test_a_data_loader_is_taken_apart_and_what_is_lost_is_said(tmp_path: Path, capsys: Out) -> None:
     run = trained(tmp_path, loaders="auto", arguments={"loader": 1}, workers=1)
     assert audited(run, capsys)[0] == 0
     ready = RunFolder(run).last("worker_ready")
-    assert (ready["samples"], ready["loader"]) == (SAMPLES, "processes: data.loaders = 1")
+    assert (ready["samples"], ready["loader"]) == (GIVEN, "processes: data.loaders = 1")
     texts = [event["text"] for event in RunFolder(run).named("warning")]
     assert texts == [
         "the DataLoader of Recipe.train has batch_size = 5, which is not used: "

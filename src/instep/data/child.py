@@ -63,6 +63,7 @@ class Work(NamedTuple):
     read: Callable[[Slice], Any]
     """From a slice to plain data that `wire.py` can carry."""
     dataset: Any
+    """What `get_worker_info()` gives."""
     seed: int
     """Of the first; the others count on."""
     begin: Callable[[int], Any] | None = None

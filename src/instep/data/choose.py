@@ -80,6 +80,7 @@ def choose(
     processes: int | Literal["auto"],
     begin: Callable[[int], Any] | None = None,
     say: Say = lambda text: None,
+    seen_as: Any = None,
 ) -> Choice:
     """Look at the dataset, then decide; a dataset's own code is not run in this process.
 
@@ -88,12 +89,13 @@ def choose(
         processes: how many are asked for.
         begin: called in each process with its number, before it reads.
         say: takes a sentence at each fork of a process that failed and is tried again.
+        seen_as: the dataset that a process is told it reads.
 
     Raises:
         DataError: the first sample cannot be read; where the dataset's own code is
             to read in this process, that is not seen here.
     """
-    work = Work(answers(fetch), fetch.dataset, key(fetch.seed, _OF_LOADER) >> 1, begin, fetch)
+    work = Work(answers(fetch), seen_as, key(fetch.seed, _OF_LOADER) >> 1, begin, fetch)
     if processes == 0:
         return _here(fetch, look(fetch) if fetch.plain else None, "data.loaders = 0")
     if processes != "auto":
@@ -173,6 +175,8 @@ def _choose_plain(fetch: Fetch, work: Work, say: Say) -> Choice:
         return _here(fetch, probe, f"{cost}, less than {_CHEAP_S * 1e3:g} ms")
     if not hasattr(os, "fork"):
         return _here(fetch, probe, f"{cost}; this system cannot fork")
+    if fetch.samples < _RACE_PARTS:
+        return _here(fetch, probe, f"{cost}; {fetch.samples} samples are too few for a race")
     chores, parts = _race_of(probe)
     here = Ahead(fetch)
     try:

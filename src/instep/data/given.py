@@ -33,6 +33,11 @@ class Given(NamedTuple):
     loader: Any = None
     """The `DataLoader`; None where there was none."""
 
+    @property
+    def seen_as(self) -> Any:
+        """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
+        return self.dataset if self.loader is None else self.loader.dataset
+
     def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[str]:
         """What of the `DataLoader` is not kept, each as a sentence without its stop.
 
@@ -70,6 +75,17 @@ class Given(NamedTuple):
             yield f"{of} has drop_last = True, which is not used: the last batch may be smaller"
         if self.loader.generator is not None:
             yield f"{of} has a generator, which is not used: the order follows from the job's seed"
+        if self.loader.timeout:
+            yield (
+                f"{of} has timeout = {self.loader.timeout:g}, which is not used: how long a read "
+                "may take is learnt from those before it"
+            )
+        context = self.loader.multiprocessing_context
+        if context is not None and context.get_start_method() != "fork":
+            yield (
+                f"{of} has multiprocessing_context = {context.get_start_method()}, which is not "
+                "used: loader processes are forked"
+            )
 
 
 def _plainly_random(sampler: Any) -> bool:

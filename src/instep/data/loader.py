@@ -44,7 +44,8 @@ class Loader:
         name: `training` or `validation`, for whoever asks what a process that died was reading.
         marks: samples at which processes have ended before.
         worker_init: called in each loader process with its number, before it reads.
-        contents: which samples' contents are told to `record`.
+        seen_as: what `get_worker_info().dataset` is there; the dataset itself if None.
+        contents: which samples' contents are recorded where `read` is asked for that.
         say: takes a sentence at each fork of a process that failed and is tried again.
 
     Raises:
@@ -75,6 +76,7 @@ class Loader:
         name: str = "training",
         marks: Iterable[Mark] = (),
         worker_init: Callable[[int], Any] | None = None,
+        seen_as: Any = None,
         contents: Literal["off", "sample", "all"] = "off",
         say: Say = lambda text: None,
     ) -> None:
@@ -90,9 +92,9 @@ class Loader:
         self._fetch.mark(marks)
         if contents != "off":
             self._fetch.chosen = Chosen(self._fetch.samples, seed, contents)
-        self.record: Record | None = None
-        """Takes the contents of samples as they are handed out."""
-        self.mode, self.why, self._pool = choose(self._fetch, processes, worker_init, say)
+        self.mode, self.why, self._pool = choose(
+            self._fetch, processes, worker_init, say, dataset if seen_as is None else seen_as
+        )
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False
@@ -147,10 +149,15 @@ class Loader:
         """
         return self._opened(read.batch for read in self.read(slices))
 
-    def read(self, slices: Iterable[Slice]) -> Generator[Read]:
-        """The same, and with each batch which samples of its slice are not in it."""
+    def read(self, slices: Iterable[Slice], record: Record | None = None) -> Generator[Read]:
+        """The same, and with each batch which samples of its slice are not in it.
+
+        Args:
+            slices: asked for more a few ahead.
+            record: takes the contents of samples as they are handed out.
+        """
         assert not self._closed, "the loader is closed"
-        return self._opened(self._reads(slices))
+        return self._opened(self._reads(slices, record))
 
     def _opened(self, batches: Generator[Any]) -> Generator[Any]:
         self._open.add(batches)
@@ -163,19 +170,17 @@ class Loader:
             batches.close()
         if self._pool:
             self._pool.close()
-        if self.record is not None:
-            self.record.close()
 
-    def _reads(self, slices: Iterable[Slice]) -> Generator[Read]:
+    def _reads(self, slices: Iterable[Slice], record: Record | None) -> Generator[Read]:
         reader = self._reader()
         waiting: deque[tuple[Slice, Any]] = deque()
         try:
             for part in slices:
                 waiting.append((part, None if part.first == part.stop else reader.submit(part)))
                 if len(waiting) > reader.ahead:
-                    yield self._taken(reader, *waiting.popleft())
+                    yield self._taken(reader, *waiting.popleft(), record)
             while waiting:
-                yield self._taken(reader, *waiting.popleft())
+                yield self._taken(reader, *waiting.popleft(), record)
         finally:
             reader.drop(ticket for _, ticket in waiting if ticket is not None)
             if reader is not self._pool:
@@ -189,11 +194,11 @@ class Loader:
             return self._ahead
         return Inline(self._fetch)
 
-    def _taken(self, reader: Reader, part: Slice, ticket: Any) -> Read:
+    def _taken(self, reader: Reader, part: Slice, ticket: Any, record: Record | None) -> Read:
         if ticket is None:
             return Read(None, 0)
         batch, missed, contents = reader.take(ticket)
-        if contents and self.record is not None:
-            self.record.add(part.epoch, contents)
+        if contents and record is not None:
+            record.add(part.epoch, contents)
         skipped = tuple(Skipped(*each) for each in missed)
         return Read(batch, part.stop - part.first - len(skipped), skipped)

@@ -48,7 +48,7 @@ class ContentProof:
     recorded: int
     """Of those, how many were."""
     compared: int
-    """Recorded samples that were read again; of uncommitted steps too."""
+    """Recorded samples that were read again and could be compared; of uncommitted steps too."""
     wrong: tuple[Wrong, ...]
     unrepeatable: tuple[int, ...]
     """Indices of samples of which two plain reads differ: nothing can be said of them."""
@@ -61,6 +61,12 @@ class ContentProof:
     @property
     def fault(self) -> str:
         """What is wrong, in one sentence."""
+        if not self.compared and self.unrepeatable:
+            return (
+                f"none of the {readable_count(len(self.unrepeatable))} samples could be compared: "
+                "each of them differs between two plain reads, as the dataset draws from a "
+                "generator that no key reaches."
+            )
         if not self.compared:
             return (
                 "no contents of samples were recorded, so none can be compared. Train with "
@@ -136,7 +142,7 @@ def compare(run: RunFolder, most: int | None = None) -> ContentProof:
     return ContentProof(
         due=due,
         recorded=recorded,
-        compared=len(rows),
+        compared=len(rows) - len(unrepeatable),
         wrong=tuple(wrong),
         unrepeatable=tuple(unrepeatable),
     )

@@ -1,24 +1,16 @@
 """Whether a run that goes on still reads the dataset it was trained on.
 
 The first worker reads a few samples when the run begins, and tells the log by what
-the dataset is known again; when the run goes on, it compares. What it was given
-to train on is recorded here too, for the audit of contents.
+the dataset is known again; when the run goes on, it compares.
 """
 
 from __future__ import annotations
 
-from instep.data.contents import Record
-from instep.data.fingerprint import Fingerprint
+from instep.data.fingerprint import Fingerprint, known_again
 from instep.data.loader import Loader
 from instep.errors import DataError
 from instep.report.run_folder import RunFolder
 from instep.run.member import Member
-
-
-def record_contents(loader: Loader, member: Member) -> None:
-    """Have the contents of samples recorded as they are handed to a step."""
-    if member.job.check.content != "off" and member.run.is_dir():
-        loader.record = Record(member.run / f"contents-{member.number}.bin")
 
 
 def check_datasets(member: Member, train: Loader, validation: Loader | None) -> None:
@@ -40,7 +32,11 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
     for name, loader in (("training", train), ("validation", validation)):
         if loader is None:
             continue
-        now = loader.fingerprint()
+        now = (
+            known_again(loader.fingerprint, before[name])
+            if name in before
+            else loader.fingerprint()
+        )
         if name in before and not now.same_as(before[name]):
             text = _changed(name, before[name], now)
             if member.job.data.changed == "refuse":
@@ -66,12 +62,11 @@ def _changed(name: str, before: Fingerprint, now: Fingerprint) -> str:
             f"the {name} dataset had {before.samples:,} samples when the run was started and has "
             f"{now.samples:,} now."
         )
-    known = dict(before.contents)
-    other = [i for i, content in now.contents if known.get(i, content) != content]
+    other = before.changes(now)
     return (
         f"the {name} dataset is not what it was when the run was started: of "
-        f"{len(now.contents)} samples, {len(other)} hold something else (the first is sample "
-        f"{other[0]}); the fingerprint was {before.digest} and is {now.digest}."
+        f"{len(before.compared(now))} samples, {len(other)} hold something else (the first is "
+        f"sample {other[0]}); the fingerprint was {before.digest} and is {now.digest}."
     )
 
 

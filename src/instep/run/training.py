@@ -20,6 +20,7 @@ import torch
 from instep.comm.base import Comm
 from instep.comm.messages import Pulse
 from instep.data import breadcrumb
+from instep.data.contents import Record
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
@@ -100,7 +101,10 @@ class Training:
         self._loaders = [self._loader, *([self._validation] if self._validation else [])]
         for loader in self._loaders:
             loader.begin()
-        knowing.record_contents(self._loader, member)
+        self._record: Record | None = None
+        """Takes the contents of samples as they are handed to a step, for the audit."""
+        if self.job.check.content != "off" and member.run.is_dir():
+            self._record = Record(member.run / f"contents-{member.number}.bin")
         if not member.goes_on and member.number == 0:
             knowing.check_datasets(member, self._loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
@@ -148,6 +152,7 @@ class Training:
             name="training" if train else "validation",
             marks=self.member.marks,
             worker_init=given.worker_init,
+            seen_as=given.seen_as,
             contents=job.check.content if train else "off",
             say=lambda text: self.member.emit(
                 "warning", text=f"worker {self.member.number}: {text}"
@@ -479,9 +484,8 @@ class Training:
     def _steps_of_a_deal(self) -> Generator[Step, None, bool]:
         """The steps until the end, or until work is dealt otherwise; whether that is so."""
         first, dealt = self.step + 1, self.replica.dealing.speeds
-        loads = self._loader.read(
-            part.samples for _, share in self._plan(first) for part in share.passes
-        )
+        parts = (part.samples for _, share in self._plan(first) for part in share.passes)
+        loads = self._loader.read(parts, self._record)
         try:
             for where, share in self._plan(first):
                 self.step += 1
@@ -566,7 +570,7 @@ class Training:
         """From samples to a commit."""
         agreed = self._agree(where, share, loads)
         if agreed is None:  # the gradients did not fit: the same passes, on another lattice
-            again = self._loader.read(part.samples for part in share.passes)
+            again = self._loader.read((part.samples for part in share.passes), self._record)
             agreed = self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
         self._regroups = agreed.regroups
@@ -710,6 +714,8 @@ class Training:
     def close(self) -> None:
         """Let go of loaders and group."""
         self._loader.close()
+        if self._record is not None:
+            self._record.close()
         if self._validation is not None:
             self._validation.close()
         if self._replica is not None:

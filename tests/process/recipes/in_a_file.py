@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
 
 import instep
 
 SAMPLES, VALUES = 96, 8
+GIVEN = 80
+"""Samples that the sampler of the `DataLoader` leaves."""
 
 
 def write(path: Path, samples: int = SAMPLES) -> None:
@@ -34,9 +36,12 @@ class InAFile:
     def __len__(self) -> int:
         return self.length
 
+    def open(self) -> None:
+        self.handle = open(self.path, "rb")  # noqa: SIM115
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self.handle is None:
-            self.handle = open(self.path, "rb")  # noqa: SIM115
+            self.open()
         if self.how == "wrongly" and get_worker_info() is not None and index % 3 == 0:
             index = index + 1  # as with a handle that two processes move
         self.handle.seek(4 * VALUES * index)
@@ -45,17 +50,29 @@ class InAFile:
             row = row + random.random() + np.random.randn() + torch.randn(VALUES)
         if self.how == "its own draws":
             row = row + self.own.standard_normal()
+        if self.how == "a few draws of its own" and index % 8 == 0:
+            row = row + self.own.standard_normal()
         return row, row.sum().reshape(1)
 
 
-def recipe(path: str, how: str = "plainly", loader: int = -1) -> instep.Recipe:
+def opened(number: int) -> None:
+    """A `worker_init_fn`."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.open()
+
+
+def recipe(path: str, how: str = "plainly", loader: int = -1, validate: str = "") -> instep.Recipe:
     train: Any = InAFile(path, how)
     if loader >= 0:
-        train = DataLoader(train, batch_size=5, num_workers=loader, shuffle=True)
+        sampler = SubsetRandomSampler(range(GIVEN))
+        train = DataLoader(
+            train, batch_size=5, num_workers=loader, sampler=sampler, worker_init_fn=opened
+        )
     return instep.Recipe(
         model=nn.Linear(VALUES, 1),
         loss=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         train=train,
-        validate=InAFile(path, "plainly"),
+        validate=InAFile(validate or path, "plainly"),
     )

@@ -69,9 +69,6 @@ class Kept(list):
     def add(self, epoch, contents):
         self.extend(contents)
 
-    def close(self):
-        pass
-
 
 @pytest.mark.parametrize(
     ("sample", "recorded"),
@@ -81,9 +78,8 @@ def test_a_strange_sample_is_trained_on_whether_its_content_can_be_told_or_not(s
     kept = Kept()
     made = Loader(Of(sample), seed=1, shuffle=True, processes=0, contents="all", collate=list)
     with closing(made) as loader:
-        loader.record = kept
-        (batch,) = loader.load([Slice(0, 0, 4)])
-        assert len(batch) == 4
+        (read,) = loader.read([Slice(0, 0, 4)], kept)
+        assert len(read.batch) == 4
         assert len(kept) == recorded
         assert len(loader.fingerprint().contents) == 2 * recorded
 

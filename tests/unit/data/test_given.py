@@ -1,5 +1,7 @@
 """A DataLoader is what it was made of; what has no place to go is said by name."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from datasets import Plain
@@ -18,6 +20,7 @@ from torch.utils.data import (
 
 import instep
 from instep.data.given import Given, taken_apart
+from instep.data.loader import Loader, Slice
 from instep.errors import RecipeError
 
 
@@ -67,6 +70,16 @@ def test_a_sampler_of_some_of_the_samples_leaves_the_others_out():
             {"batch_size": 64, "sampler": RandomSampler(range(100), replacement=True)},
             "a sampler (RandomSampler)",
         ),
+        ({"batch_size": 64, "shuffle": True, "num_workers": 1, "timeout": 30}, "timeout = 30"),
+        (
+            {
+                "batch_size": 64,
+                "shuffle": True,
+                "num_workers": 1,
+                "multiprocessing_context": "spawn",
+            },
+            "multiprocessing_context = spawn",
+        ),
         (
             {"batch_sampler": type("Own", (BatchSampler,), {})(RandomSampler(range(9)), 3, False)},
             "a batch_sampler (Own)",
@@ -77,6 +90,32 @@ def test_what_is_not_kept_is_said(options, word):
     (text,) = said(DataLoader(Plain(), **options))
     assert text.startswith(f"the DataLoader of Recipe.train has {word}")
     assert "not used" in text
+
+
+def test_what_changes_no_result_is_not_said():
+    options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
+    loader = DataLoader(
+        Plain(), 64, shuffle=True, pin_memory=True, multiprocessing_context="fork", **options
+    )
+    assert said(loader) == []
+
+
+class Seen(Plain):
+    """Tells whether it is the dataset that the process which reads it is told of."""
+
+    def __getitem__(self, index):
+        info = torch.utils.data.get_worker_info()
+        return torch.tensor([index, info.dataset is self])
+
+
+def test_what_a_dataset_with_a_sampler_is_told_in_a_loader_process_is_what_torch_tells_it():
+    theirs = DataLoader(Seen(), 2, num_workers=1, sampler=SubsetRandomSampler([40, 20, 70]))
+    given = taken_apart(theirs)
+    ours = Loader(given.dataset, seed=5, shuffle=True, processes=1, seen_as=given.seen_as)
+    with closing(ours):
+        (batch,) = ours.load([Slice(0, 0, 3)])
+    expected = sorted(torch.cat(list(theirs)).tolist())
+    assert sorted(batch.tolist()) == expected == [[20, 1], [40, 1], [70, 1]]
 
 
 def test_a_validation_in_its_natural_order_loses_nothing():

@@ -227,6 +227,14 @@ def test_tensors_that_numpy_does_not_know_are_read_too():
     assert torch.equal(batch[0], dataset.tensors[0][2:5])
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_a_handful_of_dear_samples_is_read(samples):
+    """Two milliseconds each: dear enough to measure processes, and too few to race them."""
+    dataset = TensorDataset(torch.arange(samples)[:, None].expand(-1, 2_000_000).contiguous())
+    (batch,) = batches(dataset, [Slice(0, 0, samples)], shuffle=False)
+    assert batch[0][:, -1].tolist() == list(range(samples))
+
+
 def test_a_batch_is_the_callers_own():
     dataset = TensorDataset(torch.zeros(8, 2))
     for processes in (0, 1):
