@@ -399,30 +399,37 @@ class Master:
 
     def _digest(self, peer: Peer, message: m.AnyMessage) -> None:
         """Hear a message; one that cannot be used ends its connection, and does not come again."""
+        role, number = self._names[peer]
+        what = self._wrong_with(peer, message)
+        times = self._unusable[role, number] if what else 0
+        if not what or (times >= MOST_UNUSABLE and role != "worker"):
+            self._confirm(peer, message)  # else it would be sent again
+            return
+        self._hub.drop(peer)
+        self._hung_up(peer)
+        if times >= MOST_UNUSABLE:
+            how = f"sent a message that the master cannot use, {times} times ({what}),"
+            step = self._books.in_flight(number)
+            if self._state.recovers:
+                self._think(mind.Hung(number, step, "what it tells", how))
+            else:
+                self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+
+    def _wrong_with(self, peer: Peer, message: m.AnyMessage) -> str:
+        """Hear a message; why it cannot be used, if it cannot."""
+        role, number = self._names.get(peer, ("", -1))
         try:
             self._hear(peer, message)
-            self._confirm(peer, message)
+            return ""
         except (Outcome, InstepError):
             raise
         except Exception as error:
-            role, number = self._names.get(peer, ("", -1))
             times = self._unusable[role, number] = self._unusable.get((role, number), 0) + 1
             what = f"{type(message).__name__}: {sentence(error)}"
             if times == 1:
                 text = f"{role} {number} sent a message that the master cannot use ({what})."
                 self._books.emit("warning", {"text": text})
-            if times >= MOST_UNUSABLE and role != "worker":
-                self._confirm(peer, message)  # else it would be sent again
-                return
-            self._hub.drop(peer)
-            self._hung_up(peer)
-            if times >= MOST_UNUSABLE:
-                how = f"sent a message that the master cannot use, {times} times ({what}),"
-                step = self._books.in_flight(number)
-                if self._state.recovers:
-                    self._think(mind.Hung(number, step, "what it tells", how))
-                else:
-                    self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+            return what
 
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
         role, number = self._names[peer]
@@ -612,7 +619,7 @@ class Master:
             self._gone.add((host, pid))
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
-                self._hear(peer, last)
+                self._wrong_with(peer, last)  # whatever it said, it has ended
             self._names.pop(peer, None)
             self._peers.pop(worker, None)
         if process is not None:

@@ -105,7 +105,7 @@ def test_workers_that_show_themselves_are_left_alone(tmp_path):
         members = [Member(run.board.seat, number) for number in (0, 1)]
         for member in members:
             member.show_itself()
-        deadline = time.monotonic() + 3 * silence.LIVES_S
+        deadline = time.monotonic() + silence.LIVES_S + 1.0
         while time.monotonic() < deadline:
             assert run.outcome is None
             assert run._thread.is_alive()
@@ -131,6 +131,6 @@ def test_one_that_trains_alone_keeps_nobody_waiting(tmp_path, sleeper):
     short = {"SILENT_S": 0.1, "ALL_SILENT_S": 0.1}
     with patch.multiple(silence, **short), Run(tmp_path, workers=1) as run:
         silent = introduce(run, 0, sleeper.pid)
-        run._thread.join(2 * silence.LIVES_S)
+        run._thread.join(silence.LIVES_S + 0.5)
         assert run.outcome is None
         silent.close()
