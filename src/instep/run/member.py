@@ -147,8 +147,11 @@ class Member:
         """
         if self.form is None:
             self._tie.send(Built(recovers=self.recovers))
-            if self.recovers and self.job.launch.hosts:
-                self._tie.keep()
+            if self.at is not None:
+                if self.recovers and self.job.launch.hosts:
+                    self._tie.keep()
+                if not self._tie.listens:
+                    self.show_itself()
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             answer = self._tie.wait_for(Form, Release)

@@ -1,10 +1,11 @@
 """Training inside processes that somebody else started: torchrun, Slurm, MPI, or just Python.
 
-`instep.join()` makes this process a worker of a run. Process 0 also starts the master, a
-process of its own, and watches it in a thread (`hosting.py`). With a recipe, `Session.steps()` trains it;
-without one, `Session.prepare()` hands back an ordinary model, optimizer and
-loader for the user's own loop. Either goes on with an earlier run where
-`join(resume=True)` found one; one that is complete is left as it is.
+`instep.join()` makes this process a worker of a run. Process 0 also starts the
+master, a process of its own, and watches it in a thread (`hosting.py`). With a
+recipe, `Session.steps()` trains it; without one, `Session.prepare()` hands back
+an ordinary model, optimizer and loader for the user's own loop. Either goes on
+with an earlier run where `join(resume=True)` found one; one that is complete is
+left as it is.
 """
 
 from __future__ import annotations
