@@ -8,8 +8,9 @@ import psutil
 import pytest
 from started import RECIPES, Start
 from test_joining import slurm_task, summary_of
-from test_leases import joined, stop
+from test_leases import LONG, joined, stop
 
+from instep.events import read_events
 from instep.run.silence import SILENT_S
 
 pytestmark = pytest.mark.process
@@ -41,6 +42,20 @@ def test_a_joined_worker_that_is_stopped_ends_the_run_for_all(start: Start, tmp_
     for program in (*recipe, *loop):
         program.check_no_process_is_left()
     assert summary_of(tmp_path / "recipe" / "long")["outcome"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_loader_process_of_a_joined_worker_that_is_stopped_is_replaced(
+    start: Start, tmp_path: Path
+) -> None:
+    program = start(LONG, tmp_path / "runs", 200, 0.002, 2)
+    run = tmp_path / "runs" / "long"
+    program.until(lambda: (run / "ledger.bin").is_file(), "training")
+    (told,) = (e for e in read_events(run / "events.jsonl") if e["event"] == "loaders_started")
+    stop(told["pids"][0])
+    assert program.end() == 0, program.stderr
+    assert summary_of(run)["missing_samples"] == summary_of(run)["repeated_samples"] == 0
+    program.check_no_process_is_left()
 
 
 @pytest.mark.slow
