@@ -13,7 +13,7 @@ from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.errors import PeerError
-from instep.run import silence
+from instep.run import endings, silence
 from instep.run.launch.base import Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
@@ -23,14 +23,14 @@ PATIENCE_S = 20
 
 
 class Run:
-    """A master as under `instep.join`, in a thread."""
+    """A master as under `instep.join`, in a thread; or one whose workers a host has started."""
 
-    def __init__(self, folder, workers=2):
+    def __init__(self, folder, workers=2, *, hosted=False):
         self.folder, self.board = folder, Switchboard()
         table = {"recipe": "a.py:f", "workers": workers}
         job = spec_file.build(table, source="a test")
         (folder / "job.toml").write_text(spec_file.dump(job))
-        about = {"hosted": False, "started": time.time(), "about": {}}
+        about = {"hosted": hosted, "started": time.time(), "about": {}}
         self.master = Master(job, folder, self.board, views=[], **about)
         self.outcome = None
         self._thread = threading.Thread(target=self._serve)
@@ -98,6 +98,27 @@ def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
         assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
         member.close()
         silent.close()
+
+
+def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_one(
+    tmp_path, sleeper
+):
+    """As on GPUs: the master may kill all of them."""
+    living = subprocess.Popen(["sleep", "1000"])
+    short = patch.object(endings, "FAREWELL_S", 0.2)  # no host is there to tell of their ends
+    with short, patch.object(silence, "SILENT_S", 0.5), Run(tmp_path, hosted=True) as run:
+        channels = [introduce(run, 0, living.pid), introduce(run, 1, sleeper.pid)]
+        for channel in channels:
+            channel.send(m.Built(recovers=False))
+        while living.poll() is None:
+            channels[0].send(m.Pulse(phase="exchange"))
+            run._thread.join(0.1)
+        assert living.wait(PATIENCE_S) == sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+        run.end()
+        assert (run.outcome.blame.worker, run.outcome.finish.exit_code) == (1, 5)
+        assert run.outcome.blame.failed.cause.endswith("Nobody can take its place on GPUs.")
+        for channel in channels:
+            channel.close()
 
 
 def test_workers_that_show_themselves_are_left_alone(tmp_path):
