@@ -532,7 +532,7 @@ class Master:
         if not isinstance(message, m.Pulse):
             self._heard[peer] += 1
             self._resends[peer] = max(0, self._resends[peer] - 1)
-        often = self._heard[peer] % _CONFIRMED == 0  # one that shows no pulse, as on a GPU
+        often = self._heard[peer] % _CONFIRMED == 0  # so many between two pulses
         if isinstance(message, (m.Pulse, m.Failed)) or role != "worker" or often:
             heard = m.Heard(count=self._heard[peer], pulse=self._pulses.get(peer, 0))
             self._hub.send(peer, heard)
