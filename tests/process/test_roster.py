@@ -148,3 +148,13 @@ def test_a_run_has_the_roles_that_its_log_and_its_job_tell_of(tmp_path: Path) ->
     log(tmp_path, {"event": "host_joined", "pid": 8})
     spare = ["spare"] if sys.platform == "linux" else []
     assert roles_of(RunFolder(tmp_path)) == ["worker", "master", "host", "loader", *spare]
+
+
+def test_a_run_whose_loaders_were_not_asked_for_by_number_has_the_role_once_there_are_some(
+    tmp_path: Path,
+) -> None:
+    """As with `loaders = "auto"`, or a DataLoader's `num_workers`."""
+    (tmp_path / "job.toml").write_text('format = 2\nrecipe = "a.py:f"\n')
+    log(tmp_path, {"event": "worker_joined", "worker": 0, "pid": 40})
+    log(tmp_path, {"event": "loaders_started", "worker": 0, "pids": [41, 42]})
+    assert roles_of(RunFolder(tmp_path)) == ["worker", "loader"]

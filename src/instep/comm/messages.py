@@ -63,6 +63,8 @@ class Hello(Message, frozen=True):
     """The number of the host that started a worker."""
     machine: str = ""
     """Where its pid means something: processes that have the same can watch each other."""
+    node: str = ""
+    """What people call that place."""
     generation: int | None = None
     """The last that a worker was told to form; None from a process that is new to the run."""
     resends: int = 0

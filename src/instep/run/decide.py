@@ -45,6 +45,7 @@ from instep.run.news import (
     Said,
     Scaled,
     Send,
+    Silent,
     Start,
     State,
     Stuck,
@@ -91,6 +92,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return endings.fail(state, Blame(worker, endings.failed("killed", cause, 0)), now)
         case Hung():
             return _hung(state, news)
+        case Silent():
+            return _silent(state, news, now)
         case Stuck(generation, seconds):
             return _stuck(state, generation, seconds, now)
         case Scaled(workers):
@@ -421,6 +424,14 @@ def _hung(state: State, news: Hung) -> tuple[State, list[Action]]:
     log = Log("worker_hung", {**fields, "where": news.where})
     loops = state.loops | {worker} if news.loops else state.loops
     return replace(state, hung=state.hung | {worker: how}, loops=loops), [log, Kill(worker)]
+
+
+def _silent(state: State, news: Silent, now: float) -> tuple[State, list[Action]]:
+    known = news.worker in state.joined - state.ended
+    if not known or state.recovers or state.phase not in ("gathering", "training"):
+        return state, []
+    word = endings.failed("silent", news.cause, news.step, news.phase)
+    return endings.fail(state, Blame(news.worker, word), now)
 
 
 # ---- who speaks

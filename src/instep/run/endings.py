@@ -134,7 +134,7 @@ def without_word(code: int, step: int) -> Failed:
     return failed("exit", f"the process ended with code {code} and said nothing.", step)
 
 
-def failed(kind: str, cause: str, step: int) -> Failed:
+def failed(kind: str, cause: str, step: int, phase: str = "") -> Failed:
     """A last word in the name of a worker that can say nothing more."""
     return Failed(
         kind=kind,
@@ -142,6 +142,6 @@ def failed(kind: str, cause: str, step: int) -> Failed:
         where="",
         line="",
         step=step,
-        phase="",
+        phase=phase,
         exit_code=WorkerError.exit_code,
     )

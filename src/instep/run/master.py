@@ -42,6 +42,7 @@ from instep.run.lease import NOBODY, Lease, SignsOfLife
 from instep.run.processes import Watched, has_ended, machine
 from instep.run.questions import Questions
 from instep.run.resume import go_back
+from instep.run.silence import Silence
 from instep.run.stop_rules import Fired, Judge, recorded
 from instep.run.watch import FLOOR_S, UNKNOWN_S, Hang, Watch
 from instep.spec import JobSpec, as_table
@@ -58,9 +59,6 @@ PARENT_S = 1.0
 RETRY_S = 4.0
 """How long after that a host on another machine is tried again."""
 
-CALL_AGAIN_S = 600.0
-"""How long a process that others have started may take to find a new master: it calls between
-two steps, of which one may be long, and nobody tells whether it has ended."""
 MOST_UNUSABLE = 3
 """Who sends a message that the master cannot use so often, sends it again and again."""
 
@@ -135,7 +133,12 @@ class Master:
         self._no_host: dict[int, float] = {}  # since when there is none by this number
         self._gathered = False  # whether workers may be started
         self._unusable: dict[tuple[str, int], int] = {}  # how often each sent such a message
-        self._watch = Watch()
+        self._watch, self._silence = Watch(), Silence()
+        self._joined: dict[int, Watched] = {}  # workers of this machine that others have started
+        self._nodes: dict[int, str] = {}  # what people call a worker's machine
+        self.stale: Watched | None = None
+        """A process of this machine that gave no sign of life, and is to be ended last of all:
+        this one may end with it."""
         self._interrupts: list[str] = []
         known = journal.last() if journal is not None else None
         self._hosts = Hosts(
@@ -197,6 +200,8 @@ class Master:
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._books.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, time.monotonic())
+        for worker in known.joined - known.ended:
+            self._silence.hears(worker, time.monotonic())
         if (step := _found_wrong(folder.events)) is not None:
             self._unhear(folder, step)
         for fired in self._fired(folder, self._origin.step):
@@ -268,7 +273,7 @@ class Master:
         self._books.close()
         if self._journal is not None:
             self._journal.close()
-        for process in self._processes.values():
+        for process in (*self._processes.values(), *self._joined.values()):
             process.close()
 
     # ---- who comes
@@ -330,7 +335,12 @@ class Master:
         if self._hosted and not same:
             self._watch_process(number, hello.pid, hello.host, far=far)
         self._pids[number] = hello.pid
+        self._nodes[number] = hello.node
+        mine = not self._hosted and hello.machine == self._machine
+        if mine and number not in self._joined:
+            self._joined[number] = Watched(hello.pid)
         self._watch.begins(number, time.monotonic(), ready=number in state.built)
+        self._silence.hears(number, time.monotonic())
         if number in state.joined:
             self._think(mind.Attached(number, hello.generation or 0))
             if self._hosts.several and number in set(state.members) - state.inside:
@@ -389,30 +399,37 @@ class Master:
 
     def _digest(self, peer: Peer, message: m.AnyMessage) -> None:
         """Hear a message; one that cannot be used ends its connection, and does not come again."""
+        role, number = self._names[peer]
+        what = self._wrong_with(peer, message)
+        times = self._unusable[role, number] if what else 0
+        if not what or (times >= MOST_UNUSABLE and role != "worker"):
+            self._confirm(peer, message)  # else it would be sent again
+            return
+        self._hub.drop(peer)
+        self._hung_up(peer)
+        if times >= MOST_UNUSABLE:
+            how = f"sent a message that the master cannot use, {times} times ({what}),"
+            step = self._books.in_flight(number)
+            if self._state.recovers:
+                self._think(mind.Hung(number, step, "what it tells", how))
+            else:
+                self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+
+    def _wrong_with(self, peer: Peer, message: m.AnyMessage) -> str:
+        """Hear a message; why it cannot be used, if it cannot."""
+        role, number = self._names.get(peer, ("", -1))
         try:
             self._hear(peer, message)
-            self._confirm(peer, message)
+            return ""
         except (Outcome, InstepError):
             raise
         except Exception as error:
-            role, number = self._names.get(peer, ("", -1))
             times = self._unusable[role, number] = self._unusable.get((role, number), 0) + 1
             what = f"{type(message).__name__}: {sentence(error)}"
             if times == 1:
                 text = f"{role} {number} sent a message that the master cannot use ({what})."
                 self._books.emit("warning", {"text": text})
-            if times >= MOST_UNUSABLE and role != "worker":
-                self._confirm(peer, message)  # else it would be sent again
-                return
-            self._hub.drop(peer)
-            self._hung_up(peer)
-            if times >= MOST_UNUSABLE:
-                how = f"sent a message that the master cannot use, {times} times ({what}),"
-                step = self._books.in_flight(number)
-                if self._state.recovers:
-                    self._think(mind.Hung(number, step, "what it tells", how))
-                else:
-                    self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+            return what
 
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
         role, number = self._names[peer]
@@ -462,6 +479,7 @@ class Master:
                 self._leases[peer].hears(now)
         else:
             self._pulsed[number] = now, pulse
+            self._silence.hears(number, now)
             self._watch.hears(number, msgspec.structs.replace(pulse, number=0), now)
 
     def _hear_client(self, peer: Peer, message: m.AnyMessage) -> None:
@@ -514,7 +532,7 @@ class Master:
         if not isinstance(message, m.Pulse):
             self._heard[peer] += 1
             self._resends[peer] = max(0, self._resends[peer] - 1)
-        often = self._heard[peer] % _CONFIRMED == 0  # one that shows no pulse, as on a GPU
+        often = self._heard[peer] % _CONFIRMED == 0  # so many between two pulses
         if isinstance(message, (m.Pulse, m.Failed)) or role != "worker" or often:
             heard = m.Heard(count=self._heard[peer], pulse=self._pulses.get(peer, 0))
             self._hub.send(peer, heard)
@@ -601,7 +619,7 @@ class Master:
             self._gone.add((host, pid))
         if (peer := self._peers.get(worker)) is not None:
             for last in self._hub.drain(peer):  # a child of it may hold its connection open
-                self._hear(peer, last)
+                self._wrong_with(peer, last)  # whatever it said, it has ended
             self._names.pop(peer, None)
             self._peers.pop(worker, None)
         if process is not None:
@@ -612,6 +630,7 @@ class Master:
             known.pop(worker, None)
         self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
+        self._silence.leaves(worker)
         self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
         step = (place.step if place is not None else 0) or self._books.in_flight(worker)
         self._think(mind.Ended(worker, code, step, self._books.reached, place))
@@ -632,16 +651,15 @@ class Master:
     def _leaves(self, worker: int) -> None:
         """A worker that others have started has ended, as far as can be told from here."""
         self._absent.pop(worker, None)
+        self._silence.leaves(worker)
         code = 0 if worker in self._state.done else 1
         self._think(mind.Ended(worker, code, self._books.in_flight(worker)))
 
     def _watch_processes(self) -> None:
         """Where nobody tells of a process that has ended, or one does not call again."""
-        now = time.monotonic()
         if not self._hosted:
-            for worker in [n for n, since in self._absent.items() if now - since > CALL_AGAIN_S]:
-                self._leaves(worker)
             return
+        now = time.monotonic()
         hosts = len(self._hosts.missing) < max(1, self._hosts.count)
         for worker, process in list(self._processes.items()):
             absent_s = now - self._absent.get(worker, now)
@@ -747,9 +765,10 @@ class Master:
 
     def _watch_progress(self) -> None:
         """End whoever hangs, after asking where it stands."""
-        if not self._state.recovers:
-            return
         now = time.monotonic()
+        if not self._state.recovers:
+            self._watch_silence(now)
+            return
         self._watch.turn(now)
         if self._state.phase in ("gathering", "training"):
             last, hangs = self._books.committed, self._state.hangs
@@ -763,6 +782,22 @@ class Master:
                 self._think(mind.Stuck(self._state.generation, seconds))
         for hung in self._questions.answered(now):
             self._think(hung)
+
+    def _watch_silence(self, now: float) -> None:
+        """End a run whose workers nobody can replace, where one gives no sign of life."""
+        silent = self._silence.turn(now)
+        if silent is None or (len(self._state.wanted) == 1 and not self._hosted):
+            return  # nobody waits for one that trains alone
+        worker = silent.worker
+        pid, node = self._pids.get(worker, 0), self._nodes.get(worker, "")
+        process = (self._processes if self._hosted else self._joined).get(worker)
+        stopped = process is not None and process.stopped
+        cause = silent.cause(pid, node, stopped=stopped, joined=not self._hosted)
+        _, pulse = self._pulsed.get(worker, (now, None))
+        step, phase = (pulse.step, pulse.phase) if pulse else (self._books.in_flight(worker), "")
+        if not silent.all and not self._hosted:
+            self.stale = self._joined.pop(worker, None)
+        self._think(mind.Silent(worker, step, phase, cause))
 
     def _is_stopped(self, worker: int) -> bool:
         return worker in self._processes and self._processes[worker].stopped
@@ -816,9 +851,11 @@ class Master:
 
     def _over(self) -> m.Refused:
         """What a worker hears that others have started, and that is to end."""
+        from instep.run.client import way_on
+
         blame = self._state.blame
         why = f": worker {blame.worker} failed: {blame.failed.cause}" if blame else "."
-        text = f"the run has ended{why}"
+        text = f"the run has ended{why}{way_on(self._run)}"
         return m.Refused(kind="PeerError", text=text, exit_code=PeerError.exit_code)
 
     def _send(self, worker: int, message: m.AnyMessage) -> None:

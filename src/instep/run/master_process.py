@@ -32,7 +32,7 @@ from instep.run.launch.base import Switchboard
 from instep.run.lease import SignsOfLife
 from instep.run.master import Master
 from instep.run.output import Output
-from instep.run.processes import die_with_parent
+from instep.run.processes import Watched, die_with_parent
 from instep.spec import JobSpec
 
 FLUSH_S = 1.0
@@ -50,8 +50,9 @@ def main() -> int:
     sys.stderr = output = Output(sys.stderr)  # whoever reads it may pause, and we must not
     run = Path(note["run"])
     board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
+    stale = None
     try:
-        _serve(run, note, board, signs)
+        stale = _serve(run, note, board, signs)
     except InstepError as error:
         _note(run)
         _tell(board, error)
@@ -62,10 +63,15 @@ def main() -> int:
     finally:
         _flush(board)
         output.drain(FLUSH_S)
+    if stale is not None:
+        stale.signal(signal.SIGKILL)  # where it is process 0, the kernel ends this one with it
     return 0
 
 
-def _serve(run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife) -> None:
+def _serve(
+    run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife
+) -> Watched | None:
+    """Returns a process of this machine that cannot end by itself."""
     job = spec_file.load(run / "job.toml")
     views = _views(job, run, note)
     try:
@@ -84,6 +90,7 @@ def _serve(run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLi
             why=note["why"],
         )
         master.serve()
+        return master.stale
     finally:
         for view in views:
             view.close()

@@ -8,6 +8,7 @@ models or training.
 from __future__ import annotations
 
 import os
+import platform
 import time
 import tomllib
 from collections import deque
@@ -87,6 +88,7 @@ class Member:
             pid=os.getpid(),
             host=seat.host,
             machine=machine(),
+            node=platform.node(),
         )
         self._tie = Tie(seat.address, hello)
         self._tie.lasting = phases is not None  # forked: another master may answer
@@ -131,7 +133,7 @@ class Member:
         The thread that does so exists while loader processes are forked: it has no lock
         that they use.
         """
-        if self.recovers:
+        if not self.complete:
             self._tie.listen(self._pulse, self._arrived, self._lapsed)
 
     def _pulse(self) -> Pulse:
@@ -145,13 +147,11 @@ class Member:
         """
         if self.form is None:
             self._tie.send(Built(recovers=self.recovers))
-            if self.at is None or not self.recovers:
-                self._tie.fall_silent()
-            else:
-                if self.job.launch.hosts:
+            if self.at is not None:
+                if self.recovers and self.job.launch.hosts:
                     self._tie.keep()
                 if not self._tie.listens:
-                    self._tie.listen(self._pulse, self._arrived, self._lapsed)
+                    self.show_itself()
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             answer = self._tie.wait_for(Form, Release)

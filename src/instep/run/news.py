@@ -101,6 +101,17 @@ class Hung:
 
 
 @dataclass(frozen=True)
+class Silent:
+    """A worker has given no sign of life for too long, in a run where nobody can be replaced."""
+
+    worker: int
+    step: int
+    phase: str
+    cause: str
+    """What is to be said of it."""
+
+
+@dataclass(frozen=True)
 class Stuck:
     """Every member waits for the others in an exchange that does not move."""
 
@@ -190,6 +201,7 @@ News: TypeAlias = (
     | Unborn
     | HostLost
     | Hung
+    | Silent
     | Stuck
     | Scaled
     | Noticed

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep.comm.messages import Pulse
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
-from instep.errors import SpecError
+from instep.errors import PeerError, SpecError
 from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
@@ -91,13 +92,18 @@ class OwnLoop:
         member, model, parameters = self._member, self._model, self._parameters
         before = taken_up(member.checkpoint, model, self._update)
         self.step = before.step
+        member.at = lambda: Pulse(step=self.in_flight, phase=self.doing)
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))
+        member.interrupt = comm.interrupt
+        if member.superseded:  # the run has ended before there was anything to interrupt
+            raise PeerError("the run has ended while the group was forming.")
         check_lengths(comm, device, train=self.samples)
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
         strategy.load_state(before.strategy)
         self._replica = Replica(member, model, parameters, strategy, comm)
+        member.hold = self._replica.hold
         self._saver = Saver(member, model, self._update) if comm.rank == 0 else None
         self._stopping = Stopping(member, comm, device)
         exact = self.job.train.determinism == "bits"

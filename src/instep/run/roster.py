@@ -97,10 +97,11 @@ class Roster:
 
 
 def roles_of(run: RunFolder) -> list[str]:
-    """The roles that a run has processes of; a loader only where the job asks for it."""
+    """The roles that a run has processes of; a loader where one was asked for, or has been seen."""
     roles = [role for event, role in _CAME.items() if any(e.get("pid") for e in run.named(event))]
     asked = run.spec.data.loaders
-    loader = ["loader"] if isinstance(asked, int) and asked else []
+    some = (isinstance(asked, int) and asked) or any(run.named("loaders_started"))
+    loader = ["loader"] if some else []
     spare = ["spare"] if "host" in roles and sys.platform == "linux" else []
     return [*roles, *loader, *spare]
 

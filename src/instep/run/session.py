@@ -1,10 +1,11 @@
 """Training inside processes that somebody else started: torchrun, Slurm, MPI, or just Python.
 
-`instep.join()` makes this process a worker of a run. Process 0 also runs the
-master, in a thread (`hosting.py`). With a recipe, `Session.steps()` trains it;
-without one, `Session.prepare()` hands back an ordinary model, optimizer and
-loader for the user's own loop. Either goes on with an earlier run where
-`join(resume=True)` found one; one that is complete is left as it is.
+`instep.join()` makes this process a worker of a run. Process 0 also starts the
+master, a process of its own, and watches it in a thread (`hosting.py`). With a
+recipe, `Session.steps()` trains it; without one, `Session.prepare()` hands back
+an ordinary model, optimizer and loader for the user's own loop. Either goes on
+with an earlier run where `join(resume=True)` found one; one that is complete is
+left as it is.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def join(
         member = host.member()
     else:
         member = meet(placement.meeting_file(Path(runs), place), place.rank)
+    member.show_itself()
     session = Session(member, place, host)
     try:
         session.begin(recipe)
@@ -324,15 +326,15 @@ class Session:
         """Say why, so that the run ends for everyone, with this as its cause.
 
         Raises:
-            InstepError: on process 0, where `error` is the echo of what another did.
+            InstepError: where `error` is the echo of what another did.
         """
         self._closed = True
-        at = self._training or self._loop
+        at, over = self._training or self._loop, None
         try:
             step, phase = (at.in_flight, at.doing) if at else (0, "preparing")
             self._member.failed(blame.failed(error, step, phase))
-        except PeerError:
-            pass
+        except PeerError as ended:  # why, if the master has said so
+            over = ended
         self._member.close()
         try:
             if self._host is not None:
@@ -340,6 +342,9 @@ class Session:
         except InstepError as cause:
             if isinstance(error, PeerError):
                 raise cause from error  # what broke the collective, and not its echo
+        else:
+            if over is not None and self._host is None and type(error) is PeerError:
+                raise over from error
         finally:
             if at is not None:
                 at.close()  # last: it waits for what is under way between the workers

@@ -1,4 +1,7 @@
-"""A script whose run lasts for a while; with a number below 0, process 1 raises after that step."""
+"""A script whose run lasts for a while; with a number below 0, process 1 raises after that step.
+
+A fourth argument is the number of loader processes.
+"""
 
 import sys
 
@@ -13,6 +16,7 @@ if __name__ == "__main__":
         arguments={"pause_s": pause_s},
         name="long",
         runs=runs,
+        data={"loaders": int(sys.argv[4])} if len(sys.argv) > 4 else {},
         train={"steps": abs(steps), "global_batch": 16, "determinism": "bits"},
     ) as session:
         for step in session.steps():

@@ -31,6 +31,7 @@ from instep.run.news import (
     Said,
     Scaled,
     Send,
+    Silent,
     Start,
     State,
     Tick,
@@ -250,6 +251,19 @@ def test_a_worker_that_a_signal_ended_is_named_at_once_with_the_signal(number, n
     assert name in fields["cause"]
     assert hint in fields["cause"]
     assert KillAll() in actions
+
+
+def test_a_silent_worker_ends_a_run_where_nobody_can_be_replaced():
+    silent = Silent(1, 7, "exchange", "its process gave no sign of life.")
+    state, actions = after(*everybody_joined(), silent)
+    (fields,) = blamed(actions)
+    assert (fields["worker"], fields["kind"], fields["step"]) == (1, "silent", 7)
+    assert (fields["phase"], fields["cause"]) == ("exchange", silent.cause)
+    assert (state.phase, state.blame.failed.exit_code) == ("ending", 5)
+    assert after(*everybody_joined(), silent, recovers=True)[0].phase == "training"
+    assert after(*everybody_joined(), *everybody_done(), silent)[0].phase == "releasing"
+    stranger = Silent(5, 7, "exchange", "its process gave no sign of life.")
+    assert after(*everybody_joined(), stranger)[0].phase == "training"
 
 
 def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_nobody():

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def tried_by_another_user(path):
     os.close(read)
     os.waitpid(pid, 0)
     return answer
+
+
+def modes(folder):
+    """Who may do what with the files whose locks hold a run."""
+    return [stat.S_IMODE((folder / name).stat().st_mode) for name in (ID, "ledger.bin")]
+
+
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_the_files_that_are_locked_are_their_owners_alone(runs, before):
+    """Of a new run, and of one that an earlier version began."""
+    folder = make_run_folder(runs, JobSpec(name="one", recipe="a.py:f"), named=True)
+    if before is not None:
+        for name in (ID, "ledger.bin"):
+            (folder / name).touch()
+            (folder / name).chmod(before)
+    with held(folder):
+        Ledger(folder / "ledger.bin").close()
+    assert modes(folder) == [0o600, 0o600]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
