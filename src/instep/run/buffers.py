@@ -46,12 +46,7 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._empty = [
-            (module, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is None
-        ]
+        self._empty = empty(model)
         self._frozen = [
             (name, p, p._version)
             for name, p in model.named_parameters()
@@ -107,10 +102,7 @@ class Buffers:
         """Refuse what a pass may not do, as workers run different numbers of passes."""
         for module, name in self._empty:
             if module._buffers.get(name) is not None:
-                raise RecipeError(
-                    f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
-                    "which was None: run one batch through the model in the recipe."
-                )
+                raise filled(module, name)
         for name, parameter, version in self._frozen:
             if parameter._version != version:
                 raise written(name, trained=False)
@@ -209,6 +201,24 @@ class Buffers:
             self.moved.add(id(self._live[index]))
             committed.copy_(value if committed.is_floating_point() else value.round())
             self._restore(index)
+
+
+def empty(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The buffers that are None, each as its module and its name there."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is None
+    ]
+
+
+def filled(module: nn.Module, name: str) -> RecipeError:
+    """The error of a pass that filled a buffer which was None."""
+    return RecipeError(
+        f"the forward pass filled the buffer {name!r} of a {type(module).__name__}, "
+        "which was None: run one batch through the model in the recipe."
+    )
 
 
 def written(name: str, *, trained: bool) -> RecipeError:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.run.buffers import written
+from instep.run.buffers import empty, filled, written
 from instep.run.forward import Forward, on_tensors, to_device
 from instep.run.recipe import set_generators
 from instep.run.weights import derive
@@ -63,6 +63,7 @@ class TrialModel:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._empty = empty(model)
         self.committed = {name: kept for name, _, _, _, kept in self._owners}
         self.draws: Callable[[], Any] = nullcontext
 
@@ -115,6 +116,9 @@ class TrialModel:
             if found is None:
                 return None
             found.loss.backward()
+        for module, name in self._empty:
+            if module._buffers.get(name) is not None:
+                raise filled(module, name)
         for name, parameter, value in before:
             if not torch.equal(parameter, value):
                 raise written(name, trained=parameter.requires_grad)

@@ -303,6 +303,20 @@ def test_a_batch_in_which_nothing_counts_does_not_disturb_the_trial():
     assert trial.verdict == "yes"
 
 
+def test_a_buffer_that_the_first_pass_makes_is_refused_before_the_first_step():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            self.mean = x.detach().mean(0)
+            return x
+
+    with pytest.raises(RecipeError, match="filled the buffer 'mean' of a Late, which was None"):
+        tried(mlp(Late()), pictures(), loss=nn.MSELoss())
+
+
 def test_statistics_that_lead_to_no_gradient_are_named_with_their_layer():
     class Watched(nn.Module):
         """Only looks on, as a monitor does."""
