@@ -122,3 +122,9 @@ def test_whoever_waits_for_others_does_not_import_torch():
     modules = "instep.run.guard, instep.run.client, instep.run.master_process, instep.run.chaos"
     program = f"import {modules}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == 0
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """They are modules of one name space: pytest collects the first alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
