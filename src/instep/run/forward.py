@@ -6,7 +6,8 @@ precision, and nothing of workers or steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -36,6 +37,13 @@ class Measured(NamedTuple):
     """Of the loss; the metrics count by samples. At 0 the loss is 0."""
 
 
+class Losses(NamedTuple):
+    """How a recipe comes from a batch to a loss: one of the two."""
+
+    loss: Callable[[Any, Any], Any] | None
+    compute_loss: Callable[[nn.Module, Any], Any] | None
+
+
 class Forward:
     """From a batch to a loss.
 
@@ -50,6 +58,7 @@ class Forward:
     ) -> None:
         self.recipe, self.model, self.device = recipe, model, device
         self.precision = precision
+        self.losses = Losses(recipe.loss, recipe.compute_loss)
         self._weigh = weighing(recipe.weight, recipe.loss).weigh
         self.weighs_itself = False
         """Whether `compute_loss` has given a `WeightedLoss`."""
@@ -69,14 +78,14 @@ class Forward:
         self._weigh = DERIVED[name] if name else self._weigh
 
     @contextmanager
-    def on(self, model: nn.Module, precision: str) -> Iterator[None]:
-        """For a while, compute with another model, in another precision."""
-        before = self.model, self.precision
-        self.model, self.precision = model, precision
+    def on(self, model: nn.Module, precision: str, losses: Losses | None = None) -> Iterator[None]:
+        """For a while, compute with another model, in another precision, and by other losses."""
+        before = self.model, self.precision, self.losses
+        self.model, self.precision, self.losses = model, precision, losses or self.losses
         try:
             yield
         finally:
-            self.model, self.precision = before
+            self.model, self.precision, self.losses = before
 
     def loss(self, batch: Any, samples: int) -> Found | None:
         """The mean loss of a batch and its weight; None where it holds nothing that counts.
@@ -99,7 +108,7 @@ class Forward:
     def _weight(self, batch: Any, samples: int) -> float:
         if self._weigh is None:
             return float(samples)
-        if self.recipe.loss is not None:
+        if self.losses.loss is not None:
             _pair(batch)
         return self._weigh(batch)
 
@@ -109,9 +118,9 @@ class Forward:
         self.batches += 1
         batch = to_device(batch, self.device)
         with self.autocast():
-            if self.recipe.compute_loss is not None:
+            if self.losses.compute_loss is not None:
                 self.phase = "compute_loss"
-                found = self.recipe.compute_loss(self.model, batch)
+                found = self.losses.compute_loss(self.model, batch)
                 if not isinstance(found, WeightedLoss):
                     return checked(found, "compute_loss"), None, None, None
                 self.weighs_itself = True
@@ -121,14 +130,14 @@ class Forward:
             inputs, target = _pair(batch)
             outputs = self.model(inputs)
             self.phase = "loss"
-            assert self.recipe.loss is not None
-            found = loss_of(self.recipe.loss, outputs, target)
+            assert self.losses.loss is not None
+            found = loss_of(self.losses.loss, outputs, target)
             return checked(found, "loss"), None, outputs, target
 
     def measure(self, batch: Any, samples: int) -> Measured:
         """Loss and metrics of one batch, in the order of the recipe."""
         weight = self._weight(batch, samples)
-        with torch.set_grad_enabled(self.recipe.compute_loss is not None):  # it may need some
+        with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
             loss, own, outputs, target = self._outputs(batch)
         weight = weight if own is None else own
         values = {"loss": float(loss.detach()) if weight else 0.0}
@@ -208,7 +217,12 @@ def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: on_tensors(value, change) for key, value in batch.items()}
+        changed = {key: on_tensors(value, change) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return changed
+        other = copy.copy(batch)  # one that has more than its items, as Hugging Face's has
+        other.update(changed)
+        return other
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(on_tensors(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):

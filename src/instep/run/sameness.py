@@ -15,11 +15,11 @@ This file knows nothing of workers and steps; `training.py` chooses the batches.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from instep.data.keyed import states
 from instep.errors import RecipeError
 from instep.run.forward import Forward
-from instep.run.still import Still
+from instep.run.still import LEVELS, Still
 from instep.run.trial_model import PassResult, TrialModel, trial_model
 from instep.run.weights import Weighing, is_sum, weighing
 
@@ -37,7 +37,7 @@ _NEAR_IN_SHORT = (1e-1, 1e-2)
 """Two gradients are the same where they differ by less than so much of the parameter's own
 gradient, or so much of the gradient of all. Many models compute parts in float32 in any case."""
 
-_LEAST, _EFFORT, _READS = 4, 2e9, 2048
+LEAST, _EFFORT, _READS = 4, 2e9, 2048
 """Spots that are tried in any case; and more while parameters times numbers in a batch, which
 grows as the work does and is the same on every machine, stays below the second for all together,
 and the samples read below the third."""
@@ -74,13 +74,13 @@ class Trial(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Two micro-batches that are neighbours in the order of an epoch, and both as one batch."""
+    """Micro-batches that are neighbours in the order of an epoch, and all of them as one batch."""
 
-    first: Any
-    second: Any
-    both: Any
-    sizes: tuple[int, int]
-    """Samples of the two."""
+    parts: tuple[Any, ...]
+    """Two or more."""
+    whole: Any
+    sizes: tuple[int, ...]
+    """Samples of each part."""
 
 
 NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
@@ -118,20 +118,31 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
     spot = next(spots, None)
     if spot is None:
         return _not_shown("the samples to try it with cannot be read")
-    try:
-        model = copy.deepcopy(forward.model)
-    except Exception as error:  # whatever a user's module cannot be copied for
-        return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
-    spots = itertools.islice(itertools.chain([spot], spots), _how_many(model, spot))
-    with trial_model(forward, model, seed) as trial:
-        return _Tried(trial, forward, weighed, whole).verdict(spots)
+    spots = itertools.islice(itertools.chain([spot], spots), _how_many(forward.model, spot))
+    with ExitStack() as stack:
+        try:
+            model = stack.enter_context(trial_model(forward, seed))
+        except Exception as error:  # whatever a user's module cannot be copied for
+            return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
+        try:
+            trial = _Tried(model, forward, weighed, whole).verdict(spots)
+        finally:
+            reached = model.reached()
+    if reached and trial.same:
+        return _not_shown(
+            f"{weighed.name} reaches the model other than by what it is given (a closure does), "
+            "and only what it is given can be tried. Use compute_loss(model, batch), and in it "
+            "that model alone",
+            trial.derived,
+        )
+    return trial
 
 
 def _how_many(model: nn.Module, spot: Spot) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    numbers = sum(tensor.numel() for tensor in _all_tensors(spot.both))
+    numbers = sum(tensor.numel() for tensor in _all_tensors(spot.whole))
     reads = 2 * sum(spot.sizes)
-    return max(_LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
+    return max(LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
 
 
 def _hooked(model: nn.Module) -> str:
@@ -173,13 +184,13 @@ def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
     Returns:
         A name of `weights.DERIVED`; empty where it is not found out.
     """
-    try:
-        copied = copy.deepcopy(forward.model)
-    except Exception:  # whatever a user's module cannot be copied for
-        return ""
-    with trial_model(forward, copied, seed) as model:
+    with ExitStack() as stack:
+        try:
+            model = stack.enter_context(trial_model(forward, seed))
+        except Exception:  # whatever a user's module cannot be copied for
+            return ""
         model.draws = Still
-        return model.mean_of(itertools.islice(batches, _LEAST))
+        return model.mean_of(itertools.islice(batches, LEAST))
 
 
 class _Tried:
@@ -192,7 +203,9 @@ class _Tried:
         self._derived = ""
         self._near, self._floor = _nearness(model)
         self._differs: list[str] = []
-        self._tried = 0  # pairs of which something counts
+        self._tried = 0  # spots that could be compared
+        self._untried = "nothing counts in the batches that were tried"
+        self._drew_elsewhere = False  # than from torch's generators
 
     def verdict(self, spots: Iterator[Spot]) -> Trial:
         """Try spot after spot, until something differs."""
@@ -200,25 +213,33 @@ class _Tried:
         drew = self._repeats(first)
         self._model.draws = Still if drew else nullcontext
         self._known |= self._forward.weighs_itself
-        self._model = self._model.widened(first.first, first.sizes[0])
+        self._model = self._model.widened(first.parts[0], first.sizes[0])
         self._near, self._floor = _nearness(self._model)
         self._model.move()
         spots = self._derive(itertools.chain([first], spots))
         moved = False
-        self._first, self._begin = first, self._model.run(first.first, first.sizes[0])
-        for spot in spots:
+        self._first, self._begin = first, self._model.run(first.parts[0], first.sizes[0])
+        for spot, level in zip(spots, itertools.cycle(LEVELS), strict=False):
+            self._model.draws = partial(Still, level) if drew else nullcontext
             moved |= self._compare(spot)
             if self._differs:
                 break
+        self._model.draws = Still if drew else nullcontext
         self._check_again(first, self._begin)
         return self._judge(drew, moved)
 
     def _judge(self, drew: bool, moved: bool) -> Trial:
+        if self._differs and self._drew_elsewhere:
+            return _not_shown(
+                "something draws from numpy's or Python's generators, which cannot be held still "
+                "while samples are tried apart and together. Draw with torch's",
+                self._derived,
+            )
         if self._differs:
             why = "; ".join(self._differs)
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
         if not self._tried:
-            return _not_shown("nothing counts in the batches that were tried")
+            return _not_shown(self._untried)
         if self._near >= _NEAR_IN_SHORT[0]:
             return _not_shown(
                 "the model cannot be tried in more than its own 16 bits, in which a difference of "
@@ -255,16 +276,18 @@ class _Tried:
             nonlocal drew
             before, on_gpus = states(), _on_gpus()
             yield
-            drew |= not (states().same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
+            now = states()
+            drew |= not (now.same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
+            self._drew_elsewhere |= not now._replace(of_torch=before.of_torch).same(before)
 
         self._model.draws = watched
-        once = self._model.run(spot.first, spot.sizes[0])
+        once = self._model.run(spot.parts[0], spot.sizes[0])
         self._check_again(spot, once)
         return drew
 
     def _check_again(self, spot: Spot, once: PassResult | None) -> None:
         """Run a micro-batch again, which must give the same; else that is the reason."""
-        again = self._model.run(spot.first, spot.sizes[0])
+        again = self._model.run(spot.parts[0], spot.sizes[0])
         if once is not None and again is not None and not self._same(once, again):
             self._differs[:] = [
                 "the model or its loss gives another result when the same batch is run again (it "
@@ -273,6 +296,8 @@ class _Tried:
             ]
 
     def _same(self, one: PassResult, other: PassResult) -> bool:
+        if not math.isfinite(one.loss) and not math.isfinite(other.loss):
+            return True  # nothing can be said
         return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
             one.gradients, other.gradients
         )
@@ -286,9 +311,9 @@ class _Tried:
         taken: list[Spot] = []
 
         def batches() -> Iterator[Any]:
-            for spot in itertools.islice(spots, _LEAST):
+            for spot in itertools.islice(spots, LEAST):
                 taken.append(spot)
-                yield from (spot.first, spot.second)
+                yield from spot.parts
 
         self._derived = self._model.mean_of(batches())
         if self._derived:
@@ -299,41 +324,50 @@ class _Tried:
     # ---- apart and as one
 
     def _compare(self, spot: Spot) -> bool:
-        """Compare the two micro-batches with both as one; whether buffers were moved."""
-        run, sizes = self._model.run, spot.sizes
-        passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
-        whole = run(spot.both, sum(sizes))
+        """Compare the micro-batches with all as one; whether buffers were moved."""
+        passes, whole = self._passes(spot)
         if whole is not None and not math.isfinite(whole.loss):
             self._model.move_back()  # a place where the model is not defined
-            self._begin = run(self._first.first, self._first.sizes[0])
-            passes = run(spot.first, sizes[0]), run(spot.second, sizes[1])
-            whole = run(spot.both, sum(sizes))
+            self._begin = self._model.run(self._first.parts[0], self._first.sizes[0])
+            passes, whole = self._passes(spot)
         apart = [each for each in passes if each is not None]
         if whole is None or not apart:
             return False
-        self._tried += 1
-        moved, layer = self._buffers(apart, sizes, whole)
+        moved, layer = self._buffers(apart, spot.sizes, whole)
         weights = [each.weight for each in apart]
         share = [weight / sum(weights) for weight in weights]
         loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
         if not math.isfinite(whole.loss) or not math.isfinite(loss):
+            self._untried = "the loss is not finite on the batches that were tried"
             return moved
+        self._tried += 1
         worst = self._gradients_differ(_mean(apart, share), whole.gradients)
-        seen = sizes[0]  # the second may have been made longer
         alike = _close(loss, whole.loss, self._near) and not worst
+        if not alike and _made_otherwise(spot):
+            self._differs.append(
+                "a batch does not hold its samples as its micro-batches do: the dataset draws "
+                "from a generator of its own, or collate draws or looks at the whole batch"
+            )
+            return moved
         if not alike:
             self._refuse_sum(apart, whole)
             layer = self._looks_at_its_batch(spot)
+        seen = spot.sizes[0]  # the last may have been made longer
         if layer:
             self._differs.append(
                 f"{layer} looks at the other samples of its batch: it sees {seen} at a time, "
                 f"where one machine would show it {self._whole}"
             )
         elif not alike:
-            self._differs.append(self._by_loss(loss, whole.loss, worst, seen))
+            self._differs.append(self._by_loss(loss, whole.loss, worst, spot))
         return moved
 
-    def _by_loss(self, apart: float, whole: float, worst: str, seen: int) -> str:
+    def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
+        run = self._model.run
+        apart = [run(part, size) for part, size in zip(spot.parts, spot.sizes, strict=True)]
+        return apart, run(spot.whole, sum(spot.sizes))
+
+    def _by_loss(self, apart: float, whole: float, worst: str, spot: Spot) -> str:
         if self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
         else:
@@ -341,17 +375,23 @@ class _Tried:
                 "it compares the samples of a batch, or is a mean of something else than samples, "
                 "which Recipe.weight can say"
             )
+        many = len(spot.parts)
+        counted = "two" if many == 2 else str(many)
+        each = "both" if many == 2 else "all"
         if worst and _close(apart, whole, self._near):
-            what = f"has another gradient, of {worst!r}, for two micro-batches apart than for both"
+            what = (
+                f"has another gradient, of {worst!r}, for {counted} micro-batches apart than for "
+                f"{each}"
+            )
         else:
-            what = f"is {apart:.6g} for two micro-batches apart and {whole:.6g} for both"
+            what = f"is {apart:.6g} for {counted} micro-batches apart and {whole:.6g} for {each}"
         return (
-            f"{self._name} {what} as one batch: {by}. It sees {seen} samples at a time, where one "
-            f"machine would show it {self._whole}"
+            f"{self._name} {what} as one batch: {by}. It sees {spot.sizes[0]} samples at a time, "
+            f"where one machine would show it {self._whole}"
         )
 
     def _refuse_sum(self, apart: Sequence[PassResult], whole: PassResult) -> None:
-        """A loss that two micro-batches add up to is no mean."""
+        """A loss that micro-batches add up to is no mean."""
         total = sum(each.loss for each in apart)
         tiny = abs(total) < 1e-12
         if self._known or len(apart) < 2 or tiny or not _close(total, whole.loss, self._near):
@@ -432,13 +472,12 @@ class _Tried:
 
     def _looks_at_its_batch(self, spot: Spot) -> str:
         """The innermost module that gives samples other outputs in another batch, if one does."""
-        first, second = self._outputs(spot.first, 0), self._outputs(spot.second, 1)
-        both = self._outputs(spot.both, 2)
-        for name, (given, made) in both.items():
-            if name not in first or name not in second or not made:
+        apart = [self._outputs(part, number) for number, part in enumerate(spot.parts)]
+        for name, (given, made) in self._outputs(spot.whole, len(apart)).items():
+            if not made or any(name not in outputs for outputs in apart):
                 continue
             given_alike, made_alike = (
-                _rows_alike(first[name][place], second[name][place], tensors, self._near)
+                _rows_alike([outputs[name][place] for outputs in apart], tensors, self._near)
                 for place, tensors in enumerate((given, made))
             )
             if given_alike and made_alike is False:
@@ -471,29 +510,31 @@ class _Tried:
         return found
 
 
-def _rows_alike(
-    first: list[Tensor], second: list[Tensor], both: list[Tensor], near: float
-) -> bool | None:
-    """Whether the tensors of both are those of the first, then those of the second.
+def _rows_alike(apart: Sequence[list[Tensor]], whole: list[Tensor], near: float) -> bool | None:
+    """Whether the tensors of the whole are those of the parts, one after the other.
 
     None where that cannot be told: none of them is made of rows of the others, as where
     batches are padded to other lengths.
     """
     alike = None
-    for one, other, whole in zip(first, second, both, strict=False):
-        for dim in range(min(2, whole.dim())):
-            shapes = [each.shape for each in (one, other, whole)]
-            if any(len(shape) != whole.dim() for shape in shapes):
+    for tensor, *parts in zip(whole, *apart, strict=False):
+        for dim in range(min(2, tensor.dim())):
+            if any(part.dim() != tensor.dim() for part in parts):
                 break
-            rests = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes]
-            fits = whole.shape[dim] == one.shape[dim] + other.shape[dim]
-            if fits and rests[0] == rests[1] == rests[2]:
-                joined = torch.cat([one, other], dim).double()
-                gap = float((joined - whole.double()).norm())
+            rests = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (tensor, *parts)}
+            if len(rests) == 1 and tensor.shape[dim] == sum(part.shape[dim] for part in parts):
+                joined = torch.cat(parts, dim).double()
+                gap = float((joined - tensor.double()).norm())
                 same = gap <= near * float(joined.norm()) + 1e-12
                 alike = same and alike is not False
                 break
     return alike
+
+
+def _made_otherwise(spot: Spot) -> bool:
+    """Whether the whole batch is seen to hold other numbers than its parts."""
+    apart = [_all_tensors(part) for part in spot.parts]
+    return _rows_alike(apart, _all_tensors(spot.whole), 0.0) is False
 
 
 def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_CONSTANT = 0.5
+LEVELS = (0.5, 0.05, 0.95)
+"""Constants to try with: code may ask whether a draw is below some probability."""
 
 
 class Still(TorchDispatchMode):
@@ -23,7 +24,15 @@ class Still(TorchDispatchMode):
 
     A permutation is the reversed order: it joins samples, and is to be seen doing so. So is
     the order that equal numbers are sorted into, since `rand(n).argsort()` is a permutation too.
+
+    Args:
+        level: what is drawn where floating-point numbers are, of 0 to 1; in another range, as
+            far along it.
     """
+
+    def __init__(self, level: float = LEVELS[0]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._level = level
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -51,10 +60,15 @@ class Still(TorchDispatchMode):
             return drawn
         if "randperm" in name:
             return drawn.copy_(torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device))
+        named = {a.name: value for a, value in zip(arguments, given, strict=False)} | kwargs
+        if "bernoulli" in name:
+            return drawn.fill_(1)
         if drawn.is_floating_point() or drawn.is_complex():
-            return drawn.fill_(_CONSTANT)
-        low = next((given[i] for i, a in enumerate(arguments[: len(given)]) if a.name == "low"), 0)
-        return drawn.fill_(1 if "bernoulli" in name else low)
+            low, high = (
+                (named.get("from", 0.0), named.get("to", 1.0)) if "uniform" in name else (0, 1)
+            )
+            return drawn.fill_(low + self._level * (high - low))
+        return drawn.fill_(named.get("low", named.get("from") or 0))
 
 
 def _sorted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

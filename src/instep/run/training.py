@@ -9,6 +9,7 @@ does worker 0 wait for word from the master (`stopping.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -38,7 +39,15 @@ from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
 from instep.run.rehearsal import try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
-from instep.run.sameness import ANOTHER_SAW, NOTHING_TO_TRY, Spot, Trial, mean_of, try_out
+from instep.run.sameness import (
+    ANOTHER_SAW,
+    LEAST,
+    NOTHING_TO_TRY,
+    Spot,
+    Trial,
+    mean_of,
+    try_out,
+)
 from instep.run.saving import Saver
 from instep.run.skipping import Teller
 from instep.run.standing import Committed, Standing
@@ -338,11 +347,7 @@ class Training:
         if not slices:
             return NOTHING_TO_TRY._replace(derived=self._mean_of(seed))
         reads = self._loader.read(part for spot in slices for part in spot)
-        spots = (
-            Spot(first.batch, second.batch, both.batch, (first.size, second.size))
-            for first, second, both in zip(reads, reads, reads, strict=True)
-            if first.size and second.size and both.size
-        )
+        spots = (spot for parts in slices if (spot := self._spot(reads, len(parts) - 1)))
         with closing(reads):
             trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
         if train.merge == "always":
@@ -366,15 +371,24 @@ class Training:
         with closing(reads):
             return mean_of(self._forward, (each.batch for each in reads if each.size), seed=seed)
 
-    def _spots(self) -> list[tuple[Slice, Slice, Slice]]:
-        """Pairs of neighbouring micro-batches, and both as one, from all over an epoch.
+    def _spot(self, reads: Iterator[Read], parts: int) -> Spot | None:
+        """The next of what is read; None where all samples of a part of it cannot be read."""
+        *apart, whole = itertools.islice(reads, parts + 1)
+        if not all(read.size for read in (*apart, whole)):
+            return None
+        return Spot(tuple(r.batch for r in apart), whole.batch, tuple(r.size for r in apart))
 
-        Every other pair is uneven: a weight that forgets how many samples there are, such as
-        the `len` of a tuple, is right wherever micro-batches are of one size.
+    def _spots(self) -> list[tuple[Slice, ...]]:
+        """Neighbouring micro-batches, and all as one, from all over an epoch.
+
+        Pairs, of which every other is uneven: a weight that forgets how many samples there are,
+        such as the `len` of a tuple, is right wherever micro-batches are of one size. And where
+        more are tried than of a large model, those of a whole step: what compares samples may
+        do so only where there are many.
         """
         train = self.job.train
         steps = steps_in_epoch(self.samples, train.global_batch)
-        spots: dict[Slice, tuple[Slice, Slice, Slice]] = {}
+        spots: dict[Slice, tuple[Slice, ...]] = {}
         for number in range(_SPOTS):
             where = position(1 + number * steps // _SPOTS, self.samples, train.global_batch)
             parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
@@ -386,7 +400,14 @@ class Training:
                 elif number % 2 and more:
                     second = second._replace(stop=more[0].stop)
                 spots[first] = first, second, first._replace(stop=second.stop)
-        return list(spots.values())
+        few = list(spots.values())
+        if len(few) > LEAST:
+            whole = position(1, self.samples, train.global_batch)
+            every = [
+                p.samples for p in share_of(whole, train.micro_batches, 1, 0, merge=False).passes
+            ]
+            few.insert(LEAST, (*every, every[0]._replace(stop=every[-1].stop)))
+        return few
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so, and say `yes` only where each does."""

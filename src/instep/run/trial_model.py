@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.run.buffers import empty, filled, written
-from instep.run.forward import Forward, on_tensors, to_device
+from instep.run.forward import Forward, Losses, on_tensors, to_device
 from instep.run.recipe import set_generators
 from instep.run.weights import derive
 
@@ -34,13 +34,31 @@ class PassResult(NamedTuple):
     """As the pass left them."""
 
 
+class Copied(NamedTuple):
+    """A model, and the losses that may know parts of it, as a criterion of the model's does."""
+
+    model: nn.Module
+    losses: Losses
+
+    def again(self) -> Copied:
+        """A copy in training mode; what losses and model share, their copies share.
+
+        Functions are not copied, nor what they close over: `TrialModel.reached` tells.
+        """
+        try:
+            model, *losses = copy.deepcopy((self.model, *self.losses))
+        except Exception:  # a loss may hold what cannot be copied
+            model, losses = copy.deepcopy(self.model), list(self.losses)
+        return Copied(model.train(), Losses(*losses))
+
+
 class TrialModel:
     """A copy of the model on which passes leave nothing.
 
     Args:
         forward: computes with the copy while it is tried (`trial_model`).
-        model: the copy.
-        original: what it is one of.
+        copied: the model and its losses.
+        original: what they are copies of.
         seed: for the draws of the passes and the parameters' new places.
         wide: the type that everything computes in; None for the model's own.
     """
@@ -48,12 +66,14 @@ class TrialModel:
     def __init__(
         self,
         forward: Forward,
-        model: nn.Module,
-        original: nn.Module,
+        copied: Copied,
+        original: Copied,
         seed: int,
         wide: torch.dtype | None = None,
     ) -> None:
-        self.forward, self.model, self._seed, self._wide = forward, model, seed, wide
+        self.forward, self._seed, self._wide = forward, seed, wide
+        model, self._losses = copied
+        self.model = model
         self._original = original
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
@@ -94,16 +114,18 @@ class TrialModel:
         wide = torch.float64 if on_cpu else torch.float32
         if not any(_is_narrow(parameter, wide) for parameter in self.model.parameters()):
             return self
-        model = copy.deepcopy(self._original).train()  # the other may hold what its passes left
-        model._apply(lambda tensor: _widened(tensor, wide))
-        other = TrialModel(self.forward, model, self._original, self._seed, wide)
+        copied = self._original.again()  # the other may hold what its passes left
+        for each in (copied.model, *copied.losses):
+            if isinstance(each, nn.Module):
+                each._apply(lambda tensor: _widened(tensor, wide))
+        other = TrialModel(self.forward, copied, self._original, self._seed, wide)
         other.draws = self.draws
-        with self.forward.on(model, "float32"):
+        with self.forward.on(copied.model, "float32", copied.losses):
             try:
                 other.run(batch, samples)
-            except (RuntimeError, TypeError, ValueError):  # something in it is made for its own
+            except Exception:  # something in it is made for its own type
                 return self
-        self.forward.model = model
+        self.forward.model, self.forward.losses = copied
         return other
 
     def run(self, batch: Any, samples: int) -> PassResult | None:
@@ -131,12 +153,20 @@ class TrialModel:
         buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}
         return PassResult(float(found.loss.detach()), found.weight, gradients, buffers)
 
+    def reached(self) -> bool:
+        """Whether passes found a way to the original, whose gradients are dropped again."""
+        found = False
+        for parameter in self._original.model.parameters():
+            found |= parameter.grad is not None
+            parameter.grad = None
+        return found
+
     def mean_of(self, batches: Iterable[Any]) -> str:
         """What the loss of a Hugging Face model is a mean of: a name of `weights.DERIVED`.
 
         Empty where two batches and more leave open what it is.
         """
-        compute_loss = self.forward.recipe.compute_loss
+        compute_loss = self._losses.compute_loss
         may_be: set[str] | None = None
         told = 0  # batches that did
         for batch in batches if compute_loss is not None else ():
@@ -154,8 +184,9 @@ class TrialModel:
         return may_be.pop() if may_be and len(may_be) == 1 and told > 1 else ""
 
     def _fit(self, batch: Any) -> Any:
+        """A copy, as the pass may change what it is given."""
         wide = self._wide
-        return on_tensors(batch, lambda tensor: _widened(tensor, wide)) if wide else batch
+        return on_tensors(batch, lambda tensor: _widened(tensor.clone(), wide))
 
     @torch.no_grad()
     def _reset(self) -> None:
@@ -170,19 +201,23 @@ def _is_narrow(tensor: Tensor, wide: torch.dtype) -> bool:
     return tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(wide).eps
 
 
-def _widened(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    return tensor.to(wide) if _is_narrow(tensor, wide) else tensor
+def _widened(tensor: Tensor, wide: torch.dtype | None) -> Tensor:
+    return tensor.to(wide) if wide is not None and _is_narrow(tensor, wide) else tensor
 
 
 @contextmanager
-def trial_model(forward: Forward, model: nn.Module, seed: int) -> Iterator[TrialModel]:
-    """A copy in training mode, computing without autocast, which would hide small differences."""
-    original = forward.model
-    model.train()
+def trial_model(forward: Forward, seed: int) -> Iterator[TrialModel]:
+    """A copy in training mode, computing without autocast, which would hide small differences.
+
+    Raises:
+        Exception: of whatever kind, the model cannot be copied.
+    """
+    original = Copied(forward.model, forward.losses)
+    copied = original.again()
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        with forward.on(model, "float32"):
-            yield TrialModel(forward, model, original, seed)
+        with forward.on(copied.model, "float32", copied.losses):
+            yield TrialModel(forward, copied, original, seed)
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -1,11 +1,14 @@
 """What cutting a batch changes is named before the first step; where nothing changes, it merges."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import BatchEncoding
 
 from instep.errors import RecipeError
 from instep.run.forward import Forward
@@ -22,7 +25,7 @@ def tried(model, batches, *, dtype=torch.float32, precision="float32", **parts):
     model = model.to(dtype)
     recipe = Recipe(model=model, train=[0], optimizer=lambda p: None, **parts)
     spots = [
-        Spot(one, other, joined(one, other), (size(one), size(other))) for one, other in batches
+        Spot((one, other), joined(one, other), (size(one), size(other))) for one, other in batches
     ]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
@@ -341,6 +344,155 @@ def test_a_running_average_is_one_too_where_nothing_counts_in_a_micro_batch(sile
     average = Remembers(torch.zeros(6), lambda memory, x: 0.9 * memory + 0.1 * x.mean(0))
     trial = tried(mlp(average), [pair, second], loss=nn.CrossEntropyLoss())
     assert trial.verdict == "yes"
+
+
+def penalised(net):
+    """As a user of one process may write it."""
+    return lambda outputs, target: (
+        functional.mse_loss(outputs, target) + 1e-2 * net[1].weight.square().sum()
+    )
+
+
+def through(net):
+    return lambda model, batch: functional.mse_loss(net(batch[0]), batch[1])
+
+
+def test_what_reaches_the_model_by_a_closure_leaves_no_gradient_and_is_not_shown():
+    net = mlp()
+    for parts in ({"loss": penalised(net)}, {"compute_loss": through(net)}):
+        trial = tried(net, pictures(), weight=size, **parts)
+        assert trial.verdict.startswith("not shown: ")
+        assert "reaches the model other than by what it is given" in trial.verdict
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs, target):
+        return self.scale * functional.mse_loss(outputs, target)
+
+
+class WithCriterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.criterion = mlp(), Scaled()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_criterion_that_is_part_of_the_model_is_copied_with_it():
+    model = WithCriterion()
+    assert tried(model, pictures(), weight=size, loss=model.criterion).verdict == "yes"
+
+
+class ChangesItsInputs(nn.Module):
+    def forward(self, x):
+        return x.mul_(2).sub_(0.5)
+
+
+def test_a_pass_may_change_what_it_is_given():
+    model = nn.Sequential(ChangesItsInputs(), *mlp())
+    assert tried(model, pictures(), loss=nn.MSELoss()).verdict == "yes"
+
+    def popped(model, batch):
+        target = batch.pop("y")
+        return functional.mse_loss(model(batch["x"]), target)
+
+    named = [tuple({"x": x, "y": y} for x, y in pair) for pair in pictures()]
+    trial = tried(mlp(), named, weight=size, compute_loss=popped)
+    assert trial.verdict == "yes"
+
+
+def test_a_batch_keeps_its_kind_and_a_model_its_type_where_it_insists():
+    def insists(model, batch):
+        assert isinstance(batch, BatchEncoding)
+        assert batch.x.dtype == torch.float32, "pictures are float32"
+        return functional.mse_loss(model(batch.x), batch.y)
+
+    def encoded(pair):
+        return [BatchEncoding({"x": x, "y": y}) for x, y in pair]
+
+    spots = []
+    for pair in map(encoded, pictures()):
+        whole = BatchEncoding({key: torch.cat([each[key] for each in pair]) for key in pair[0]})
+        spots.append(Spot(tuple(pair), whole, tuple(len(each["x"]) for each in pair)))
+    recipe = Recipe(
+        model=mlp(),
+        train=[0],
+        optimizer=lambda p: None,
+        compute_loss=insists,
+        weight=lambda batch: len(batch["x"]),
+    )
+    forward = Forward(recipe, recipe.model, CPU, "float32")
+    assert try_out(forward, spots, whole=WHOLE, seed=7).verdict == "yes"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_what_happens_at_some_draws_alone_is_seen(share):
+    class Sometimes(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0) if torch.rand(()) < share else x
+
+    pairs = [*pictures(), *pictures()]
+    assert tried(mlp(Sometimes()), pairs, loss=nn.MSELoss()).verdict.startswith("no: Sometimes '2'")
+
+
+def test_a_draw_stays_in_the_range_that_is_asked_for():
+    class Bounded(nn.Module):
+        def forward(self, x):
+            drawn = torch.empty(x.shape, dtype=x.dtype).uniform_(1.5, 3)
+            return x * (drawn - 1).sqrt()
+
+    assert tried(mlp(Bounded()), pictures(), loss=nn.MSELoss()).verdict == "yes"
+
+
+def test_draws_of_numpy_are_no_difference_of_the_model():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + 0.1 * torch.from_numpy(np.random.randn(*x.shape)).to(x.dtype)
+
+    trial = tried(mlp(Noise()), pictures(), loss=nn.MSELoss())
+    assert trial.verdict.startswith("not shown: something draws from numpy's or Python's")
+
+
+def test_a_loss_that_compares_samples_only_where_there_are_many_is_seen_in_a_whole_step():
+    def hardest(outputs, target):
+        each = (outputs - target).square().mean(1)
+        return each.topk(max(8, len(each) // 2)).values.mean() if len(each) > 8 else each.mean()
+
+    parts = [part for pair in pictures() for part in pair]
+    whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    recipe = Recipe(model=mlp(), train=[0], optimizer=lambda p: None, loss=hardest, weight=size)
+    spots = [Spot(tuple(parts), whole, tuple(map(size, parts)))]
+    forward = Forward(recipe, recipe.model, CPU, "float32")
+    trial = try_out(forward, spots, whole=15, seed=7)
+    assert trial.verdict.startswith("no: Recipe.loss is ")
+    assert "for 4 micro-batches apart and" in trial.verdict
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_where_no_loss_is_finite_nothing_is_shown(value):
+    trial = tried(
+        mlp(), pictures(), weight=size, loss=lambda o, t: functional.mse_loss(o, t) + value
+    )
+    assert trial.verdict == "not shown: the loss is not finite on the batches that were tried"
+
+
+def test_batches_that_are_made_otherwise_as_one_are_named_as_that():
+    pairs = pictures()
+    (one, other), second = pairs
+    whole = joined(one, other)
+    masked = whole[0] * 0.5, whole[1]
+    recipe = Recipe(
+        model=mlp(), train=[0], optimizer=lambda p: None, loss=nn.MSELoss(), weight=size
+    )
+    forward = Forward(recipe, recipe.model, CPU, "float32")
+    spots = [Spot((one, other), masked, (4, 3)), Spot(second, joined(*second), (4, 4))]
+    verdict = try_out(forward, spots, whole=WHOLE, seed=7).verdict
+    assert verdict.startswith("no: a batch does not hold its samples as its micro-batches do")
 
 
 def test_a_model_that_came_in_evaluation_mode_is_tried_as_it_will_be_trained():
