@@ -47,11 +47,10 @@ class Buffers:
             if buffer is not None
         ]
         self._empty = empty(model)
-        self._frozen = [
-            (name, p, p._version)
-            for name, p in model.named_parameters()
-            if not (p.requires_grad or alone)
+        self._still = [
+            (name, p) for name, p in model.named_parameters() if not (p.requires_grad or alone)
         ]
+        self.after_update()
         unique = {id(buffer): (module, name, buffer) for module, name, buffer in owners}
         self._owners = [(module, name) for module, name, _ in unique.values()]
         self._live = [buffer for _, _, buffer in unique.values()]
@@ -97,6 +96,10 @@ class Buffers:
             rows[number % self._rows] = (sum_of_weights + weight, total)
             self._restore(index)
         return bool(moved)
+
+    def after_update(self) -> None:
+        """What wrote to a frozen parameter since the last pass was an optimizer's hook."""
+        self._frozen = [(name, parameter, parameter._version) for name, parameter in self._still]
 
     def _refuse(self) -> None:
         """Refuse what a pass may not do, as workers run different numbers of passes."""

@@ -275,6 +275,7 @@ class Replica:
         since = time.perf_counter()
         self.buffers.apply()
         norm = update.apply(step)
+        self.buffers.after_update()
         if self.guard is not None:
             self.guard.committed()
         self.clock.lap(since, "update")

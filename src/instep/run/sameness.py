@@ -124,10 +124,16 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
             model = stack.enter_context(trial_model(forward, seed))
         except Exception as error:  # whatever a user's module cannot be copied for
             return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
+        tried = _Tried(model, forward, weighed, whole)
         try:
-            trial = _Tried(model, forward, weighed, whole).verdict(spots)
+            trial = tried.verdict(spots)
         finally:
             reached = model.reached()
+    if tried.compared and tried.idle and not reached:
+        raise RecipeError(
+            f"no parameter of the model gets a gradient from {weighed.name}: something detached "
+            "it (no_grad, .item(), .data, or a new torch.tensor)."
+        )
     if reached and trial.same:
         return _not_shown(
             f"{weighed.name} reaches the model other than by what it is given (a closure does), "
@@ -202,8 +208,11 @@ class _Tried:
         self._whole = whole
         self._derived = ""
         self._near, self._floor = _nearness(model)
+        self.idle = True
+        """Whether no parameter has got a gradient in any pass."""
         self._differs: list[str] = []
-        self._tried = 0  # spots that could be compared
+        self.compared = 0
+        """Spots that could be."""
         self._untried = "nothing counts in the batches that were tried"
         self._drew_elsewhere = False  # than from torch's generators
 
@@ -238,7 +247,7 @@ class _Tried:
         if self._differs:
             why = "; ".join(self._differs)
             return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
-        if not self._tried:
+        if not self.compared:
             return _not_shown(self._untried)
         if self._near >= _NEAR_IN_SHORT[0]:
             return _not_shown(
@@ -333,6 +342,7 @@ class _Tried:
         apart = [each for each in passes if each is not None]
         if whole is None or not apart:
             return False
+        self.idle &= not any(each.gradients for each in apart)
         moved, layer = self._buffers(apart, spot.sizes, whole)
         weights = [each.weight for each in apart]
         share = [weight / sum(weights) for weight in weights]
@@ -340,7 +350,7 @@ class _Tried:
         if not math.isfinite(whole.loss) or not math.isfinite(loss):
             self._untried = "the loss is not finite on the batches that were tried"
             return moved
-        self._tried += 1
+        self.compared += 1
         worst = self._gradients_differ(_mean(apart, share), whole.gradients)
         alike = _close(loss, whole.loss, self._near) and not worst
         if not alike and _made_otherwise(spot):

@@ -211,6 +211,20 @@ def test_what_workers_could_not_agree_on_is_refused(write, words):
         buffers.after_pass(1.0, 0)
 
 
+def test_an_optimizers_hook_may_write_to_a_frozen_parameter():
+    """As a moving average of the weights does, on every worker alike; it is no pass."""
+    model = Writer(lambda m: None)
+    buffers = Buffers(model)
+    with torch.no_grad():
+        model.target.mul_(2)
+        buffers.after_update()
+        model(torch.ones(2))
+        assert not buffers.after_pass(1.0, 0)
+        model.target.mul_(2)
+    with pytest.raises(RecipeError, match="frozen"):
+        buffers.after_pass(1.0, 1)
+
+
 class Now(nn.Module):
     """Batch normalisation in some passes only; torch does not count how its statistics move."""
 

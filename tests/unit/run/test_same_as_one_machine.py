@@ -473,6 +473,14 @@ def test_a_loss_that_compares_samples_only_where_there_are_many_is_seen_in_a_who
     assert "for 4 micro-batches apart and" in trial.verdict
 
 
+def test_a_loss_from_which_no_parameter_gets_a_gradient_is_refused():
+    def anew(outputs, target):
+        return torch.tensor(functional.mse_loss(outputs, target).item(), requires_grad=True)
+
+    with pytest.raises(RecipeError, match="no parameter of the model gets a gradient from Recipe"):
+        tried(mlp(), pictures(), weight=size, loss=anew)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_where_no_loss_is_finite_nothing_is_shown(value):
     trial = tried(
