@@ -56,6 +56,65 @@ def decorrelated():
     return Parts(model=mlp(), train=classes(), loss=loss, given={"weight": samples_of})
 
 
+# ---- ways around what a pass is given
+
+
+@pair("a penalty on parameters, by a closure", said("reaches the model"))
+def penalised():
+    model = mlp()
+
+    def loss(outputs, target):
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        return F.cross_entropy(outputs, target) + 1e-2 * penalty
+
+    return Parts(model=model, train=classes(), loss=loss, given={"weight": samples_of})
+
+
+class Scaled(nn.Module):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs, target):
+        return self.scale * F.cross_entropy(outputs, target)
+
+
+class WithCriterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.criterion = mlp(), Scaled()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pair("a criterion that is part of the model")
+def criterion():
+    model = WithCriterion()
+    return Parts(model=model, train=classes(), loss=model.criterion, given={"weight": samples_of})
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(2).sub_(0.5)
+
+
+@pair("inputs changed in place")
+def in_place():
+    return classifier(nn.Sequential(InPlace(), *mlp()))
+
+
+@pair("the hardest samples, where there are many", said(COMPARED))
+def hardest():
+    def loss(outputs, target):
+        each = F.cross_entropy(outputs, target, reduction="none")
+        return each.topk(6).values.mean() if len(each) > 6 else each.mean()
+
+    return Parts(model=mlp(), train=classes(), loss=loss, given={"weight": samples_of})
+
+
 # ---- draws beside something else
 
 
