@@ -203,6 +203,14 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("run nowhere/job.toml", 2, ["there is no job file 'nowhere/job.toml'"]),
     ("run .", 2, [". cannot be read: Is a directory"]),
     ("run job.toml --wrokers 3", 2, ["there is no option --wrokers. Did you mean '--workers'?"]),
+    ("run job.toml --epochs 3", 2, ["no option --epochs. Did you mean '--set train.epochs=3'?"]),
+    ("run --epochs=3 job.toml", 2, ["Did you mean '--set train.epochs=3'? Known to instep run:"]),
+    ("run job.toml --batch-size 9", 2, ["Did you mean '--set train.global_batch=9'?"]),
+    ("run job.toml --lr 0.1", 2, ["Did you mean '--set arguments.lr=0.1'?"]),
+    ("run job.toml --kills 3", 2, ["no option --kills. Known to instep run: --check-determinism"]),
+    ("run job.toml other.toml", 2, ["unrecognized arguments: other.toml. See instep run --help"]),
+    ("resume old/taken --epochs", 2, ["Did you mean '--set train.epochs=...'?"]),
+    ("audit old/taken --epochs 3", 2, ["there is no option --epochs. Known to instep audit:"]),
     ("run job.toml --workers", 2, ["--workers: expected one argument"]),
     ("run job.toml --workers many", 2, ['workers = "many": needs to be a whole number']),
     ("run job.toml --workers 0", 2, ["workers = 0: needs to be at least 1"]),
@@ -217,6 +225,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("report old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
     ("report old", 6, ["'old' is not the folder of a run: it holds no job.toml"]),
     ("audit old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
+    ("resume job.toml", 6, ["'job.toml' is a job file, and the folder of a run is wanted"]),
+    ("audit job.toml", 6, ["'job.toml' is a job file, and the folder of a run is wanted"]),
+    ("report recipe.py", 6, ["'recipe.py' is a file, and the folder of a run is wanted"]),
     ("audit", 2, ["the following arguments are required: run", "instep audit --help"]),
     ("replay old/taken", 2, ["the following arguments are required: --step"]),
     ("replay old/taken --step first", 2, ["--step: invalid int value: 'first'"]),
@@ -333,6 +344,14 @@ IN_A_RECIPE = {
     "no optimizer": Part({"optimizer": "lambda p: None"}, ["Recipe.optimizer() returned None"]),
     "an optimizer that calls back": Part(
         {"optimizer": "lambda p: torch.optim.LBFGS(p)"}, ["LBFGS evaluates the loss several"]
+    ),
+    "an optimizer that wants a closure": Part(
+        {"optimizer": "type('Sam', (torch.optim.SGD,), {'step': lambda self, closure: 0})"},
+        ["Sam.step() wants 'closure'", "evaluates the loss itself cannot be used", "give that"],
+    ),
+    "a scheduler that wants a metric": Part(
+        {"scheduler": "lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)"},
+        ["ReduceLROnPlateau.step() wants 'metrics'", "CosineAnnealingLR", "[stop] plateau"],
     ),
     "a scheduler without a step": Part(
         {"scheduler": "lambda o: 0.1"}, ["Recipe.scheduler() returned a float, which has no step"]

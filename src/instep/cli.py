@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -302,20 +303,7 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             given = message.removeprefix(prefix).split("'")[1]
             raise SpecError(f"there is no command {given!r}. {near_miss(given, COMMANDS)}")
-        unknown = "unrecognized arguments: "
-        if message.startswith(unknown + "--"):
-            given = message.removeprefix(unknown).split()[0].partition("=")[0]
-            raise SpecError(f"there is no option {given}. {near_miss(given, self._options())}")
         raise SpecError(f"{message}. See {self.prog} --help.")
-
-    def _options(self) -> list[str]:
-        """Every option of every command."""
-        parsers = [self]
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-        found = {o for p in parsers for o in p._option_string_actions if o.startswith("--")}
-        return sorted(found)
 
 
 COMMANDS = {
@@ -433,14 +421,43 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str) -> _Parse
     command.add_argument(
         "--json", action="store_true", help="make the last line on standard output one JSON object"
     )
-    command.set_defaults(call=COMMANDS[name])
+    command.set_defaults(call=COMMANDS[name], parser=command)
     return command
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    args, unknown = _parser().parse_known_args(argv)
+    options = [word for word in unknown if word.startswith("--")]
+    if options:
+        raise SpecError(_no_such_option(options[0], argv, args.parser))
+    if unknown:
+        raise SpecError(
+            f"unrecognized arguments: {' '.join(unknown)}. See {args.parser.prog} --help."
+        )
+    return args
+
+
+def _no_such_option(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What to write instead: an option of this command, or a key of the job file."""
+    from instep.spec_file import keys_by_name
+
+    given, _, value = word.partition("=")
+    options = sorted(o for o in parser._option_string_actions if o.startswith("--"))
+    meant = {option: option for option in options}
+    if "--set" in meant:
+        after = argv[list(argv).index(word) + 1 :]
+        value = value or next((v for v in after[:1] if not v.startswith("--")), "...")
+        for name, key in keys_by_name().items():
+            meant.setdefault(f"--{name.replace('_', '-')}", f"--set {key}={value}")
+    close = get_close_matches(given.replace("_", "-"), meant, n=1, cutoff=0.75)
+    guess = f"Did you mean '{meant[close[0]]}'? " if close else ""
+    return f"there is no option {given}. {guess}Known to {parser.prog}: {', '.join(options)}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; our own errors print as one line."""
     try:
-        args = _parser().parse_args(argv)
+        args = _parsed(sys.argv[1:] if argv is None else argv)
         return int(args.call(args))
     except InstepError as error:
         print(f"instep: {error}", file=sys.stderr)

@@ -302,6 +302,19 @@ def _meant_key(given: str, path: list[str]) -> str:
     return " ".join(guess)
 
 
+def keys_by_name() -> dict[str, str]:
+    """Names that people give to a key of a job, each with that key and the section before it.
+
+    Its own name where only one section has it, the name with its section, and what other
+    programs call it.
+    """
+    every = _every_key()
+    last = [key.rpartition(".")[2] for key in every]
+    alone = {name: key for name, key in zip(last, every, strict=True) if last.count(name) == 1}
+    of_the_optimizer = {name: f"arguments.{name}" for name in _OF_THE_OPTIMIZER}
+    return {**of_the_optimizer, **alone, **_ELSEWHERE, **{key: key for key in every}}
+
+
 def _every_key() -> list[str]:
     """Every key of a job, with the section before it."""
     sections = [[], *([name] for name in _keys([]) if _section_at([name]) is not None)]

@@ -302,7 +302,7 @@ def test_a_data_loader_is_taken_apart_and_what_is_lost_is_said(tmp_path: Path, c
     assert (ready["samples"], ready["loader"]) == (GIVEN, "processes: data.loaders = 1")
     texts = [event["text"] for event in RunFolder(run).named("warning")]
     assert texts == [
-        "the DataLoader of Recipe.train has batch_size = 5, which is not used: "
+        "Recipe.train's DataLoader has batch_size = 5, which is not used: "
         "train.global_batch = 16 says how many samples a step takes."
     ]
 

@@ -43,6 +43,15 @@ def test_strict_refuses_anything_but_yes(run: Start):
     assert fine.end() == 0, fine.stderr
 
 
+def test_strict_refuses_where_a_sampler_that_is_not_used_decides_what_is_trained(run: Start):
+    program = run("weighs.py:sampled", *QUICK, options=("--strict",))
+    assert program.end() == SpecError.exit_code
+    assert (
+        "no: Recipe.train's DataLoader has a sampler (WeightedRandomSampler), which is not used: "
+        "every sample comes once in an epoch. Give a dataset in which"
+    ) in program.stderr
+
+
 def test_one_worker_that_is_not_shown_the_same_keeps_all_from_saying_yes(start: Start, tmp_path):
     script, runs = RECIPES / "joins_unlike.py", tmp_path / "runs"
     programs = [start(script, runs, environment=slurm_task(number)) for number in (0, 1)]

@@ -2,7 +2,8 @@
 
 Which samples make a step, in what order, is the job's business (`order.py`); so a
 loader's batch size, its sampler and its generator have no place to go. This file
-knows what they were; whether that is an error, nothing here decides.
+knows what they were, and which of them decide how often a sample is trained on;
+whether that is an error, nothing here decides.
 """
 
 from __future__ import annotations
@@ -19,6 +20,25 @@ from torch.utils.data import (
     SubsetRandomSampler,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Lost(NamedTuple):
+    """Something of a `DataLoader` that is not kept."""
+
+    text: str
+    """A sentence without its stop."""
+    remedy: str = ""
+    """Where it decides which samples are trained on, or which stand together: what to do
+    instead. Empty where it does not."""
+
+
+_HOW_OFTEN = (
+    "Give a dataset in which a sample stands as often as it should come, such as "
+    "Subset(dataset, indices), or weigh samples in the loss; give the dataset itself if each "
+    "should come once"
+)
+_TOGETHER = "Give the dataset itself if any samples may stand together in a batch"
 
 
 class Given(NamedTuple):
@@ -38,8 +58,8 @@ class Given(NamedTuple):
         """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
         return self.dataset if self.loader is None else self.loader.dataset
 
-    def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[str]:
-        """What of the `DataLoader` is not kept, each as a sentence without its stop.
+    def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Lost]:
+        """What of the `DataLoader` is not kept.
 
         Args:
             name: whose it is, such as `Recipe.train`.
@@ -48,52 +68,71 @@ class Given(NamedTuple):
         """
         if self.loader is None:
             return
-        of = f"the DataLoader of {name}"
-        sampler, batches = self.loader.sampler, self.loader.batch_sampler
+        of = f"{name}'s DataLoader"
+        sampler, batches = _sampler(self.loader), self.loader.batch_sampler
         if type(batches) is not BatchSampler:
-            yield (
+            yield Lost(
                 f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
-                "sample comes once in an epoch, in batches of train.global_batch"
+                "sample comes once in an epoch, in batches of train.global_batch",
+                _TOGETHER,
             )
-        elif self.loader.batch_size != batch:
-            yield (
-                f"{of} has batch_size = {self.loader.batch_size}, which is not used: "
+        elif batches.batch_size != batch:
+            yield Lost(
+                f"{of} has batch_size = {batches.batch_size}, which is not used: "
                 f"train.global_batch = {batch} says how many samples a step takes"
             )
-        if type(sampler) is SequentialSampler and shuffled and type(batches) is BatchSampler:
-            yield (
+        once = self._every_sample_once(sampler)
+        if (
+            once
+            and type(sampler) is SequentialSampler
+            and shuffled
+            and type(batches) is BatchSampler
+        ):
+            yield Lost(
                 f"{of} has shuffle = False, which is not used: the order of each epoch follows "
                 "from the job's seed"
             )
-        known = (SequentialSampler, SubsetRandomSampler)
-        if type(sampler) not in known and not _plainly_random(sampler):
-            yield (
+        if not once:
+            yield Lost(
                 f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
-                "comes once in an epoch"
+                "comes once in an epoch",
+                "" if type(sampler) is DistributedSampler else _HOW_OFTEN,  # it only deals
             )
-        if self.loader.drop_last:
-            yield f"{of} has drop_last = True, which is not used: the last batch may be smaller"
+        if type(batches) is BatchSampler and batches.drop_last:
+            yield Lost(
+                f"{of} has drop_last = True, which is not used: the last batch may be smaller"
+            )
         if self.loader.generator is not None:
-            yield f"{of} has a generator, which is not used: the order follows from the job's seed"
+            yield Lost(
+                f"{of} has a generator, which is not used: the order follows from the job's seed"
+            )
         if self.loader.timeout:
-            yield (
+            yield Lost(
                 f"{of} has timeout = {self.loader.timeout:g}, which is not used: how long a read "
                 "may take is learnt from those before it"
             )
         context = self.loader.multiprocessing_context
         if context is not None and context.get_start_method() != "fork":
-            yield (
+            yield Lost(
                 f"{of} has multiprocessing_context = {context.get_start_method()}, which is not "
                 "used: loader processes are forked"
             )
 
+    def _every_sample_once(self, sampler: Any) -> bool:
+        """Whether an epoch takes each sample of what is read once."""
+        if type(sampler) is SubsetRandomSampler:  # what it leaves out is not read
+            return True
+        if type(sampler) is RandomSampler:
+            once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        else:
+            once = type(sampler) is SequentialSampler
+        return once and len(sampler) == len(self.dataset)
 
-def _plainly_random(sampler: Any) -> bool:
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
+
+def _sampler(loader: Any) -> Any:
+    """Says which samples come; a batch sampler that was given brings its own."""
+    batches = loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else loader.sampler
 
 
 def taken_apart(given: Any) -> Given:
@@ -112,8 +151,9 @@ def taken_apart(given: Any) -> Given:
             "the job puts together"
         )
     dataset = given.dataset
-    if type(given.sampler) is SubsetRandomSampler:
-        dataset = Subset(dataset, list(given.sampler.indices))
+    sampler = _sampler(given)
+    if type(sampler) is SubsetRandomSampler:
+        dataset = Subset(dataset, list(sampler.indices))
     return Given(
         dataset,
         None if given.collate_fn is default_collate else given.collate_fn,

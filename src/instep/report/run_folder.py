@@ -446,6 +446,14 @@ def _existing(path: Path) -> Path:
     if (path / "job.toml").is_file():
         return path
     siblings = [p.parent.name for p in path.absolute().parent.glob("*/job.toml")]
+    if path.is_file():
+        what = "a job file" if path.suffix == ".toml" else "a file"
+        if (path.parent / "events.jsonl").is_file():
+            give = f"Give {str(path.parent)!r}."
+        else:
+            runs = sorted(path.parent.glob("runs/*/job.toml"))
+            give = "Known: " + (", ".join(str(p.parent) for p in runs) or "none") + "."
+        raise RunError(f"{str(path)!r} is {what}, and the folder of a run is wanted. {give}")
     if path.is_dir():
         raise RunError(
             f"{str(path)!r} is not the folder of a run: it holds no job.toml. "

@@ -53,7 +53,7 @@ class Run:
     summary: dict[str, Any]
     """As in `summary.json`."""
     exit_code: int = 0
-    """Documented in `errors.py`; 0 unless the run was interrupted."""
+    """0; `DIVERGED` or `INTERRUPTED` of `errors.py` where it ended so."""
 
 
 def train(

@@ -24,7 +24,7 @@ from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
 from instep.run.placement import address_towards
-from instep.run.recipe import check_optimizer, set_generators
+from instep.run.recipe import check_optimizer, check_scheduler, set_generators
 from instep.run.replica import Replica, Weighed, check_lengths, make_comm
 from instep.run.saving import Saver, taken_up
 from instep.run.skipping import Teller
@@ -70,7 +70,14 @@ class OwnLoop:
                 "check.corruption = true: your own loop runs its passes by itself, so none can be "
                 "computed twice. Leave it out."
             )
+        if self.job.check.strict:
+            raise SpecError(
+                "check.strict = true: your own loop runs its passes by itself, so nothing can be "
+                "tried, and it is not shown that the run gives the result of one machine. Leave it "
+                "out, or train a recipe."
+            )
         check_optimizer(optimizer, model)
+        check_scheduler(scheduler)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._update = Update(
             optimizer,

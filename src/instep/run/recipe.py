@@ -341,6 +341,7 @@ def build(
     scheduler = _scheduler(recipe, optimizer, steps) if recipe.scheduler else None
     if recipe.scheduler and not hasattr(scheduler, "step"):
         raise RecipeError(f"Recipe.scheduler() returned {a_or_an(scheduler)}, which has no step().")
+    check_scheduler(scheduler)
     return Built(recipe, model, optimizer, scheduler, parameters, loaded)
 
 
@@ -430,3 +431,37 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise RecipeError(
             "LBFGS evaluates the loss several times a step, which instep does not do."
         )
+    if wanted := _wanted_by(optimizer.step):
+        name = type(optimizer).__name__
+        raise RecipeError(
+            f"{name}.step() wants {wanted!r}: instep calls step() with nothing, once a step, when "
+            "the gradients of all workers are agreed on. An optimizer that evaluates the loss "
+            f"itself cannot be used; if {name} wraps another one, give that."
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler that cannot be advanced once a step with nothing.
+
+    Raises:
+        RecipeError: it wants a metric, as `ReduceLROnPlateau` does, or something else.
+    """
+    wanted = _wanted_by(scheduler.step) if scheduler is not None else ""
+    if wanted:
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        raise RecipeError(
+            f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
+            "every step with nothing. Use one that follows from the step, such as "
+            "CosineAnnealingLR"
+            + ("; a plateau can end the run instead, with [stop] plateau." if plateau else ".")
+        )
+
+
+def _wanted_by(step: Callable[..., Any]) -> str:
+    """The first argument that `step` cannot be called without; empty if there is none."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # made in C: nothing is known of it
+        return ""
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return next((p.name for p in named if p.default is p.empty), "")

@@ -411,7 +411,7 @@ class Training:
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so, and say `yes` only where each does."""
-        trial = self._standing.trial or self._try()
+        trial = self._for_what_is_lost(self._standing.trial or self._try())
         self._forward.derive(trial.derived)
         found = torch.tensor([float(trial.merge), float(trial.same)], device=self.device)
         comm.all_reduce(found).wait()
@@ -424,6 +424,17 @@ class Training:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
             )
+
+    def _for_what_is_lost(self, trial: Trial) -> Trial:
+        """`no`, whatever the trial says, where a sampler that is not used decides what is trained.
+
+        One machine would have used it; so the remedy of the trial's own `no` would not help.
+        """
+        every = self.recipe.given["train"].lost(
+            "Recipe.train", shuffled=True, batch=self.job.train.global_batch
+        )
+        decisive = "; ".join(f"{text}. {remedy}" for text, remedy in every if remedy)
+        return trial._replace(verdict=f"no: {decisive}") if decisive else trial
 
     @property
     def _trial(self) -> Trial:
@@ -440,8 +451,8 @@ class Training:
             )
         for name, given in self.recipe.given.items():
             batch = self.job.train.global_batch
-            for text in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
-                self._warn(text)
+            for lost in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+                self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
         parameters = sum(p.numel() for p in self._built.parameters)

@@ -1,10 +1,11 @@
 """Targets of which some do not count, and models that can be told from one machine or not."""
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import instep
 
@@ -50,3 +51,10 @@ def recipe(ignored: int = 0, layer: str = "none") -> instep.Recipe:
         train=TensorDataset(inputs, labels),
         validate=TensorDataset(inputs, labels),
     )
+
+
+def sampled() -> instep.Recipe:
+    """Half of the samples should come three times as often as the others."""
+    plain = recipe()
+    sampler = WeightedRandomSampler([1.0, 3.0] * 32, 64)
+    return dataclasses.replace(plain, train=DataLoader(plain.train, 16, sampler=sampler))

@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 import instep
 from instep.data.given import Given, taken_apart
@@ -47,8 +48,11 @@ def test_the_parts_of_a_loader_are_kept():
     assert said(dataset) == []
 
 
-def test_a_sampler_of_some_of_the_samples_leaves_the_others_out():
-    loader = DataLoader(Plain(), 64, sampler=SubsetRandomSampler([4, 2, 7]))
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sampler_of_some_of_the_samples_leaves_the_others_out(nested):
+    some = SubsetRandomSampler([4, 2, 7])
+    given = {"batch_sampler": BatchSampler(some, 64, False)} if nested else {"sampler": some}
+    loader = DataLoader(Plain(), **({} if nested else {"batch_size": 64}), **given)
     dataset = taken_apart(loader).dataset
     assert type(dataset) is Subset
     assert [dataset[place][0][0].item() for place in range(3)] == [4.0, 2.0, 7.0]
@@ -70,6 +74,14 @@ def test_a_sampler_of_some_of_the_samples_leaves_the_others_out():
             {"batch_size": 64, "sampler": RandomSampler(range(100), replacement=True)},
             "a sampler (RandomSampler)",
         ),
+        (
+            {"batch_size": 64, "sampler": SequentialSampler(range(5))},
+            "a sampler (SequentialSampler)",
+        ),
+        (
+            {"batch_sampler": BatchSampler(WeightedRandomSampler([1.0] * 100, 100), 64, False)},
+            "a sampler (WeightedRandomSampler)",
+        ),
         ({"batch_size": 64, "shuffle": True, "num_workers": 1, "timeout": 30}, "timeout = 30"),
         (
             {
@@ -87,9 +99,17 @@ def test_a_sampler_of_some_of_the_samples_leaves_the_others_out():
     ],
 )
 def test_what_is_not_kept_is_said(options, word):
-    (text,) = said(DataLoader(Plain(), **options))
-    assert text.startswith(f"the DataLoader of Recipe.train has {word}")
+    ((text, remedy),) = said(DataLoader(Plain(), **options))
+    assert text.startswith(f"Recipe.train's DataLoader has {word}")
     assert "not used" in text
+    assert bool(remedy) == ("sampler" in word)  # those decide what is trained
+
+
+def test_a_sampler_that_deals_samples_to_processes_changes_nothing_that_is_trained():
+    dealing = DistributedSampler(Plain(), num_replicas=2, rank=0)
+    ((text, remedy),) = said(DataLoader(Plain(), 64, sampler=dealing))
+    assert "a sampler (DistributedSampler), which is not used" in text
+    assert not remedy
 
 
 def test_what_changes_no_result_is_not_said():

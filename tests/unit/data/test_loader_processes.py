@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections import UserDict
 from contextlib import closing, suppress
 
 import psutil
@@ -312,6 +313,71 @@ def test_a_batch_survives_the_trip(batch):
     wire.write(tensors, places, memory)
     back = wire.unpack(skeleton, wire.read(places, memory))
     assert same(back, batch)
+
+
+class Named(UserDict):
+    """Items that are attributes too, as those of `transformers.BatchEncoding` are."""
+
+    def __init__(self, data=None, more=None):
+        super().__init__(data)
+        self.more = more
+
+    def __getattr__(self, name):
+        if name == "data" or name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+def named(samples):
+    return Named({"row": torch.stack(samples[0][:1]), "inner": Named({1: "text"})})
+
+
+def test_a_dict_of_a_class_of_its_own_is_one_in_the_process_that_trains_too():
+    with made(Plain(), collate=named) as loader:
+        (batch,) = loader.load(SLICES[:1])
+    assert type(batch) is type(batch.inner) is Named
+    assert torch.is_tensor(batch.row)
+    assert batch.inner.data == {1: "text"}
+    assert vars(batch)["more"] is None
+
+
+def test_what_hugging_face_collates_is_the_same_after_the_trip():
+    encoding = pytest.importorskip("transformers").BatchEncoding
+    batch = encoding({"input_ids": torch.arange(6).reshape(2, 3), "labels": torch.tensor([1, 0])})
+    skeleton, tensors = wire.pack(batch)
+    back = wire.unpack(skeleton, tensors)
+    assert type(back) is encoding
+    assert list(back) == ["input_ids", "labels"]
+    assert torch.equal(back.input_ids, batch.input_ids)
+    assert torch.equal(back.labels, batch.labels)
+
+
+def local():
+    class Inner(UserDict):
+        pass
+
+    return Inner()
+
+
+@pytest.mark.parametrize("batch", [Named({}, more=object()), Named({2.5: 1}), local()])
+def test_a_dict_that_has_more_to_it_than_its_items_is_refused(batch):
+    with pytest.raises(DataError, match=r"more to it than its items.*data\.loaders = 0"):
+        wire.pack(batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("subprocess", "Popen"),
+        ("builtins", "dict"),
+        ("builtins", "exec"),
+        ("collections", "UserDict.fromkeys"),
+        ("a_module_that_nobody_imports", "Named"),
+    ],
+)
+def test_no_other_class_is_made_whatever_name_comes(module, name):
+    with pytest.raises(DataError, match=rf"holds a {module}\.{name}.*not imported here"):
+        wire.unpack(["UserDict", [module, name, [["a", ["plain", "b"]]]]], [])
 
 
 def test_children_end_with_a_parent_that_is_killed():
