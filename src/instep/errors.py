@@ -76,9 +76,18 @@ class Unrepeatable(WorkerError):
 
 
 class PeerError(InstepError):
-    """A collective broke because another process went away; a consequence, not a cause."""
+    """A collective broke because another process went away; a consequence, not a cause.
+
+    Args:
+        text: what happened.
+        mine: whether this very process is the cause: the system gave it no memory, say.
+    """
 
     exit_code = 5
+
+    def __init__(self, text: str, mine: bool = False) -> None:
+        super().__init__(text)
+        self.mine = mine
 
 
 class RunError(InstepError):

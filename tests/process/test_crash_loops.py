@@ -9,6 +9,7 @@ from deadly import BATCH, MARKED, SAMPLES, SEED
 from started import Start, Started, slow
 
 from instep.report.run_folder import RunFolder
+from instep.run.crash_loop import MOST_APART
 from instep.run.watch import UNKNOWN_S
 
 pytestmark = pytest.mark.process
@@ -65,6 +66,20 @@ def test_a_sample_that_kills_loader_processes_ends_the_run_and_is_named(
     assert "3 times" in first
     assert "data.unreadable = 'skip'" in first
     assert program.events("worker_lost") == []
+
+
+@pytest.mark.slow
+def test_a_group_that_never_forms_for_want_of_memory_ends_the_run_with_the_systems_words(
+    run: Start,
+) -> None:
+    program = run("no_threads.py:recipe", "train.threads=1", "data.loaders=0")
+    first = failed(program)
+    assert program.process.returncode == 5
+    assert "the group of 2 workers did not form: Resource temporarily unavailable." in first
+    assert f"The group came apart {MOST_APART} times and no step was committed." in first
+    assert "raise its limits" in first
+    log = "".join(file.read_text() for file in (program.run / "logs").glob("worker-*.log"))
+    assert log.count("instep: the group came apart: ") >= MOST_APART
 
 
 @pytest.mark.parametrize("workers", [1, 2])

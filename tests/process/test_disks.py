@@ -1,9 +1,10 @@
 """A disk that is full, slow, damaged or gone: the run goes on or says so, and loses no commit."""
 
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,50 @@ def test_a_checkpoint_that_was_damaged_meanwhile_is_passed_over_where_nobody_is_
     assert 0 < int(str(back["resumed_step"])) < newest
     assert any("An earlier checkpoint is used." in str(e["text"]) for e in run.told("warning"))
     run.is_as(undisturbed)
+
+
+def is_renamed(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+
+
+def is_removed(run: Path) -> None:
+    run.rename(run.with_name("removed"))  # in one go: somebody may write in it
+    shutil.rmtree(run.with_name("removed"), ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [is_renamed, is_removed])
+def test_a_run_folder_that_is_not_there_any_more_ends_the_run_and_is_not_made_anew(
+    start: Start, tmp_path: Path, undisturbed: RunFolder, harm: Callable[[Path], None]
+) -> None:
+    run = OnDisk(start, tmp_path)
+    run.until_saved(1)
+    harm(run.path)
+    assert run.program.end() == 6, run.program.stderr
+    assert f"the run folder {run.path} was removed or renamed" in run.program.error
+    assert "Traceback" not in run.program.stderr
+    run.program.check_no_process_is_left()
+    assert not run.path.exists()
+    if harm is is_renamed:
+        run.path = run.path.with_name("moved")
+        run.goes_on(start, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda ledger: os.truncate(ledger, 300), "has 300 bytes, and"),
+        (os.unlink, "was removed, renamed or replaced while the run went on"),
+    ],
+)
+@pytest.mark.slow
+def test_a_ledger_that_somebody_spoils_meanwhile_ends_the_run(
+    start: Start, tmp_path: Path, harm: Callable[[Path], None], told: str
+) -> None:
+    run = OnDisk(start, tmp_path)
+    run.until_saved(1)
+    harm(run.path / "ledger.bin")
+    assert run.program.end() == 6, run.program.stderr
+    assert f"{run.path}/ledger.bin {told}" in run.program.error.splitlines()[0]
+    assert "Traceback" not in run.program.stderr
+    run.program.check_no_process_is_left()

@@ -267,6 +267,10 @@ class Broken(Message, frozen=True):
     """From a worker: it has left the group of this generation, and waits for the next."""
 
     generation: int
+    cause: str = ""
+    """Why the group came apart, as this worker saw it; empty where its members change."""
+    mine: bool = False
+    """Whether the worker itself is the cause, and no connection."""
 
 
 class Regroup(Message, frozen=True):

@@ -11,6 +11,7 @@ it picks an interface by the host's name, which may face the world.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -75,7 +76,8 @@ class TorchComm:
             else:
                 group = _gloo(noted, rank, size, address, patience)
         except RuntimeError as error:
-            raise PeerError(f"the group of {size} workers did not form: {error}") from error
+            text = f"the group of {size} workers did not form: {error}"
+            raise PeerError(text, mine=_is_mine(error)) from error
         self._group: Any = group
         self._in_stream = cuda
         self._given_up = False
@@ -99,7 +101,7 @@ class TorchComm:
         try:
             return self._work(self._group.allreduce([tensor], options))
         except RuntimeError as error:
-            raise PeerError(_broken(error)) from error
+            raise _broken(error) from error
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy rank `root`'s tensor to every rank."""
@@ -109,7 +111,7 @@ class TorchComm:
         try:
             self._work(self._group.broadcast([tensor], options)).wait()
         except RuntimeError as error:
-            raise PeerError(_broken(error)) from error
+            raise _broken(error) from error
 
     def _work(self, work: Any) -> TorchWork:
         return TorchWork(work, None if self._in_stream else self._is_given_up)
@@ -170,7 +172,7 @@ class TorchWork:
                 if self._is_given_up():
                     raise PeerError("the exchange was given up: the members change.")
         except RuntimeError as error:
-            raise PeerError(_broken(error)) from error
+            raise _broken(error) from error
 
     def _ends_soon(self) -> bool:
         """Whether it has ended before it is time to look up."""
@@ -262,5 +264,22 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
     return ProcessGroupNCCL(store, rank, size, options)
 
 
-def _broken(error: RuntimeError) -> str:
-    return f"another worker went away in the middle of a collective ({error})."
+def _broken(error: RuntimeError) -> PeerError:
+    if _is_mine(error):
+        return PeerError(f"a collective failed in this process ({error}).", mine=True)
+    return PeerError(f"another worker went away in the middle of a collective ({error}).")
+
+
+_MINE = (
+    *(os.strerror(number) for number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE)),
+    "can't start new thread",
+    "can't allocate memory",
+    "bad_alloc",
+)
+"""What the system says that gives a process no more memory, threads or files."""
+
+
+def _is_mine(error: RuntimeError) -> bool:
+    """Whether it is for want of something in this process, and of no connection."""
+    bare = str(error) == os.strerror(errno.EAGAIN)  # of a thread; gloo's own texts have a place
+    return bare or any(part in str(error) for part in _MINE)

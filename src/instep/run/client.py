@@ -386,8 +386,14 @@ def _version(package: str) -> str:
 
 
 def finish(folder: Path) -> dict[str, Any]:
-    """Write what a run leaves for people and machines, and return the summary."""
+    """Write what a run leaves for people and machines, and return the summary.
+
+    Raises:
+        RunError: some of it cannot be written; or its ledger does not hold what it was to
+            train on, which is said once all of it is written.
+    """
     from instep.report.page import write_report
+    from instep.report.proof import prove
     from instep.report.run_folder import RunFolder
     from instep.report.summary import summarise
     from instep.report.timeline import write_trace
@@ -409,6 +415,8 @@ def finish(folder: Path) -> dict[str, Any]:
             f"the run has ended, but how could not be written to {folder / 'events.jsonl'}, and "
             "its report has gaps: the disk was full, or not to be written to."
         )
+    if run.outcome in ("completed", "stopped") and not run.audit.exact:
+        raise RunError(f"the run has ended, but {prove(run).fault}")
     return summary
 
 

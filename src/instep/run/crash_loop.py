@@ -1,9 +1,10 @@
 """When a worker that is lost again and again is not worth another try, and what is to blame.
 
 Counts how often workers were lost, by worker and by place: the sample that was
-read, or the step that was computed where the process's own code ended it. A count
-begins anew when more is committed than ever before; going back to a checkpoint
-does not. As `decide.py`, it knows no clock, socket or process.
+read, or the step that was computed where the process's own code ended it; and how
+often groups came apart of which every process lives. A count begins anew when more
+is committed than ever before; going back to a checkpoint does not. As `decide.py`, it
+knows no clock, socket or process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from instep.data.breadcrumb import reading
 from instep.data.unreadable import MOST_CRASHES, TO_SKIP
 from instep.errors import DataError
 from instep.run import endings
-from instep.run.news import Ended, State
+from instep.run.news import Blame, Ended, State
 
 MOST_LOSSES = 10
 """A worker that is lost so often while nothing more is committed is not replaced again."""
@@ -28,6 +29,14 @@ MOST_HANGS = 7
 
 MOST_LOOPS = 2
 """The same, of reads that keep a processor busy: the second has half a minute."""
+
+MOST_APART = 10
+"""A group that comes apart so often while every process lives is not formed again."""
+
+OUT_OF_SYSTEM = (
+    " The system gives the process no more memory, threads or files: raise its limits "
+    "(ulimit -a shows them), or use fewer workers."
+)
 
 _OWN = {
     -int(number)
@@ -73,6 +82,36 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
         cause = f"{word.cause} It happened {times} times and {more}."
         return counted, endings.failed(word.kind, cause, word.step), True
     return counted, word, False
+
+
+def judge_group(state: State, committed: int) -> tuple[State, Blame | None]:
+    """Count a group that came apart though every process lives.
+
+    Hosts that a network has parted are waited for: there only what a worker
+    says of itself counts.
+
+    Args:
+        state: what is known.
+        committed: the last step that any worker has committed, as far as is known.
+
+    Returns:
+        What is known after it; and who is to blame, where the run ends with that.
+    """
+    seen = state.seen
+    if state.parted and (seen is None or not seen.mine):
+        return state, None
+    state = replace(state, apart=_once_more(state.apart, committed))
+    assert state.apart is not None
+    farthest, times = state.apart
+    if times < MOST_APART:
+        return state, None
+    more = f"no step after {farthest} was committed" if farthest else "no step was committed"
+    what = seen.cause if seen is not None and seen.cause else "no worker has said why."
+    cause = f"{what.rstrip('.')}. The group came apart {times} times and {more}."
+    if seen is not None and seen.mine:
+        cause += OUT_OF_SYSTEM
+    step = committed + 1 if committed else 0
+    return state, Blame(seen.worker if seen else -1, endings.failed("group", cause, step))
 
 
 def marks(state: State) -> list[Mark]:

@@ -81,8 +81,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _advance(replace(state, built=state.built | {worker}, recovers=recovers), now)
         case Formed(worker, generation):
             return _formed(state, worker, generation, now)
-        case Broke(worker, generation):
-            return _broke(state, worker, generation, now)
+        case Broke():
+            return _broke(state, news, now)
         case Said(worker, word):
             return _said(state, worker, word, now)
         case Ended(worker):
@@ -161,6 +161,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         changing=False,
         done={},
         suspect=None,
+        seen=None,
         deadline=None,
     )
     sends: list[Action] = [Send(worker, _form(after, worker)) for worker in members]
@@ -219,9 +220,12 @@ def _let_go(state: State) -> tuple[State, list[Action]]:
     return after, [Send(worker, Release()) for worker in sorted(gone)]
 
 
-def _broke(state: State, worker: int, generation: int, now: float) -> tuple[State, list[Action]]:
-    if generation != state.generation:
+def _broke(state: State, news: Broke, now: float) -> tuple[State, list[Action]]:
+    worker = news.worker
+    if news.generation != state.generation:
         return state, []
+    if news.cause and (state.seen is None or (news.mine and not state.seen.mine)):
+        state = replace(state, seen=news)
     state = replace(state, out=state.out | {worker}, bound=state.bound - {worker})
     if state.phase == "gathering":
         return _advance(state, now)
@@ -379,6 +383,7 @@ def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]
         why=f"worker {worker} was lost: {cause}",
         changing=False,
         broken=0,
+        apart=None,
         deadline=state.deadline if state.suspect else None,
     )
     log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": cause})
@@ -526,4 +531,7 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
         return ended, [KillAll(), *finish]
     if state.suspect is not None:
         return endings.fail(state, state.suspect, now)
+    state, blame = crash_loop.judge_group(state, step)
+    if blame is not None:
+        return endings.fail(state, blame, now)
     return _again(state, "the group came apart, and every process lives", now)

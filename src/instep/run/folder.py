@@ -127,6 +127,20 @@ def unlock(file: IO[Any]) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def gone(run: Path) -> str:
+    """A sentence where there is no run folder at this path any more; else empty."""
+    try:
+        run.stat()
+    except FileNotFoundError:
+        return (
+            f"the run folder {run} was removed or renamed while the run went on. Where it was "
+            "renamed, it can be resumed under its new name."
+        )
+    except OSError:  # nobody knows
+        pass
+    return ""
+
+
 def numbered(name: str) -> Iterator[str]:
     """Names for a run, until one is free: `net`, `net-2`, `net-3`, ..."""
     yield name

@@ -27,6 +27,7 @@ from instep.comm.tie import Tie
 from instep.errors import RunError
 from instep.run.blame import as_error
 from instep.run.endings import signal_name
+from instep.run.folder import gone
 from instep.run.launch.base import Launcher, Switchboard, host_log
 from instep.run.lease import Lease
 from instep.run.processes import on_signals, start_patiently
@@ -178,6 +179,8 @@ class Guard:
             tie.put_back(message)
         elif code >= 0:
             log = self._run / "logs" / "master.log"
+            if text := gone(self._run):
+                raise RunError(text)
             raise RunError(f"the run's master failed: {_last_line(log)} Everything else: {log}")
         else:
             why = self._hung or f"it was killed by {signal_name(code)}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from instep.errors import RunError
-from instep.run.folder import Origin
+from instep.run.folder import Origin, gone
 from instep.run.news import News, State
 
 FILE = "journal.sqlite"
@@ -117,7 +117,8 @@ class Journal:
         self._rows.close()
 
     def _unusable(self, error: Exception) -> RunError:
-        return RunError(f"{self._path} cannot be used: {error}. Make room, or get access to it.")
+        text = f"{self._path} cannot be used: {error}. Make room, or get access to it."
+        return RunError(gone(self._path.parent) or text)
 
 
 def _plain(value: object) -> object:

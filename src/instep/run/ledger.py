@@ -21,7 +21,7 @@ import numpy as np
 
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, LEDGER_START, check_ledger, ledger_header, read_records
-from instep.run.folder import lock, open_own, unlock
+from instep.run.folder import gone, lock, open_own, unlock
 
 PATIENCE_S = 2.0
 """How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
@@ -92,20 +92,40 @@ class Ledger:
             The records as they were written; none after `release`.
 
         Raises:
-            RunError: they cannot be written; the file ends with the step before.
+            RunError: they cannot be written; the file ends with the step before. Or somebody
+                has removed, renamed or changed it.
         """
         data = np.array(list(shares), LEDGER).tobytes()
         with self._use:
             if self._released:
                 return b""
             try:
+                self._check()
                 self._write(data)
             except OSError as error:
                 with suppress(OSError):
-                    os.truncate(self._path, self.size_bytes)
+                    self._file.truncate(self.size_bytes)
                 raise self._unwritable(error) from None
             self.size_bytes += len(data)
         return data
+
+    def _check(self) -> None:
+        """Refuse to write on where the file is not what was left, or not where others read it."""
+        mine = os.fstat(self._file.fileno())
+        try:
+            there = os.path.samestat(mine, os.stat(self._path))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            moved = f"{self._path} was removed, renamed or replaced while the run went on: "
+            text = "what was trained on can no longer be told."
+            raise RunError(gone(self._path.parent) or moved + text)
+        if mine.st_size != self.size_bytes:
+            raise RunError(
+                f"{self._path} has {mine.st_size} bytes, and {self.size_bytes} were written: the "
+                "file was cut or written to while the run went on, and what was trained on can no "
+                "longer be told."
+            )
 
     def _write(self, data: bytes) -> None:
         deadline = time.monotonic() + self._patience_s
@@ -116,6 +136,15 @@ class Ledger:
                 if error.errno not in _FULL or time.monotonic() >= deadline:
                     raise
                 time.sleep(_LOOK_AGAIN_S)
+
+    def cut(self, size_bytes: int) -> None:
+        """Have the file end there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._file.truncate(size_bytes)
+        self.size_bytes = size_bytes
 
     def release(self) -> None:
         """Write nothing more, and let others write; for another thread too."""
@@ -158,7 +187,7 @@ def mend(
         later = np.flatnonzero(records["step"] > step)
         if len(later):  # a step that nobody who is left has committed
             records = records[: later[0]]
-        os.truncate(path, LEDGER_START + records.nbytes)
+        ledger.cut(LEDGER_START + records.nbytes)
         if step and (not len(records) or int(records["step"][-1]) < step):
             ledger.append(shares)
     except OSError as error:

@@ -157,6 +157,7 @@ class Master:
         self._state = mind.State(
             wanted=frozenset(range(self._job.workers)),
             recovers=self._hosted,
+            parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
             since=now,
             generation=origin.generations,
@@ -457,8 +458,8 @@ class Master:
                 self._think(mind.Built(number, recovers))
             case m.Formed(generation=generation):
                 self._think(mind.Formed(number, generation))
-            case m.Broken(generation=generation):
-                self._think(mind.Broke(number, generation))
+            case m.Broken(generation=generation, cause=cause, mine=mine):
+                self._think(mind.Broke(number, generation, cause, mine))
             case m.Notice():
                 self._think(mind.Noticed(number))
             case m.Done() | m.Failed():

@@ -231,11 +231,16 @@ class Member:
         assert self.form is not None, "no generation yet"
         self._tie.send(Formed(generation=self.form.generation))
 
-    def broken(self) -> None:
-        """Tell that this worker has left the group, and waits for the next."""
+    def broken(self, error: PeerError | None = None) -> None:
+        """Tell that this worker has left the group, and waits for the next.
+
+        Args:
+            error: why it came apart; None where its members were to change.
+        """
         assert self.form is not None, "no generation yet"
         self.flush()
-        self._tie.send(Broken(generation=self.form.generation))
+        cause, mine = (str(error), error.mine) if error is not None else ("", False)
+        self._tie.send(Broken(generation=self.form.generation, cause=cause, mine=mine))
 
     def store(self) -> ChannelStore:
         """The meeting place of the present generation."""

@@ -175,6 +175,10 @@ class Broke:
 
     worker: int
     generation: int
+    cause: str = ""
+    """What it saw of that, if anything."""
+    mine: bool = False
+    """Whether the worker itself is the cause, and no connection."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +366,13 @@ class State:
     """Samples that ended who read them, again and again."""
     broken: int = 0
     """How often groups have come apart since somebody was lost last."""
+    parted: bool = False
+    """Whether a network is between workers, which may part them for any time."""
+    seen: Broke | None = None
+    """Why the present group came apart: whoever is the cause, else who has said so first."""
+    apart: tuple[int, int] | None = None
+    """The farthest step that was committed when a group came apart though every process lives
+    and no network may be the cause, and how often it did since."""
     asked: int = 0
     """How often a stop was asked for from outside."""
     stop: str = ""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import torch
@@ -196,10 +197,10 @@ class Training:
             try:
                 self._form()
                 return
-            except PeerError:
+            except PeerError as error:
                 if not self.member.recovers:
                     raise
-                self._leave()
+                self._leave(error)
 
     def _pulse(self) -> Pulse:
         """What this worker is at; asked for by another thread."""
@@ -234,9 +235,16 @@ class Training:
         if self._replica is not None:
             self._replica.hold()
 
-    def _leave(self) -> None:
-        """Leave the group: keep what was committed, undo the rest, tell the master."""
+    def _leave(self, error: PeerError | None = None) -> None:
+        """Leave the group: keep what was committed, undo the rest, tell the master.
+
+        Args:
+            error: why it came apart; None where its members change.
+        """
         self.phase = "leaving"
+        if error is not None:
+            with suppress(OSError):  # to the log, and a full disk ends nothing
+                print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
         if self._replica is not None:
             self._standing.leave(self._replica)
         self._replica = self._comm = None
@@ -246,7 +254,7 @@ class Training:
             if self._stopping is not None:
                 self._stopping.go_back(self._standing.carried.step)
         self.step = self._standing.carried.step
-        self.member.broken()
+        self.member.broken(error)
 
     def _form(self) -> None:
         """Form the group, agree on where training stands, and be ready for the next step.
@@ -488,14 +496,16 @@ class Training:
             Released: the run goes on without this worker.
         """
         while True:
+            apart: PeerError | None = None
             try:
                 yield from self._steps()
                 if not self._regroups:
                     return
-            except PeerError:
+            except PeerError as error:
                 if not self.member.recovers:
                     raise
-            self._leave()
+                apart = error
+            self._leave(apart)
             self._regroup()
 
     def _steps(self) -> Iterator[Step]:

@@ -107,7 +107,7 @@ class CheckpointWriter:
         self._outcomes: SimpleQueue[Saved | Exception] = SimpleQueue()
         self._held_s: dict[int, float] = {}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # the run folder is not made anew
             _clear_left_overs(folder)
         except OSError as error:
             raise CheckpointError(
@@ -517,7 +517,9 @@ def _folder_beside(final: Path) -> Iterator[Path]:
     for number in count(1):
         more = f"-{number}" if number > 1 else ""
         beside = final.with_name(f"{SAVING}{final.name}{more}")
-        beside.mkdir(parents=True, exist_ok=True)  # somebody may have taken all of it away
+        with suppress(FileExistsError):  # somebody may have taken all checkpoints away
+            final.parent.mkdir()  # but a run folder is not made anew
+        beside.mkdir(exist_ok=True)
         try:
             descriptor = os.open(beside, os.O_RDONLY)
         except FileNotFoundError:  # cleared away before it was locked

@@ -1,6 +1,8 @@
 """What becomes of a process's own connections while groups form and are given up."""
 
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -73,3 +75,27 @@ def test_an_interrupt_ends_the_groups_connections_and_no_others(formed):
     for near, far in pairs:
         near.sendall(b"still here")
         assert far.recv(64) == b"still here"
+
+
+NO_MEMORY = """
+import resource
+from torch.distributed import HashStore
+from instep.comm.torch_comm import TorchComm
+from instep.errors import PeerError
+resource.setrlimit(resource.RLIMIT_AS, (10 << 20, 10 << 20))
+try:
+    TorchComm(HashStore(), 0, 1)
+except PeerError as error:
+    print(error.mine, error)
+"""
+
+
+def test_a_process_that_gets_no_more_memory_says_that_it_is_the_cause_itself():
+    said = subprocess.check_output([sys.executable, "-c", NO_MEMORY], text=True)
+    assert said == "True the group of 1 workers did not form: Resource temporarily unavailable\n"
+
+
+def test_a_member_that_never_comes_is_no_fault_of_whoever_waits():
+    with pytest.raises(PeerError, match="did not form") as caught:
+        TorchComm(HashStore(), 0, 2, patience_s=0.2)
+    assert not caught.value.mine

@@ -1,10 +1,13 @@
 """A run folder that cannot be written to is refused with one sentence, before anything starts."""
 
+import json
+
 import pytest
-from made_up_runs import make_run
+from made_up_runs import make_run, write_ledger
 
 from instep.cli import main
 from instep.errors import RunError
+from instep.events import LEDGER, read_records
 from instep.run.client import finish
 
 
@@ -33,3 +36,18 @@ def test_a_run_whose_end_could_not_be_recorded_says_so(tmp_path):
     run = make_run(tmp_path / "run", steps=20, outcome=None)
     with pytest.raises(RunError, match="the run has ended, but how could not be written"):
         finish(run)
+
+
+@pytest.mark.parametrize("outcome", ["completed", "stopped"])
+def test_a_run_whose_ledger_lacks_samples_does_not_end_well(tmp_path, outcome):
+    run = make_run(tmp_path / "run", outcome=outcome)
+    assert finish(run)["missing_samples"] == 0
+    records = read_records(run / "ledger.bin", LEDGER)
+    write_ledger(run, records[records["step"] != 7])
+    with pytest.raises(
+        RunError, match=r"has ended, but the ledger .* 64 samples missing"
+    ) as caught:
+        finish(run)
+    assert caught.value.exit_code == 6
+    assert json.loads((run / "summary.json").read_text())["missing_samples"] == 64
+    assert (run / "report.html").is_file()

@@ -1,6 +1,7 @@
 """The master's mind: every story of a run as a line of news, and what follows from it."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from instep.comm.messages import Done, Failed, Form, Release, Stop, Whereabouts
 from instep.errors import INTERRUPTED
 from instep.run import endings
-from instep.run.crash_loop import MOST_CRASHES, MOST_LOOPS, MOST_LOSSES
+from instep.run.crash_loop import MOST_APART, MOST_CRASHES, MOST_LOOPS, MOST_LOSSES, OUT_OF_SYSTEM
 from instep.run.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, decide
 from instep.run.endings import FAREWELL_S, SECOND_THOUGHT_S, TOLD
 from instep.run.news import (
@@ -48,6 +49,7 @@ def failed(kind="error", cause="ValueError: no", step=4, exit_code=5):
     )
 
 
+NO_THREAD = "the group of 2 workers did not form: can't start new thread."
 ECHO = failed("PeerError", "another worker went away in the middle of a collective.")
 
 
@@ -708,6 +710,54 @@ def test_a_group_that_comes_apart_forms_again_when_no_process_is_found_to_have_e
     assert formed(actions)[2:] == [(0, 2, 0), (1, 2, 1)]
     patience = [a.message.patience_s for a in actions if isinstance(a, Send)]
     assert patience == [FIRST_MEETING_S] * 2 + [2 * MEETING_S] * 2
+
+
+def apart(times, committed=lambda n: 0, cause=NO_THREAD, mine=False, parted=False):
+    """State and actions after as many groups have come apart, every process living."""
+    state = replace(ready(), parted=parted)
+    actions, now = [], 0.0
+    for n in range(times):
+        first = Broke(0, state.generation, "another worker went away.")
+        second = Broke(1, state.generation, cause, mine)
+        state, _ = heard(state, first, second, now=now)
+        now += BROKEN_S
+        state, follows = heard(state, Tick(committed(n)), now=now)
+        actions += follows
+        assert ("generation_started" in [a.name for a in follows if isinstance(a, Log)]) == (
+            not blamed(follows)
+        )
+    return state, actions
+
+
+def test_a_group_that_never_forms_ends_the_run_with_what_a_worker_said_of_itself():
+    assert blamed(apart(MOST_APART - 1, mine=True)[1]) == []
+    state, actions = apart(MOST_APART, mine=True)
+    (failed,) = blamed(actions)
+    assert (failed["worker"], failed["step"], failed["kind"]) == (1, 0, "group")
+    assert failed["cause"] == (
+        f"{NO_THREAD} The group came apart {MOST_APART} times and no step was committed."
+        f"{OUT_OF_SYSTEM}"
+    )
+    assert state.blame.failed.exit_code == 5
+
+
+def test_where_no_worker_is_the_cause_what_was_said_first_is_named():
+    (failed,) = blamed(apart(MOST_APART)[1])
+    assert failed["worker"] == 0
+    assert failed["cause"].startswith("another worker went away. The group came apart")
+
+
+def test_groups_that_come_apart_with_commits_between_are_formed_each_time():
+    assert blamed(apart(40, committed=lambda n: n)[1]) == []
+    assert blamed(apart(4 + MOST_APART, committed=lambda n: min(n, 5))[1]) == []
+    (failed,) = blamed(apart(5 + MOST_APART, committed=lambda n: min(n, 5))[1])
+    assert failed["step"] == 6
+    assert "no step after 5 was committed" in failed["cause"]
+
+
+def test_hosts_that_do_not_reach_each_other_are_waited_for_and_want_of_memory_is_not():
+    assert blamed(apart(200, parted=True)[1]) == []
+    assert len(blamed(apart(MOST_APART, parted=True, mine=True)[1])) == 1
 
 
 def test_a_group_that_comes_apart_waits_for_the_replacement_of_who_was_killed():

@@ -1,5 +1,7 @@
 """A ledger ends with the last step that counts, whoever died at what moment of writing it."""
 
+import os
+import shutil
 import threading
 from contextlib import closing
 
@@ -40,6 +42,48 @@ def test_what_is_appended_is_there_at_once_and_the_size_says_so(tmp_path):
         assert ledger.size_bytes == (tmp_path / "ledger.bin").stat().st_size
     ledger.close()
     assert steps_in(tmp_path / "ledger.bin") == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def others_write(path):
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def becomes_another(path):
+    copy = path.read_bytes()
+    path.unlink()
+    path.write_bytes(copy)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda path: path.unlink(), r"ledger.bin was removed, renamed or replaced"),
+        (lambda path: path.rename(path.with_name("other")), r"ledger.bin was removed, renamed"),
+        (becomes_another, r"ledger.bin was removed, renamed or replaced"),
+        (lambda path: os.truncate(path, LEDGER_START), r"has 32 bytes, and \d+ were written"),
+        (lambda path: os.truncate(path, 0), r"has 0 bytes, and \d+ were written"),
+        (others_write, r"and \d+ were written: the file was cut or written to"),
+        (lambda path: shutil.rmtree(path.parent), r"the run folder .*/run was removed or renamed"),
+        (
+            lambda path: path.parent.rename(path.parent.with_name("moved")),
+            r"the run folder .*/run was removed or renamed",
+        ),
+    ],
+)
+def test_one_that_somebody_removes_or_changes_is_not_written_on(tmp_path, harm, told):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "ledger.bin"
+    ledger = Ledger(path)
+    ledger.append(shares(1))
+    ledger.append(shares(2))
+    harm(path)
+    left = sorted(file.stat().st_size for file in tmp_path.rglob("*"))
+    with pytest.raises(RunError, match=told) as caught:
+        ledger.append(shares(3))
+    assert caught.value.exit_code == 6
+    assert sorted(file.stat().st_size for file in tmp_path.rglob("*")) == left
+    ledger.close()
 
 
 def test_two_cannot_write_one_ledger(tmp_path):

@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -71,7 +72,28 @@ def test_one_that_may_not_publish_any_more_leaves_the_checkpoints_as_they_are(tm
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
+@pytest.mark.parametrize("harm", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])
+def test_a_run_folder_that_is_gone_is_not_made_anew_but_a_folder_of_checkpoints_is(tmp_path, harm):
+    run = tmp_path / "run"
+    run.mkdir()
+    writer = CheckpointWriter(run / "checkpoints")
+    shutil.rmtree(run / "checkpoints")
+    writer.save(snapshot_of(5))
+    writer.finish()
+    assert [step for step, _ in published(run / "checkpoints")] == [5]
+    harm(run)
+    writer.save(snapshot_of(6))
+    writer.finish()
+    _, outcome = writer.poll()
+    assert isinstance(outcome, CheckpointError)
+    assert "the checkpoint of step 6 was not saved" in str(outcome)
+    assert not run.exists()
+    with pytest.raises(CheckpointError, match="cannot be kept in"):
+        CheckpointWriter(run / "checkpoints")
+
+
 def test_what_is_saved_is_told_once_and_loads(tmp_path):
+    (tmp_path / "run").mkdir()
     writer = CheckpointWriter(tmp_path / "run" / "checkpoints")
     held_s = writer.save(snapshot_of(5))
     writer.finish()
