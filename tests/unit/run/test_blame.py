@@ -60,6 +60,16 @@ def test_a_sentence_is_one_line_and_not_endless():
     assert long.endswith("...")
 
 
+def test_no_text_of_an_exception_steers_a_terminal_or_fills_it():
+    text = "\x1b[2J\x00gone\r\n" + "x" * 30_000_000
+    for error in (ValueError(text), DataError(f"sample 3 cannot be read: {text}"), KeyError(text)):
+        word = failed(error, 3, "loading")
+        assert len(word.cause) < 4100
+        assert word.cause.replace("\n", "").isprintable()
+        assert "gone" in word.cause
+    assert sentence(ValueError(text)).isprintable()
+
+
 def test_a_label_that_is_out_of_bounds_gets_a_hint():
     error = caught(nn.functional.cross_entropy, torch.ones(1, 3), torch.tensor([3]))
     assert "too few outputs for the classes" in sentence(error)
