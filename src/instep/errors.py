@@ -81,10 +81,6 @@ class PeerError(InstepError):
     exit_code = 5
 
 
-class Unwanted(PeerError):
-    """The run has a place for each of its processes, and this one has none of them."""
-
-
 class RunError(InstepError):
     """A run folder is missing, in use, or not what it should be."""
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from instep.comm.messages import Failed, Refused
-from instep.errors import InstepError, Unwanted, WorkerError, own_line
+from instep.errors import InstepError, PeerError, WorkerError, own_line
 from instep.report.words import fit_to_print, printable
+
+
+class Unwanted(PeerError):
+    """The run has a place for each of its processes, and this one has none of them."""
+
 
 MOST = 600
 """Characters of an exception's text; all of it is in the log of the process."""
@@ -17,8 +22,9 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
     cause = fit_to_print(str(error)) if ours else sentence(error)
     if where and where in cause:
         where, line = "", ""  # said already
+    kind = type(PeerError() if isinstance(error, PeerError) else error).__name__
     return Failed(
-        kind=type(error).__name__ if ours else "error",
+        kind=kind if ours else "error",
         cause=cause,
         where=where,
         line=fit_to_print(line, MOST),

@@ -24,7 +24,7 @@ import msgspec
 
 from instep import spec_file
 from instep.comm.messages import Over, Refused, Welcome
-from instep.errors import InstepError, PeerError, RunError, Unwanted
+from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.report.words import some_workers
 from instep.run import blame, early_words, placement
@@ -261,7 +261,7 @@ def meet(meeting: Path, rank: int) -> Member:
         stale.add(seat.token)
         try:
             member = _call(seat, rank)
-        except Unwanted as error:
+        except blame.Unwanted as error:
             late = error
         except PeerError:
             late = None
@@ -285,7 +285,7 @@ def _call(seat: Seat, number: int) -> Member:
     while True:
         try:
             return Member(seat, number)
-        except Unwanted:
+        except blame.Unwanted:
             raise
         except PeerError as error:
             refused = isinstance(error.__context__, ConnectionRefusedError)

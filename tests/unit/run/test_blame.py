@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from instep.errors import DataError, WorkerError, own_line
-from instep.run.blame import failed, sentence
+from instep.comm.messages import Refused
+from instep.errors import DataError, PeerError, WorkerError, own_line
+from instep.run.blame import as_error, failed, sentence
 
 HERE = __file__
 
@@ -83,6 +84,12 @@ def test_memory_that_ran_out_gets_a_hint():
 def test_a_batch_normalisation_of_one_sample_gets_a_hint():
     error = caught(nn.BatchNorm1d(3), torch.ones(1, 3))
     assert "fewer train.micro_batches" in sentence(error)
+
+
+def test_who_is_not_wanted_any_more_is_no_cause_for_the_others():
+    error = as_error(Refused(kind="Unwanted", text="another has its place.", exit_code=5))
+    assert isinstance(error, PeerError)
+    assert failed(error, 3, "").kind == "PeerError"
 
 
 def test_the_last_word_has_the_class_and_exit_code_of_our_errors_only():
