@@ -233,6 +233,8 @@ import instep
 
 def recipe():
     import tiny
+    if sys.argv[2] == "recipe" and os.environ["SLURM_PROCID"] == "0":
+        raise ValueError("process 0 has no data")
     return tiny.recipe()
 
 if __name__ == "__main__":
@@ -244,10 +246,10 @@ if __name__ == "__main__":
         for step in session.steps():
             pass
 """
-"""Arguments: folder of runs, who is given a wrong key, who joins late, the file it awaits."""
+"""Arguments: folder of runs, who has a wrong key or recipe, who joins late, the file it awaits."""
 
 
-def early(start: Start, folder: Path, wrong: int, late: int) -> tuple[list[Started], Path]:
+def early(start: Start, folder: Path, wrong: object, late: int) -> tuple[list[Started], Path]:
     script, go = folder / "early.py", folder / "go"
     script.write_text(EARLY_WORDS)
     path = {"PYTHONPATH": f"{RECIPES}:{os.environ.get('PYTHONPATH', '')}"}
@@ -301,6 +303,17 @@ def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
     for program in (zero, one):
         assert "epoks" in program.stderr
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_one_that_comes_after_process_0_has_failed_is_told_why(
+    start: Start, tmp_path: Path
+) -> None:
+    (zero, one), go = early(start, tmp_path, wrong="recipe", late=1)
+    assert zero.end() == 1
+    go.touch()
+    assert one.end(20) == 1
+    assert "ValueError: process 0 has no data" in one.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "early"] == []
 
 
 @pytest.mark.slow

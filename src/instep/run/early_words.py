@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +58,12 @@ def refuse_all(place: Placement, meeting: Path, error: Exception) -> None:
         answer = _refused(error)
         missing -= answer_all(switchboard, missing, answer, meeting, patience_s=BRIEFLY_S)
     if missing:
+        leave_all(meeting, others, error)
+
+
+def leave_all(meeting: Path, others: Iterable[int], error: Exception) -> None:
+    """Process 0: leave word of its error for those that come later."""
+    with contextlib.suppress(OSError):
         for number in others:
             _leave(meeting, 0, number, error)
 

@@ -180,11 +180,15 @@ class Host:
         """All have come. The meeting file stays: one that comes once more is refused."""
         self._late.cancel()
 
-    def _say_who_is_missing(self) -> None:
-        """In a thread: one line for whoever wonders, though nothing else is to be printed."""
+    def _missing(self) -> list[int]:
+        """Who has not called in, in this session of the run."""
         joined = RunFolder(self.folder).named("worker_joined")
         there = {0, *(event["worker"] for event in joined if event["time"] >= self._began)}
-        if missing := [n for n in range(self._place.size) if n not in there]:
+        return [number for number in range(self._place.size) if number not in there]
+
+    def _say_who_is_missing(self) -> None:
+        """In a thread: one line for whoever wonders, though nothing else is to be printed."""
+        if missing := self._missing():
             who = some_workers(missing).replace("workers", "processes").replace("worker", "process")
             print(
                 f"instep: waiting for {who} of {self._place.size} to call instep.join",
@@ -208,6 +212,7 @@ class Host:
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
             failed = self._over.failed if self._over is not None else None
+            missing = self._missing() if failed is not None else []
             if failed is not None and refused(failed, self.folder, self._origin):
                 remove_run_folder(self.folder)
             else:
@@ -216,7 +221,9 @@ class Host:
             self._hold.close()
         if failed is not None:
             worker = self._over.worker if self._over is not None else None
-            raise failure(-1 if worker is None else worker, failed, self.folder)
+            error = failure(-1 if worker is None else worker, failed, self.folder)
+            early_words.leave_all(self._meeting, missing, error)
+            raise error
         return summary
 
     def _summary(self) -> dict[str, Any]:
