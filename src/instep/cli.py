@@ -23,6 +23,7 @@ from instep.errors import (
     CheckpointError,
     InstepError,
     RecipeError,
+    RunError,
     SpecError,
     near_miss,
 )
@@ -140,7 +141,6 @@ def report(args: argparse.Namespace) -> int:
 
 def audit(args: argparse.Namespace) -> int:
     """Prove from a run's ledger that every sample was used exactly once in every epoch."""
-    from instep.errors import RunError
     from instep.report.proof import prove
     from instep.report.run_folder import RunFolder
 
@@ -173,7 +173,6 @@ def _how_many(given: str) -> int | None:
 
 def replay(args: argparse.Namespace) -> int:
     """Compute a recorded step again on one process, and say whether it gives the same bits."""
-    from instep.errors import RunError
     from instep.report.replay_words import lines
     from instep.report.run_folder import RunFolder
     from instep.run.replay import replay as again
@@ -238,7 +237,6 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
 
 def export(args: argparse.Namespace) -> int:
     """Copy a model out of a run, as one safetensors file that anything can read."""
-    from instep.errors import RunError
     from instep.report.run_folder import RunFolder
     from instep.state.best import Best
     from instep.state.export import asked_for, check_target, choose, copy_model
@@ -460,14 +458,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(sys.argv[1:] if argv is None else argv)
         return int(args.call(args))
     except InstepError as error:
-        print(f"instep: {error}", file=sys.stderr)
+        from instep.report.words import fit_to_print
+
+        print(f"instep: {fit_to_print(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has stopped reading
         return 1
     except OSError as error:
-        print(f"instep: the answer cannot be written: {error.strerror}.", file=sys.stderr)
-        return 1
+        if _is_of_print(error):
+            print(f"instep: the answer cannot be written: {error.strerror}.", file=sys.stderr)
+            return 1
+        what = error.filename or "a file or connection"
+        print(f"instep: {what} cannot be used: {error.strerror or error}.", file=sys.stderr)
+        return RunError.exit_code
+
+
+def _is_of_print(error: OSError) -> bool:
+    """Whether it was raised as a result was printed, here, and not by what a command did."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    here = trace is not None and trace.tb_frame.f_code.co_filename == __file__
+    return here and error.filename is None
 
 
 def run_main() -> NoReturn:

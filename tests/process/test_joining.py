@@ -1,14 +1,16 @@
 """Training inside processes that somebody else started."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from started import RECIPES, Start, Started, distance
+from started import RECIPES, Start, Started, distance, slow
 
 from instep.cli import main
 from instep.comm.messages import Failed
@@ -223,3 +225,132 @@ def test_how_a_joined_run_goes_on_is_not_said_to_be_a_command(
     with pytest.raises(SpecError) as used_up:
         prepare(again, job, recipe_sha256="")
     assert str(used_up.value).endswith(f"To train longer: {way} and stop.time_limit=0.002")
+
+
+EARLY_WORDS = """
+import os, sys, time
+import instep
+
+def recipe():
+    import tiny
+    if sys.argv[2] == "recipe" and os.environ["SLURM_PROCID"] == "0":
+        raise ValueError("process 0 has no data")
+    return tiny.recipe()
+
+if __name__ == "__main__":
+    rank, wrong, late = os.environ["SLURM_PROCID"], sys.argv[2], sys.argv[3]
+    while rank == late and not os.path.exists(sys.argv[4]):
+        time.sleep(0.02)
+    train = {"epoks": 1} if rank == wrong else {"epochs": 1, "global_batch": 16}
+    with instep.join(recipe, name="early", runs=sys.argv[1], train=train, quiet=True) as session:
+        for step in session.steps():
+            pass
+"""
+"""Arguments: folder of runs, who has a wrong key or recipe, who joins late, the file it awaits."""
+
+
+def early(start: Start, folder: Path, wrong: object, late: int) -> tuple[list[Started], Path]:
+    script, go = folder / "early.py", folder / "go"
+    script.write_text(EARLY_WORDS)
+    path = {"PYTHONPATH": f"{RECIPES}:{os.environ.get('PYTHONPATH', '')}"}
+    command = (script, folder / "runs", wrong, late, go)
+    tasks = [start(*command, environment={**slurm_task(n), **path}) for n in (0, 1)]
+    return tasks, go
+
+
+def seen(folder: Path, pattern: str) -> bool:
+    return any((folder / "runs").glob(pattern))
+
+
+def test_process_0_ends_with_what_another_refused_after_it_had_come(
+    start: Start, tmp_path: Path
+) -> None:
+    (zero, one), go = early(start, tmp_path, wrong=1, late=1)
+    zero.until(lambda: seen(tmp_path, "early/events.jsonl"), "the run's beginning")
+    go.touch()
+    check_refused_by_1(zero, one, tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_process_0_ends_with_what_another_refused_before_it_came(
+    start: Start, tmp_path: Path
+) -> None:
+    (zero, one), go = early(start, tmp_path, wrong=1, late=0)
+    assert one.end() == 1
+    go.touch()
+    check_refused_by_1(zero, one, tmp_path / "runs")
+
+
+def check_refused_by_1(zero: Started, one: Started, runs: Path) -> None:
+    assert zero.end(20) == 1
+    assert one.end(20) == 1
+    assert "SpecError: " in one.stderr
+    assert "epoks" in one.stderr
+    last = zero.stderr[zero.stderr.rindex("instep.errors.") :]
+    assert re.search("(worker|process) 1 failed: ", last), last
+    assert "epoks" in last
+    assert list(runs.iterdir()) == []
+
+
+@pytest.mark.parametrize("late", [9, slow(1)])
+def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
+    start: Start, tmp_path: Path, late: int
+) -> None:
+    (zero, one), go = early(start, tmp_path, wrong=0, late=late)
+    assert zero.end() == 1  # where nobody comes, it does not wait for long
+    go.touch()
+    assert one.end(20) == 1
+    for program in (zero, one):
+        assert "epoks" in program.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_one_that_comes_after_process_0_has_failed_is_told_why(
+    start: Start, tmp_path: Path
+) -> None:
+    (zero, one), go = early(start, tmp_path, wrong="recipe", late=1)
+    assert zero.end() == 1
+    go.touch()
+    assert one.end(20) == 1
+    assert "ValueError: process 0 has no data" in one.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "early"] == []
+
+
+@pytest.mark.slow
+def test_a_quiet_process_0_says_who_has_not_come_after_a_while(
+    start: Start, tmp_path: Path
+) -> None:
+    (zero, one), go = early(start, tmp_path, wrong=9, late=1)
+    said = "instep: waiting for process 1 of 2 to call instep.join"
+    zero.until(lambda: said in zero.stderr, "said")
+    go.touch()
+    assert (zero.end(), one.end()) == (0, 0), zero.stderr + one.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["early"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_somebody_kills_is_said_to_have_gone_without_a_word(
+    start: Start, tmp_path: Path, number: int
+) -> None:
+    command = (RECIPES / "joined_for_long.py", tmp_path / "runs", 400, 0.05)
+    zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))
+    zero.until(lambda: seen(tmp_path, "*/steps.bin"), "training")
+    one.process.send_signal(number)
+    assert zero.end(20) == 1
+    assert "worker 1 failed" in zero.stderr
+    assert "the process went away without a word" in zero.stderr
+    assert "ended with code" not in zero.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_once_more_is_refused(start: Start, tmp_path: Path) -> None:
+    script = RECIPES / "joined_for_long.py"
+    command = (script, tmp_path / "runs", 400, 0.05)
+    zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))
+    zero.until(lambda: any((tmp_path / "runs").glob("*/ledger.bin")), "training")
+    more = start(*command, environment=slurm_task(1))
+    assert more.end(30) != 0
+    assert "another has its place" in more.stderr
+    assert zero.process.poll() is None
+    assert one.process.poll() is None

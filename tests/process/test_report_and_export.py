@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,12 @@ def test_a_damaged_model_is_neither_exported_nor_started_from(runs: Path, capsys
         assert main(["run", str(job), "--runs", str(runs / "new")]) == 7
         assert "is damaged: its SHA-256 is " in capsys.readouterr().err
     assert not (runs / "new").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_answer_for_which_there_is_no_room_is_said_to_be_that(finished: Started) -> None:
+    command = [sys.executable, "-u", "-m", "instep", "audit", str(finished.run)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr == b"instep: the answer cannot be written: No space left on device.\n"

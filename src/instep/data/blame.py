@@ -13,14 +13,18 @@ import torch
 
 from instep.errors import own_line
 
+MOST = 600
+"""Characters of an exception's text; all of it is in the log of the process."""
+
 
 def told(error: BaseException) -> str:
-    """`ValueError: bad pixel (digits.py:31)`: type, text, and the user's own line.
+    """`ValueError: bad pixel (digits.py:31)`: type, text on one line, and the user's own line.
 
     The line is the innermost one outside instep, the standard library and
     installed packages; where there is none, it is left out.
     """
-    text = str(error).strip() or "no text"
+    text = " ".join(str(error)[: 4 * MOST].split()) or "no text"
+    text = text if len(text) <= MOST else text[: MOST - 3] + "..."
     place, _ = own_line(error)
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
 

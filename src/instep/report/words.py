@@ -9,6 +9,9 @@ from typing import Any
 
 from instep.units import readable_count, readable_seconds
 
+MOST_CHARACTERS = 4000
+"""Of an error on a terminal; ours, which may list all that is known, are shorter."""
+
 
 def some_workers(numbers: Sequence[int], most: int = 4) -> str:
     """`workers 0, 1 and 3 more`."""
@@ -84,6 +87,17 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def fit_to_print(text: str, most: int = MOST_CHARACTERS) -> str:
+    """What an error says, for a terminal: its lines without control characters, and an end.
+
+    Args:
+        text: may hold whatever a user's exception says.
+        most: characters that are kept; the rest gives way to three dots.
+    """
+    cut = text if len(text) <= most else text[: most - 3] + "..."
+    return "\n".join(printable(line) for line in cut.split("\n"))
 
 
 def whole_seconds(seconds: float) -> str:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from instep.comm.messages import Failed, Refused
-from instep.errors import InstepError, WorkerError, own_line
+from instep.errors import InstepError, PeerError, WorkerError, own_line
+from instep.report.words import fit_to_print, printable
+
+
+class Unwanted(PeerError):
+    """The run has a place for each of its processes, and this one has none of them."""
+
+
+MOST = 600
+"""Characters of an exception's text; all of it is in the log of the process."""
 
 
 def failed(error: BaseException, step: int, phase: str) -> Failed:
     """The last word of a worker that `error` ended at `step`, while it was in `phase`."""
     where, line = own_line(error)
     ours = isinstance(error, InstepError)
-    cause = str(error) if ours else sentence(error)
+    cause = fit_to_print(str(error)) if ours else sentence(error)
     if where and where in cause:
         where, line = "", ""  # said already
+    kind = type(PeerError() if isinstance(error, PeerError) else error).__name__
     return Failed(
-        kind=type(error).__name__ if ours else "error",
+        kind=kind if ours else "error",
         cause=cause,
         where=where,
-        line=line,
+        line=fit_to_print(line, MOST),
         step=step,
         phase=phase,
         exit_code=error.exit_code if isinstance(error, InstepError) else WorkerError.exit_code,
@@ -26,7 +36,8 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
 
 def as_error(refused: Refused) -> InstepError:
     """The error that another process ended with, to be raised here."""
-    kinds = {kind.__name__: kind for kind in InstepError.__subclasses__()}
+    kinds: dict[str, type[InstepError]] = {}
+    kinds |= {kind.__name__: kind for kind in (*InstepError.__subclasses__(), Unwanted)}
     error = kinds.get(refused.kind, WorkerError)(refused.text)
     error.exit_code = refused.exit_code
     return error
@@ -34,8 +45,8 @@ def as_error(refused: Refused) -> InstepError:
 
 def sentence(error: BaseException) -> str:
     """`ValueError: the text`, on one line and not endless; a hint where we have one."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 600 else text[:597] + "..."
+    text = printable(" ".join(str(error)[: 4 * MOST].split()))
+    text = text if len(text) <= MOST else text[: MOST - 3] + "..."
     name = type(error).__name__
     return (f"{name}: {text}" if text else f"{name}, without a text") + _hint(text)
 

@@ -24,6 +24,9 @@ FAREWELL_S = 5.0
 NOT_FINITE = "diverged"
 """What it gives where a figure of the last step was no finite number."""
 
+UNSEEN = 256
+"""In the place of an exit code that nobody could see; no process has it."""
+
 TOLD = "told"
 """What a worker gives as its rule that stopped because the master wanted it to."""
 
@@ -131,6 +134,12 @@ def signal_name(code: int) -> str:
 
 def without_word(code: int, step: int) -> Failed:
     """What is to be said of a process that ended by itself, and did not say why."""
+    if code == UNSEEN:
+        cause = (
+            "the process went away without a word: it was killed, has ended, or lost its "
+            "connection. Whoever started it may know how."
+        )
+        return failed("exit", cause, step)
     return failed("exit", f"the process ended with code {code} and said nothing.", step)
 
 

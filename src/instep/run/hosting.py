@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from instep import spec_file
 from instep.comm.messages import Over, Refused, Welcome
 from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
-from instep.run import blame, placement
+from instep.report.words import some_workers
+from instep.run import blame, early_words, placement
 from instep.run.client import about, failure, finish, recipe_sha256, refused, way_on
 from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
 from instep.run.guard import Guard
@@ -38,6 +41,9 @@ from instep.spec import JobSpec
 
 AGAIN_S = 10.0
 """How long a master that was reached and lost before its first word is called again."""
+
+LATE_S = 2.0
+"""How long a process that has no place looks whether another start invites it."""
 
 
 class Host:
@@ -71,8 +77,14 @@ class Host:
         self._broke: BaseException | None = None
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._origin = job, place, BEGINNING
-        self._switchboard = Switchboard(placement.host_address(place))
+        with early_words.told(place, runs):
+            self._switchboard = Switchboard(placement.host_address(place))
+        self._failed: Collection[int] = ()  # processes that have said so before they called in
+        self._late = threading.Timer(placement.SAY_AFTER_S, self._say_who_is_missing)
+        self._late.daemon = True
+        self._began = time.time()
         try:
+            self._check_words()
             origin = self._take_folder(runs, resume, own_loop)
             self._goes_on = origin is not None
             if origin is not None:
@@ -80,6 +92,12 @@ class Host:
                 Journal(self.folder, Begin(time.time(), origin)).close()
             if place.size > 1:
                 placement.invite(self._meeting, self._switchboard.seat)
+                try:
+                    self._check_words()  # again: reading a checkpoint takes its time
+                except InstepError:
+                    if origin == BEGINNING:
+                        remove_run_folder(self.folder)
+                    raise
         except BaseException as error:
             self._hold.close()
             if isinstance(error, Exception):
@@ -88,6 +106,16 @@ class Host:
             raise
         self._thread = threading.Thread(target=self._serve, name="instep master", daemon=True)
         self._thread.start()
+        if place.size > 1 and self._goes_on:
+            self._late.start()
+
+    def _check_words(self) -> None:
+        """Refuse to begin where a process has failed before it could call in."""
+        words = early_words.heard(self._meeting, 0)
+        self._failed = {*self._failed, *words}
+        for number, error in words.items():
+            error.args = (f"process {number} failed: {error}",)
+            raise error
 
     def _take_folder(self, runs: Path, resume: bool, own_loop: bool) -> Origin | None:
         """Hold a run folder; from where the run goes on, None where it is complete."""
@@ -109,11 +137,13 @@ class Host:
         """Have the other processes raise what this one is about to raise."""
         word = blame.failed(error, 0, "")
         answer = Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
-        others = self._place.size - 1
+        others = self._place.size - 1 - len(self._failed)
         with contextlib.suppress(OSError):  # where no file can be written, none can be read
-            if others:
+            if others > 0:
                 placement.invite(self._meeting, self._switchboard.seat)
                 answer_all(self._switchboard, others, answer, self._meeting)
+            else:
+                self._meeting.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         try:
@@ -146,9 +176,24 @@ class Host:
         """Process 0 is worker 0 of its own master."""
         return _call(self._switchboard.seat, 0)
 
-    def uninvite(self) -> None:
-        """All have come; the meeting file has done its work."""
-        self._meeting.unlink(missing_ok=True)
+    def formed(self) -> None:
+        """All have come. The meeting file stays: one that comes once more is refused."""
+        self._late.cancel()
+
+    def _missing(self) -> list[int]:
+        """Who has not called in, in this session of the run."""
+        joined = RunFolder(self.folder).named("worker_joined")
+        there = {0, *(event["worker"] for event in joined if event["time"] >= self._began)}
+        return [number for number in range(self._place.size) if number not in there]
+
+    def _say_who_is_missing(self) -> None:
+        """In a thread: one line for whoever wonders, though nothing else is to be printed."""
+        if missing := self._missing():
+            who = some_workers(missing).replace("workers", "processes").replace("worker", "process")
+            print(
+                f"instep: waiting for {who} of {self._place.size} to call instep.join",
+                file=sys.stderr,
+            )
 
     def end(self) -> dict[str, Any]:
         """Wait for the run's end, write its report, and let go of its folder.
@@ -158,7 +203,8 @@ class Host:
         """
         try:
             self._thread.join()
-            self.uninvite()
+            self._late.cancel()
+            self._meeting.unlink(missing_ok=True)
             if isinstance(self._broke, RunError):
                 raise RunError(f"{self._broke}{way_on(self.folder)}")
             if isinstance(self._broke, InstepError):
@@ -166,6 +212,7 @@ class Host:
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
             failed = self._over.failed if self._over is not None else None
+            missing = self._missing() if failed is not None else []
             if failed is not None and refused(failed, self.folder, self._origin):
                 remove_run_folder(self.folder)
             else:
@@ -174,7 +221,9 @@ class Host:
             self._hold.close()
         if failed is not None:
             worker = self._over.worker if self._over is not None else None
-            raise failure(-1 if worker is None else worker, failed, self.folder)
+            error = failure(-1 if worker is None else worker, failed, self.folder)
+            early_words.leave_all(self._meeting, missing, error)
+            raise error
         return summary
 
     def _summary(self) -> dict[str, Any]:
@@ -200,15 +249,36 @@ def meet(meeting: Path, rank: int) -> Member:
     """Join the master that process 0 runs; a left-over invitation is waited out.
 
     Raises:
-        InstepError: process 0 refused to begin, or does not come.
+        InstepError: process 0 refused to begin, does not come, or has begun without this process.
     """
-    stale: str | None = None
+
+    def look() -> None:
+        for error in early_words.heard(meeting, rank).values():
+            raise error
+
+    stale, late = set(_MET), None
     while True:
-        seat = placement.find(meeting, stale)
         try:
-            return _call(seat, rank)
+            patience_s = placement.PATIENCE_S if late is None else LATE_S
+            seat = placement.find(meeting, stale, patience_s=patience_s, look=look)
+        except RunError:
+            if late is None:
+                raise
+            raise late from None
+        stale.add(seat.token)
+        try:
+            member = _call(seat, rank)
+        except blame.Unwanted as error:
+            late = error
         except PeerError:
-            stale = seat.token
+            late = None
+        else:
+            _MET.add(seat.token)
+            return member
+
+
+_MET: set[str] = set()
+"""Tokens of the masters that this process has joined: a next session is not theirs."""
 
 
 def _call(seat: Seat, number: int) -> Member:
@@ -222,6 +292,8 @@ def _call(seat: Seat, number: int) -> Member:
     while True:
         try:
             return Member(seat, number)
+        except blame.Unwanted:
+            raise
         except PeerError as error:
             refused = isinstance(error.__context__, ConnectionRefusedError)
             if refused or time.monotonic() > deadline:

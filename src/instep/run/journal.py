@@ -45,9 +45,9 @@ class Journal:
 
     def __init__(self, run: Path, begin: Begin | None = None) -> None:
         self._path = run / FILE
-        if begin is not None:
-            self._path.unlink(missing_ok=True)
         try:
+            if begin is not None:
+                self._path.unlink(missing_ok=True)
             self._rows = sqlite3.connect(self._path, isolation_level=None)
             self._rows.execute("PRAGMA journal_mode = TRUNCATE")  # also where memory is not shared
             self._rows.execute("PRAGMA synchronous = OFF")  # outlives a process, not a host
@@ -60,10 +60,17 @@ class Journal:
             if begin is not None:
                 data = msgspec.msgpack.encode(begin, enc_hook=_plain)
                 self._rows.execute("INSERT INTO begin VALUES (?)", (data,))
-            (data,) = self._rows.execute("SELECT begin FROM begin").fetchone()
-        except (sqlite3.Error, TypeError) as error:
+            found = self._rows.execute("SELECT begin FROM begin").fetchone()
+        except OSError as error:
+            raise self._unusable(error.strerror) from None
+        except sqlite3.Error as error:
             raise self._unusable(error) from None
-        self.begin = msgspec.msgpack.decode(data, type=Begin, dec_hook=_made)
+        if found is None:
+            raise RunError(
+                f"{self._path} cannot be used: it is empty, or was removed while the run went on, "
+                "and what its master knew is lost."
+            )
+        self.begin = msgspec.msgpack.decode(found[0], type=Begin, dec_hook=_made)
 
     def write(self, news: News, state: State) -> None:
         """Keep a decision: what was heard, and what is known after it.
@@ -116,7 +123,7 @@ class Journal:
             self._rows.execute("PRAGMA journal_mode = DELETE")  # leaves no file beside
         self._rows.close()
 
-    def _unusable(self, error: Exception) -> RunError:
+    def _unusable(self, error: Exception | str | None) -> RunError:
         text = f"{self._path} cannot be used: {error}. Make room, or get access to it."
         return RunError(gone(self._path.parent) or text)
 

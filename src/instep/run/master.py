@@ -287,7 +287,7 @@ class Master:
         self._hub.trust(peer)
         if not self._may_come(peer, hello):
             text = "the run goes on without this process: another has its place."
-            self._hub.send(peer, m.Refused(kind="PeerError", text=text, exit_code=5))
+            self._hub.send(peer, m.Refused(kind="Unwanted", text=text, exit_code=5))
             self._hub.drop(peer)
             return
         self._names[peer] = (hello.role, hello.number)
@@ -653,7 +653,7 @@ class Master:
         """A worker that others have started has ended, as far as can be told from here."""
         self._absent.pop(worker, None)
         self._silence.leaves(worker)
-        code = 0 if worker in self._state.done else 1
+        code = 0 if worker in self._state.done else endings.UNSEEN
         self._think(mind.Ended(worker, code, self._books.in_flight(worker)))
 
     def _watch_processes(self) -> None:

@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,8 +102,11 @@ def _number(environment: Mapping[str, str], name: str, who: str, default: int | 
 
 def _local_size(environment: Mapping[str, str], name: str, who: str, size: int) -> int:
     if who == "Slurm" and name not in environment:
-        nodes = environment.get("SLURM_NNODES", environment.get("SLURM_JOB_NUM_NODES", "1"))
-        return size if nodes == "1" else max(1, size // int(nodes))
+        given = (n for n in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES") if n in environment)
+        nodes = _number(environment, next(given, "SLURM_NNODES"), who, 1)
+        if nodes < 1:
+            raise SpecError(f"SLURM_NNODES={nodes}: tasks are on one node at least.")
+        return max(1, size // nodes)
     return _number(environment, name, who, size)
 
 
@@ -160,25 +163,41 @@ def invite(file: Path, seat: Seat) -> None:
     beside.replace(file)
 
 
-def find(file: Path, stale: str | None = None, *, patience_s: float = PATIENCE_S) -> Seat:
+def read(file: Path) -> Seat | None:
+    """The seat in the meeting file; None where there is none, or what it says is of no use."""
+    try:
+        note = json.loads(file.read_text())
+        host, port, token = note["host"], note["port"], note["token"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    sound = isinstance(host, str) and type(port) is int and isinstance(token, str)
+    return Seat(Address(host, port), token) if sound and 0 < port < 1 << 16 else None
+
+
+def find(
+    file: Path,
+    stale: Collection[str] = (),
+    *,
+    patience_s: float = PATIENCE_S,
+    look: Callable[[], None] = lambda: None,
+) -> Seat:
     """The others: wait for the seat.
 
     Args:
         file: where they meet.
-        stale: a token that was found not to be taken.
+        stale: tokens of which nothing is to be expected.
         patience_s: seconds to wait at most.
+        look: called now and then; what it raises ends the wait.
 
     Raises:
         RunError: process 0 wrote nothing in that time.
     """
     began, said = time.monotonic(), False
     while True:
-        try:
-            note = json.loads(file.read_text())
-            if note["token"] != stale:
-                return Seat(Address(note["host"], note["port"]), note["token"])
-        except FileNotFoundError:
-            pass
+        seat = read(file)
+        if seat is not None and seat.token not in stale:
+            return seat
+        look()
         if not said and time.monotonic() - began > SAY_AFTER_S:
             print(
                 f"instep: waiting for process 0 to write {file} "

@@ -26,7 +26,7 @@ from instep.data.choose import cores
 from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.report.run_folder import RunFolder
-from instep.run import blame, placement
+from instep.run import blame, early_words, placement
 from instep.run.client import check_job
 from instep.run.hosting import Host, meet
 from instep.run.kernels import set_kernels
@@ -79,15 +79,16 @@ def join(
     """
     spare_dynamo()
     place = placement.placement()
-    job = _job(recipe, name, arguments, seed, network, sections, place.size)
-    if job.launch.hosts:
-        raise SpecError(
-            f"launch.hosts = {list(job.launch.hosts)}: instep.join starts no processes, on other "
-            "hosts either. Leave it out and start the script on each, as torchrun and Slurm do; "
-            "or use instep.train or instep run, which honour it."
-        )
-    check_job(job, resumed=resume)
-    placement.check_network(place, job.network)
+    with early_words.told(place, Path(runs)):
+        job = _job(recipe, name, arguments, seed, network, sections, place.size)
+        if job.launch.hosts:
+            raise SpecError(
+                f"launch.hosts = {list(job.launch.hosts)}: instep.join starts no processes, on "
+                "other hosts either. Leave it out and start the script on each, as torchrun and "
+                "Slurm do; or use instep.train or instep run, which honour it."
+            )
+        check_job(job, resumed=resume)
+        placement.check_network(place, job.network)
     host = None
     if place.rank == 0:
         host = Host(place, job, Path(runs), quiet=quiet, resume=resume, own_loop=recipe is None)
@@ -290,7 +291,7 @@ class Session:
 
     def _formed(self) -> None:
         if self._host is not None:
-            self._host.uninvite()
+            self._host.formed()
 
     def close(self) -> None:
         """Save the model, end the run with the others, and write the report; once is enough.

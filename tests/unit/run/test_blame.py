@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from instep.errors import DataError, WorkerError, own_line
-from instep.run.blame import failed, sentence
+from instep.comm.messages import Refused
+from instep.errors import DataError, PeerError, WorkerError, own_line
+from instep.run.blame import as_error, failed, sentence
 
 HERE = __file__
 
@@ -60,6 +61,16 @@ def test_a_sentence_is_one_line_and_not_endless():
     assert long.endswith("...")
 
 
+def test_no_text_of_an_exception_steers_a_terminal_or_fills_it():
+    text = "\x1b[2J\x00gone\r\n" + "x" * 30_000_000
+    for error in (ValueError(text), DataError(f"sample 3 cannot be read: {text}"), KeyError(text)):
+        word = failed(error, 3, "loading")
+        assert len(word.cause) < 4100
+        assert word.cause.replace("\n", "").isprintable()
+        assert "gone" in word.cause
+    assert sentence(ValueError(text)).isprintable()
+
+
 def test_a_label_that_is_out_of_bounds_gets_a_hint():
     error = caught(nn.functional.cross_entropy, torch.ones(1, 3), torch.tensor([3]))
     assert "too few outputs for the classes" in sentence(error)
@@ -73,6 +84,12 @@ def test_memory_that_ran_out_gets_a_hint():
 def test_a_batch_normalisation_of_one_sample_gets_a_hint():
     error = caught(nn.BatchNorm1d(3), torch.ones(1, 3))
     assert "fewer train.micro_batches" in sentence(error)
+
+
+def test_who_is_not_wanted_any_more_is_no_cause_for_the_others():
+    error = as_error(Refused(kind="Unwanted", text="another has its place.", exit_code=5))
+    assert isinstance(error, PeerError)
+    assert failed(error, 3, "").kind == "PeerError"
 
 
 def test_the_last_word_has_the_class_and_exit_code_of_our_errors_only():

@@ -13,7 +13,7 @@ from instep.errors import INTERRUPTED
 from instep.run import endings
 from instep.run.crash_loop import MOST_APART, MOST_CRASHES, MOST_LOOPS, MOST_LOSSES, OUT_OF_SYSTEM
 from instep.run.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, decide
-from instep.run.endings import FAREWELL_S, SECOND_THOUGHT_S, TOLD
+from instep.run.endings import FAREWELL_S, SECOND_THOUGHT_S, TOLD, UNSEEN
 from instep.run.news import (
     Broke,
     Built,
@@ -234,6 +234,14 @@ def test_an_exit_without_a_word_is_named_with_its_code_and_last_step():
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
     assert "ended with code 3 and said nothing" in fields["cause"]
+
+
+def test_an_end_that_nobody_could_see_is_given_no_code():
+    _, actions = after(*everybody_joined(), Ended(1, UNSEEN, 7), SECOND_THOUGHT_S)
+    (fields,) = blamed(actions)
+    assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
+    assert "went away without a word" in fields["cause"]
+    assert "code" not in fields["cause"]
 
 
 @pytest.mark.parametrize(

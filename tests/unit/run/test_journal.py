@@ -101,3 +101,16 @@ def test_a_file_that_is_no_journal_is_one_clear_error(tmp_path, content):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(RunError, match=r"journal\.sqlite cannot be used"):
         Journal(tmp_path)
+
+
+def test_a_journal_that_was_removed_is_said_to_be_empty(tmp_path, begun):
+    begun.close()
+    (tmp_path / FILE).unlink()
+    with pytest.raises(RunError, match=f"{FILE} cannot be used: it is empty, or was removed"):
+        Journal(tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path):
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(RunError, match=f"{FILE} cannot be used: "):
+        Journal(tmp_path, Begin(12.5, BEGINNING))

@@ -70,6 +70,19 @@ def test_an_environment_that_makes_no_sense_is_refused(change, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_NNODES": "x"}, "SLURM_NNODES='x' in the environment: Slurm gives a number there"),
+        ({"SLURM_JOB_NUM_NODES": ""}, "SLURM_JOB_NUM_NODES=''"),
+        ({"SLURM_NNODES": "0"}, "SLURM_NNODES=0"),
+    ],
+)
+def test_a_number_of_nodes_that_makes_no_sense_is_refused(change, words):
+    with pytest.raises(SpecError, match=words):
+        placement(SLURM | change)
+
+
 def test_processes_of_one_start_share_a_key_and_those_of_the_next_do_not():
     mine = placement(TORCHRUN).key
     assert placement(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).key == mine
@@ -110,7 +123,7 @@ def test_a_stale_invitation_is_waited_out(tmp_path):
     file = tmp_path / "meeting"
     invite(file, SEAT)
     found = []
-    waiting = threading.Thread(target=lambda: found.append(find(file, stale="a token")))
+    waiting = threading.Thread(target=lambda: found.append(find(file, {"a token"})))
     waiting.start()
     fresh = Seat(Address("127.0.0.1", 1234), "another token")
     invite(file, fresh)
@@ -130,3 +143,26 @@ def test_who_comes_first_waits_for_the_invitation(tmp_path):
 def test_an_invitation_that_does_not_come_is_not_waited_for_without_end(tmp_path):
     with pytest.raises(RunError, match=r"process 0 has not written .*meeting in 10 ms"):
         find(tmp_path / "meeting", patience_s=0.01)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        "null",
+        '{"host": 5, "port": 4567, "token": "x"}',
+        '{"host": "127.0.0.1", "port": "a", "token": "x"}',
+        '{"host": "127.0.0.1", "port": 70000, "token": "x"}',
+        '{"host": "127.0.0.1", "port": 4567, "token": []}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
+    file = tmp_path / "meeting"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RunError, match="process 0 has not written"):
+        find(file, patience_s=0.01)
+    invite(file, SEAT)
+    assert find(file) == SEAT
