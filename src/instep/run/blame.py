@@ -22,7 +22,7 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
     cause = fit_to_print(str(error)) if ours else sentence(error)
     if where and where in cause:
         where, line = "", ""  # said already
-    kind = type(PeerError() if isinstance(error, PeerError) else error).__name__
+    kind = "PeerError" if isinstance(error, PeerError) else type(error).__name__
     return Failed(
         kind=kind if ours else "error",
         cause=cause,
