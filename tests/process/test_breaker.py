@@ -74,6 +74,11 @@ def until(*turns: Callable[[], Any]) -> Callable[[], bool]:
     return goes_on
 
 
+def is_stopped(process: psutil.Process) -> bool:
+    """A moment after the signal: it has to come first."""
+    return bool(process.status() == psutil.STATUS_STOPPED)
+
+
 def kill(at: float, pick: float = 0.0, kind: Any = "kill") -> Injection:
     return Injection(kind, "worker", pick, at, 0.0)
 
@@ -134,12 +139,12 @@ def test_a_hang_that_nobody_notices_is_ended_and_told(made: Made) -> None:
     breaker.serve(
         until(
             lambda: None,
-            lambda: stopped.append(process.status()) if breaker.injected else False,
+            lambda: bool(breaker.injected) and is_stopped(process) and stopped.append(True),
             lambda: breaker.injected[0].released,
         )
     )
-    assert stopped == [psutil.STATUS_STOPPED]
-    assert process.status() != psutil.STATUS_STOPPED
+    assert stopped == [True]
+    assert not is_stopped(process)
     assert made.said == [f"1 of 1: stopped worker 0 (pid {worker.pid}) at step 60"]
 
 

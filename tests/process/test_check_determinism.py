@@ -86,7 +86,8 @@ def test_one_micro_batch_cannot_be_compared(tmp_path: Path, capsys: Out) -> None
 def test_a_recipe_that_fails_is_told_with_its_output_as_the_log_is_gone(
     tmp_path: Path, temporary: Path, capsys: Out
 ) -> None:
-    assert check(tmp_path, "breaks.py:recipe", "--set", "arguments.at=forward") == 5
+    options = ("--set", "arguments.at=forward", "--set", "train.global_batch=8")
+    assert check(tmp_path, "breaks.py:recipe", *options) == 5
     said = capsys.readouterr().err
     assert "ValueError: the forward pass met the marked sample" in said
     assert "the end of worker-0.log:\n" in said

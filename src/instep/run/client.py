@@ -446,7 +446,9 @@ def failure(worker: int, word: Failed, folder: Path) -> InstepError:
         lines.append(f"  {word.where}: {word.line}")
     if (folder / "logs" / log).exists():  # under torchrun, others keep the output
         lines.append(f"  everything else: {folder / 'logs' / log}")
-    error = WorkerError("\n".join(lines) + way_on(folder))
+    # what is wrong with the recipe is one error, whichever worker has found it first
+    kind = RecipeError if word.kind == RecipeError.__name__ else WorkerError
+    error = kind("\n".join(lines) + way_on(folder))
     error.exit_code = word.exit_code
     return error
 

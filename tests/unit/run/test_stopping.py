@@ -249,7 +249,7 @@ def went_back(master, step):
     guard.go_back = lambda: setattr(standing, "carried", SimpleNamespace(step=step))
     training.member, training._replica, training._regroups = master.member, None, False
     training._standing, training._guard, training._stopping = standing, guard, master.stopping
-    master.member.broken = lambda: None
+    master.member.broken = lambda error: None
     training._leave()
     assert training.step == step
 
