@@ -96,6 +96,7 @@ def test_a_recipe_that_fails_is_told_with_its_output_as_the_log_is_gone(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_run_ends_the_check_without_a_verdict(start: Start, tmp_path: Path) -> None:
     job = job_file(tmp_path, "slow_tiny.py:recipe", batch=101)
     slow = ("--set", "data.loaders=0", "--set", "train.threads=1")

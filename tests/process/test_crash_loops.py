@@ -129,6 +129,7 @@ def test_a_loader_process_that_loops_once_costs_a_moment_and_no_worker(
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
     program = deadly(run, "", 1, "data.loaders=2", "train.epochs=50")
     program.until(

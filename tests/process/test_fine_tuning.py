@@ -32,6 +32,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
+@pytest.mark.slow
 def test_what_is_frozen_has_the_bits_of_the_file_after_training_on_1_and_3_workers(
     file: Path,
     tmp_path: Path,

@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("fault", "workers", "what"),
     [
-        ("weight", 2, "parameter"),
+        slow("weight", 2, "parameter"),
         ("inverted", 2, "gradient"),
         slow("stuck", 3, "gradient"),
         slow("agreed", 3, "state"),

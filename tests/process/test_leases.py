@@ -62,6 +62,7 @@ def test_a_master_that_is_stopped_is_replaced_and_no_worker_starts_again(
     assert len({event["pid"] for event in program.events("host_joined")}) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_and_saves_a_run_whose_master_is_stopped(start: Start, tmp_path: Path) -> None:
     program = begin(start, tmp_path, 3, "train.steps=3000")
     program.until(program.is_training, "training")

@@ -304,6 +304,7 @@ def test_nothing_is_ever_unpickled(start: Start, tmp_path: Path) -> None:
     assert RunFolder(first.run).last_step == 14
 
 
+@pytest.mark.slow
 def test_an_own_loop_goes_on_within_its_epoch(start: Start, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     whole, halves = runs / "whole", runs / "halves"

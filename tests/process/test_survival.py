@@ -230,6 +230,7 @@ def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> N
     assert "no run goes on in" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_gets_notice_hands_over_and_no_step_is_lost(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
