@@ -247,7 +247,7 @@ def _conduct(
         remove_run_folder(folder)
         raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
     try:
-        summary = finish(folder)
+        summary = finish(folder, origin)
     finally:  # what ended the run comes before what came of its report
         if over.failed is not None:
             raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
@@ -385,8 +385,12 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def finish(folder: Path) -> dict[str, Any]:
+def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
     """Write what a run leaves for people and machines, and return the summary.
+
+    Args:
+        folder: of the run.
+        origin: from where it went on; where that is another run, its ledger is a part.
 
     Raises:
         RunError: some of it cannot be written; or its ledger does not hold what it was to
@@ -415,7 +419,8 @@ def finish(folder: Path) -> dict[str, Any]:
             f"the run has ended, but how could not be written to {folder / 'events.jsonl'}, and "
             "its report has gaps: the disk was full, or not to be written to."
         )
-    if run.outcome in ("completed", "stopped") and not run.audit.exact:
+    whole = origin.checkpoint is None or origin.checkpoint.is_relative_to(folder)
+    if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
         raise RunError(f"the run has ended, but {prove(run).fault}")
     return summary
 
