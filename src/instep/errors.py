@@ -119,6 +119,16 @@ _OURS = str(Path(__file__).resolve().parent)
 _LIBRARY = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
+MOST_OF_A_TEXT = 600
+"""Characters of an exception's text; all of it is in the log of the process."""
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception on one line, and not endless; empty where it has none."""
+    text = " ".join(str(error)[: 4 * MOST_OF_A_TEXT].split())
+    return text if len(text) <= MOST_OF_A_TEXT else text[: MOST_OF_A_TEXT - 3] + "..."
+
+
 def own_line(error: BaseException) -> tuple[str, str]:
     """Where in the user's own code an error arose, causes of it included.
 

@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep.errors import own_line
-
-MOST = 600
-"""Characters of an exception's text; all of it is in the log of the process."""
+from instep.errors import one_line, own_line
 
 
 def told(error: BaseException) -> str:
@@ -23,8 +20,7 @@ def told(error: BaseException) -> str:
     The line is the innermost one outside instep, the standard library and
     installed packages; where there is none, it is left out.
     """
-    text = " ".join(str(error)[: 4 * MOST].split()) or "no text"
-    text = text if len(text) <= MOST else text[: MOST - 3] + "..."
+    text = one_line(error) or "no text"
     place, _ = own_line(error)
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from instep.comm.messages import Failed, Refused
-from instep.errors import InstepError, PeerError, WorkerError, own_line
+from instep.errors import (
+    MOST_OF_A_TEXT,
+    InstepError,
+    PeerError,
+    WorkerError,
+    one_line,
+    own_line,
+)
 from instep.report.words import fit_to_print, printable
 
 
 class Unwanted(PeerError):
     """The run has a place for each of its processes, and this one has none of them."""
-
-
-MOST = 600
-"""Characters of an exception's text; all of it is in the log of the process."""
 
 
 def failed(error: BaseException, step: int, phase: str) -> Failed:
@@ -27,11 +30,17 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
         kind=kind if ours else "error",
         cause=cause,
         where=where,
-        line=fit_to_print(line, MOST),
+        line=fit_to_print(line, MOST_OF_A_TEXT),
         step=step,
         phase=phase,
         exit_code=error.exit_code if isinstance(error, InstepError) else WorkerError.exit_code,
     )
+
+
+def refused(error: BaseException) -> Refused:
+    """What other processes are told, that they raise the same; `as_error` undoes it."""
+    word = failed(error, 0, "")
+    return Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
 
 
 def as_error(refused: Refused) -> InstepError:
@@ -45,8 +54,7 @@ def as_error(refused: Refused) -> InstepError:
 
 def sentence(error: BaseException) -> str:
     """`ValueError: the text`, on one line and not endless; a hint where we have one."""
-    text = printable(" ".join(str(error)[: 4 * MOST].split()))
-    text = text if len(text) <= MOST else text[: MOST - 3] + "..."
+    text = printable(one_line(error))
     name = type(error).__name__
     return (f"{name}: {text}" if text else f"{name}, without a text") + _hint(text)
 

@@ -28,7 +28,14 @@ import psutil
 from instep import __version__, spec_file
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
-from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
+from instep.run.folder import (
+    BEGINNING,
+    Origin,
+    held,
+    make_run_folder,
+    remove_run_folder,
+    way_on,
+)
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
 from instep.run.live_run import seated
@@ -456,11 +463,3 @@ def failure(worker: int, word: Failed, folder: Path) -> InstepError:
     error = kind("\n".join(lines) + way_on(folder))
     error.exit_code = word.exit_code
     return error
-
-
-def way_on(folder: Path) -> str:
-    """A line for the error of a run: how to go on, where there is a checkpoint to go on from."""
-    from instep.report.run_folder import RunFolder
-
-    saved = any((folder / "checkpoints").glob("step-*"))
-    return f"\n  to go on: {RunFolder(folder).way_on}" if saved else ""

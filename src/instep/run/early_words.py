@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,7 +54,7 @@ def refuse_all(place: Placement, meeting: Path, error: Exception) -> None:
     if place.one_host and others:
         switchboard = Switchboard()
         placement.invite(meeting, switchboard.seat)
-        answer = _refused(error)
+        answer = blame.refused(error)
         missing -= answer_all(switchboard, missing, answer, meeting, patience_s=BRIEFLY_S)
     if missing:
         leave_all(meeting, others, error)
@@ -88,25 +87,15 @@ def _call_in(place: Placement, meeting: Path, error: Exception) -> None:
                 member.close()
 
 
-def _refused(error: Exception) -> Refused:
-    word = blame.failed(error, 0, "")
-    return Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
-
-
 def _file(meeting: Path, of: int, to: int) -> Path:
     return meeting.with_name(f"{meeting.name}.{of}-to-{to}")
 
 
 def _leave(meeting: Path, of: int, to: int, error: Exception) -> Path:
     file = _file(meeting, of, to)
-    refused = _refused(error)
+    refused = blame.refused(error)
     word = {"time": time.time(), "kind": refused.kind, "text": refused.text}
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        json.dump({**word, "exit_code": refused.exit_code}, out)
-    beside.replace(file)
+    placement.leave(file, {**word, "exit_code": refused.exit_code})
     return file
 
 

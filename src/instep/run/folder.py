@@ -127,6 +127,14 @@ def unlock(file: IO[Any]) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def way_on(folder: Path) -> str:
+    """A line for the error of a run: how to go on, where there is a checkpoint to go on from."""
+    from instep.report.run_folder import RunFolder
+
+    saved = any((folder / "checkpoints").glob("step-*"))
+    return f"\n  to go on: {RunFolder(folder).way_on}" if saved else ""
+
+
 def gone(run: Path) -> str:
     """A sentence where there is no run folder at this path any more; else empty."""
     try:

@@ -23,13 +23,20 @@ from typing import Any
 import msgspec
 
 from instep import spec_file
-from instep.comm.messages import Over, Refused, Welcome
+from instep.comm.messages import Over, Welcome
 from instep.errors import InstepError, PeerError, RunError
 from instep.report.run_folder import RunFolder
 from instep.report.words import some_workers
 from instep.run import blame, early_words, placement
-from instep.run.client import about, failure, finish, recipe_sha256, refused, way_on
-from instep.run.folder import BEGINNING, Origin, held, make_run_folder, remove_run_folder
+from instep.run.client import about, failure, finish, recipe_sha256, refused
+from instep.run.folder import (
+    BEGINNING,
+    Origin,
+    held,
+    make_run_folder,
+    remove_run_folder,
+    way_on,
+)
 from instep.run.guard import Guard
 from instep.run.journal import Begin, Journal
 from instep.run.launch.base import Seat, Switchboard
@@ -135,8 +142,7 @@ class Host:
 
     def _refuse(self, error: Exception) -> None:
         """Have the other processes raise what this one is about to raise."""
-        word = blame.failed(error, 0, "")
-        answer = Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
+        answer = blame.refused(error)
         others = self._place.size - 1 - len(self._failed)
         with contextlib.suppress(OSError):  # where no file can be written, none can be read
             if others > 0:

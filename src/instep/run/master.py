@@ -33,7 +33,7 @@ from instep.run import news as mind
 from instep.run.blame import sentence
 from instep.run.books import Books
 from instep.run.decide import decide
-from instep.run.folder import BEGINNING, Origin
+from instep.run.folder import BEGINNING, Origin, way_on
 from instep.run.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.run.journal import Journal
 from instep.run.keys import Keys
@@ -852,8 +852,6 @@ class Master:
 
     def _over(self) -> m.Refused:
         """What a worker hears that others have started, and that is to end."""
-        from instep.run.client import way_on
-
         blame = self._state.blame
         why = f": worker {blame.worker} failed: {blame.failed.cause}" if blame else "."
         text = f"the run has ended{why}{way_on(self._run)}"

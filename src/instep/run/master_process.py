@@ -21,7 +21,6 @@ from typing import Any
 
 from instep import spec_file
 from instep.comm.channel import Peer
-from instep.comm.messages import Refused
 from instep.errors import InstepError
 from instep.report.live import View, make_view
 from instep.report.run_folder import RunFolder
@@ -116,8 +115,7 @@ def _note(run: Path) -> None:
 
 def _tell(board: Switchboard, error: InstepError) -> None:
     """Have the client end with an error of this process, also one that has yet to call."""
-    word = blame.failed(error, 0, "")
-    refused = Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
+    refused = blame.refused(error)
     told: set[Peer] = set()
     deadline = time.monotonic() + FLUSH_S
     while time.monotonic() < deadline:

@@ -154,12 +154,18 @@ def meeting_file(runs: Path, place: Placement) -> Path:
 
 
 def invite(file: Path, seat: Seat) -> None:
-    """Process 0: leave the seat in the meeting file, for this user's eyes only."""
+    """Process 0: leave the seat in the meeting file."""
+    address = seat.address
+    leave(file, {"host": address.host, "port": address.port, "token": seat.token})
+
+
+def leave(file: Path, note: Mapping[str, object]) -> None:
+    """Leave a note for other processes, all of it at once, and for this user's eyes only."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as out:
-        json.dump({"host": seat.address.host, "port": seat.address.port, "token": seat.token}, out)
+        json.dump(note, out)
     beside.replace(file)
 
 

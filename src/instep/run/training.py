@@ -59,9 +59,6 @@ from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
 
-_FEW = 4
-"""Steps whose batches tell what a Hugging Face model's loss is a mean of."""
-
 _SPOTS = 32
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""
 
@@ -371,11 +368,8 @@ class Training:
         """What the loss of one micro-batch in each step is a mean of; a validation has several."""
         if self.recipe.compute_loss is None or self.recipe.weight is not None:
             return ""
-        train = self.job.train
-        steps = min(_FEW, steps_in_epoch(self.samples, train.global_batch))
-        where = (position(1 + step, self.samples, train.global_batch) for step in range(steps))
-        whole = (share_of(at, 1, 1, 0, merge=False).passes for at in where)
-        reads = self._loader.read(part.samples for (part,) in whole)
+        steps = min(LEAST, steps_in_epoch(self.samples, self.job.train.global_batch))
+        reads = self._loader.read(part for n in range(steps) for part in self._micro_batches(1 + n))
         with closing(reads):
             return mean_of(self._forward, (each.batch for each in reads if each.size), seed=seed)
 
@@ -394,15 +388,13 @@ class Training:
         more are tried than of a large model, those of a whole step: what compares samples may
         do so only where there are many.
         """
-        train = self.job.train
-        steps = steps_in_epoch(self.samples, train.global_batch)
+        steps = steps_in_epoch(self.samples, self.job.train.global_batch)
         spots: dict[Slice, tuple[Slice, ...]] = {}
         for number in range(_SPOTS):
-            where = position(1 + number * steps // _SPOTS, self.samples, train.global_batch)
-            parts = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
+            parts = self._micro_batches(1 + number * steps // _SPOTS)
             if len(parts) > 1:  # another pair of each step, as there may be but one
                 place = 2 * number % (len(parts) - 1)
-                first, second, *more = (part.samples for part in parts[place : place + 3])
+                first, second, *more = parts[place : place + 3]
                 if number % 2 and second.stop - second.first > 2:  # layers may refuse one sample
                     second = second._replace(stop=second.stop - 1)
                 elif number % 2 and more:
@@ -410,12 +402,15 @@ class Training:
                 spots[first] = first, second, first._replace(stop=second.stop)
         few = list(spots.values())
         if len(few) > LEAST:
-            whole = position(1, self.samples, train.global_batch)
-            every = [
-                p.samples for p in share_of(whole, train.micro_batches, 1, 0, merge=False).passes
-            ]
+            every = self._micro_batches(1)
             few.insert(LEAST, (*every, every[0]._replace(stop=every[-1].stop)))
         return few
+
+    def _micro_batches(self, step: int) -> list[Slice]:
+        """Those of a step, in its order."""
+        where = position(step, self.samples, self.job.train.global_batch)
+        every = share_of(where, parts_of(where, self.job.train), 1, 0, merge=False)
+        return [part.samples for part in every.passes]
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so, and say `yes` only where each does."""
