@@ -191,10 +191,13 @@ def test_workers_that_wait_for_a_stopped_one_end_once_no_master_can_come(
     program.until(program.is_training, "training")
     reach(program, 40)
     stopped = stop(newest_pids(program)[0])
-    for pid in (*(spare.pid for spare in spares(program)), pid_of(program, "host_joined")):
-        kill(pid)  # else it would end the workers
+    would_end_them = [*spares(program), psutil.Process(pid_of(program, "host_joined"))]
+    for process in would_end_them:
+        process.suspend()  # a master that finds it dead ends the workers as well
     program.process.kill()
     program.process.wait()
+    for process in would_end_them:
+        process.kill()
     _, alive = psutil.wait_procs(set(program.processes()) - {stopped}, timeout=SOON_S)
     assert [process.pid for process in alive] == []
     stopped.send_signal(signal.SIGCONT)

@@ -93,19 +93,25 @@ def finish_of(state: State) -> Finish:
     """How a run ended."""
     step = max((word.step for word in state.done.values()), default=0)
     rule = next((word.rule for word in state.done.values()), "")
-    rule = state.stop if rule == TOLD and state.stop else rule
+    rule = _told_by(state, step) if rule == TOLD else rule
     if state.blame is not None:
         word = state.blame.failed
         committed = max(word.step - 1, 0)  # it failed in the step after
         return Finish("failed", word.kind, committed, word.exit_code)
     if not state.done or not state.done.keys() >= set(state.members):
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
-    if rule in ("interrupted", TOLD):
+    if rule == "interrupted":
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
     code = 0 if all(word.finite for word in state.done.values()) else DIVERGED
     if rule in ("epochs", "steps", "own loop"):
         return Finish("completed", rule, step, code)
     return Finish("stopped", rule, step, code)
+
+
+def _told_by(state: State, step: int) -> str:
+    """Which of those that asked for a stop had it, where `step` was the last."""
+    by_rule = state.stop_after is None or step > state.stop_after
+    return state.stop if state.stop and by_rule else "interrupted"
 
 
 def by_signal(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:

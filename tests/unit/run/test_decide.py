@@ -296,7 +296,7 @@ def test_the_second_interrupt_kills_and_ends_as_interrupted():
     assert blamed(actions) == []
 
 
-REACHED = Fired("target", 40, "accuracy 0.98 reached the target 0.97")
+REACHED = Fired("target", 8, "accuracy 0.98 reached the target 0.97")
 
 
 def requests(actions):
@@ -313,10 +313,10 @@ def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
     state, actions = after(*news)
     assert state.phase == "training"
     why = "accuracy 0.98 reached the target 0.97"
-    assert requests(actions) == [{"by": "master", "rule": "target", "step": 40, "why": why}]
+    assert requests(actions) == [{"by": "master", "rule": "target", "step": 8, "why": why}]
     assert stops(actions) == []  # whoever told the figures passes the verdict on
-    _, actions = after(*news, *everybody_done(rule=TOLD, step=41), *everybody_ended())
-    assert ends(actions) == [Finish("stopped", "target", 41, 0)]
+    _, actions = after(*news, *everybody_done(rule=TOLD), *everybody_ended())
+    assert ends(actions) == [Finish("stopped", "target", 9, 0)]
 
 
 @pytest.mark.parametrize(
@@ -324,12 +324,26 @@ def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
     [
         ([REACHED, Interrupted("SIGINT")], Finish("stopped", "target", 9, 0)),
         ([Interrupted("SIGINT"), REACHED], Finish("interrupted", "interrupted", 9, INTERRUPTED)),
-        ([REACHED, Fired("plateau", 41, "no")], Finish("stopped", "target", 9, 0)),
+        ([REACHED, Fired("plateau", 9, "no")], Finish("stopped", "target", 9, 0)),
     ],
 )
 def test_of_several_that_ask_for_a_stop_the_first_is_its_rule(asked, finish):
     news = [*everybody_joined(), *asked, *everybody_done(rule=TOLD), *everybody_ended()]
     assert ends(after(*news)[1]) == [finish]
+
+
+@pytest.mark.parametrize(
+    ("last", "finish"),
+    [
+        (8, Finish("interrupted", "interrupted", 8, INTERRUPTED)),
+        (9, Finish("stopped", "target", 9, 0)),
+    ],
+)
+def test_a_rule_has_not_ended_a_run_that_an_interrupt_ends_sooner(last, finish):
+    """As where all had to go back, after the rule had fired and before its last step."""
+    stops = [REACHED, Interrupted("SIGINT")]
+    news = [*everybody_joined(), *stops, *everybody_done(rule=TOLD, step=last)]
+    assert ends(after(*news, *everybody_ended())[1]) == [finish]
 
 
 def test_a_rule_that_fires_when_the_run_ends_by_itself_changes_nothing():
