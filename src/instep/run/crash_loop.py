@@ -84,7 +84,7 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
     return counted, word, False
 
 
-def judge_group(state: State, committed: int) -> tuple[State, Blame | None]:
+def judge_group(state: State, committed: int, why: str = "") -> tuple[State, Blame | None]:
     """Count a group that came apart though every process lives.
 
     Hosts that a network has parted are waited for: there only what a worker
@@ -93,6 +93,7 @@ def judge_group(state: State, committed: int) -> tuple[State, Blame | None]:
     Args:
         state: what is known.
         committed: the last step that any worker has committed, as far as is known.
+        why: what the master saw, where no worker says more.
 
     Returns:
         What is known after it; and who is to blame, where the run ends with that.
@@ -106,7 +107,7 @@ def judge_group(state: State, committed: int) -> tuple[State, Blame | None]:
     if times < MOST_APART:
         return state, None
     more = f"no step after {farthest} was committed" if farthest else "no step was committed"
-    what = seen.cause if seen is not None and seen.cause else "no worker has said why."
+    what = seen.cause if seen is not None and seen.cause else why or "no worker has said why."
     cause = f"{what.rstrip('.')}. The group came apart {times} times and {more}."
     if seen is not None and seen.mine:
         cause += OUT_OF_SYSTEM

@@ -94,8 +94,8 @@ def decide(state: State, news: News, now: float) -> tuple[State, list[Action]]:
             return _hung(state, news)
         case Silent():
             return _silent(state, news, now)
-        case Stuck(generation, seconds):
-            return _stuck(state, generation, seconds, now)
+        case Stuck():
+            return _stuck(state, news, now)
         case Scaled(workers):
             return _scaled(state, workers, now)
         case Noticed(worker):
@@ -240,11 +240,17 @@ def _broke(state: State, news: Broke, now: float) -> tuple[State, list[Action]]:
     return replace(state, deadline=now + patience_s), []
 
 
-def _stuck(state: State, generation: int, seconds: float, now: float) -> tuple[State, list[Action]]:
-    if state.phase != "training" or generation != state.generation or not state.recovers:
+def _stuck(state: State, news: Stuck, now: float) -> tuple[State, list[Action]]:
+    if state.phase != "training" or news.generation != state.generation or not state.recovers:
         return state, []
-    why = f"the exchange did not move for {readable_seconds(seconds)}, and every worker lives"
-    return _again(state, why, now)
+    why = f"the exchange did not move for {readable_seconds(news.seconds)}, and every worker lives"
+    return _apart(state, news.step, why, now)
+
+
+def _apart(state: State, step: int, why: str, now: float) -> tuple[State, list[Action]]:
+    """The same members once more, unless that has been of no use."""
+    state, blame = crash_loop.judge_group(state, step, f"{why}.")
+    return endings.fail(state, blame, now) if blame is not None else _again(state, why, now)
 
 
 def _again(state: State, why: str, now: float) -> tuple[State, list[Action]]:
@@ -531,7 +537,4 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
         return ended, [KillAll(), *finish]
     if state.suspect is not None:
         return endings.fail(state, state.suspect, now)
-    state, blame = crash_loop.judge_group(state, step)
-    if blame is not None:
-        return endings.fail(state, blame, now)
-    return _again(state, "the group came apart, and every process lives", now)
+    return _apart(state, step, "the group came apart, and every process lives", now)

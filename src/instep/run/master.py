@@ -780,7 +780,7 @@ class Master:
         if self._state.phase == "training":
             seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
-                self._think(mind.Stuck(self._state.generation, seconds))
+                self._think(mind.Stuck(self._state.generation, seconds, self._books.committed))
         for hung in self._questions.answered(now):
             self._think(hung)
 

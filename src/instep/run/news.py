@@ -117,6 +117,8 @@ class Stuck:
 
     generation: int
     seconds: float
+    step: int = 0
+    """The last that any worker has committed, as far as is known."""
 
 
 @dataclass(frozen=True)

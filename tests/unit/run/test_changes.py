@@ -4,7 +4,7 @@ import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
 from instep.errors import PeerError
-from instep.run.crash_loop import MOST_HANGS
+from instep.run.crash_loop import MOST_APART, MOST_HANGS
 from instep.run.decide import decide
 from instep.run.news import (
     Attached,
@@ -261,6 +261,21 @@ def test_an_exchange_that_does_not_move_is_given_up_and_the_same_members_form_ag
     assert "did not move" in story.logged("generation_started")[0]["reason"]
     story.hears(Stuck(1, 2.5))
     assert story.state.generation == 2
+
+
+def test_an_exchange_that_never_moves_ends_the_run_and_one_that_moves_meanwhile_does_not():
+    story = Story(2)
+    for n in range(MOST_APART):
+        story.hears(Stuck(story.state.generation, 2.5, n))
+        story.form()
+    assert story.logged("worker_failed") == []
+    for _ in range(MOST_APART - 1):
+        story.hears(Stuck(story.state.generation, 2.5, MOST_APART - 1))
+        story.form()
+    (failed,) = story.logged("worker_failed")
+    assert (failed["kind"], failed["step"]) == ("group", MOST_APART)
+    assert "the exchange did not move for 2.5 s" in failed["cause"]
+    assert f"{MOST_APART} times and no step after {MOST_APART - 1} was" in failed["cause"]
 
 
 # ---- a master that takes over
