@@ -7,6 +7,7 @@ precision, and nothing of workers or steps.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -24,17 +25,23 @@ class Found(NamedTuple):
     """The loss of a batch, and how much it counts."""
 
     loss: Tensor
-    """The mean over the batch, a scalar that can be differentiated."""
+    """The mean over the batch, a scalar that can be differentiated; its total at weight 0."""
     weight: float
-    """Of what the loss is a mean of, so much is in the batch; above 0."""
+    """Of what the loss is a mean of, so much is in the batch; 0 or more."""
+
+    @property
+    def factor(self) -> float:
+        """What makes of the loss its total."""
+        return self.weight or 1.0
 
 
 class Measured(NamedTuple):
     """Loss and metrics of one batch."""
 
     values: dict[str, float]
+    """The loss as its total, the metrics as means."""
     weight: float
-    """Of the loss; the metrics count by samples. At 0 the loss is 0."""
+    """Of the loss; the metrics count by samples."""
 
 
 class Losses(NamedTuple):
@@ -102,8 +109,8 @@ class Forward:
         if not weight:
             return None
         loss, own, _, _ = self._outputs(batch)
-        weight = weight if own is None else own
-        return Found(loss, weight) if weight else None
+        found = Found(loss, weight if own is None else own)
+        return found if found.weight or _counts(loss) else None
 
     def _weight(self, batch: Any, samples: int) -> float:
         if self._weigh is None:
@@ -139,12 +146,19 @@ class Forward:
         weight = self._weight(batch, samples)
         with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
             loss, own, outputs, target = self._outputs(batch)
-        weight = weight if own is None else own
-        values = {"loss": float(loss.detach()) if weight else 0.0}
+        found = Found(loss.detach(), weight if own is None else own)
+        counts = found.weight or _counts(loss)
+        values = {"loss": float(found.loss) * found.factor if counts else 0.0}
         for name, metric in self.recipe.metrics.items():
             self.phase = f"metric {name}"
             values[name] = _number(metric(outputs, target), name)
-        return Measured(values, weight)
+        return Measured(values, found.weight)
+
+
+def _counts(total: Tensor) -> bool:
+    """Whether a loss of weight 0 is one: 0, or 0 / 0, is what is left where all is masked out."""
+    value = float(total.detach())
+    return math.isfinite(value) and value != 0.0
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -224,7 +224,7 @@ class OwnLoop:
         if not self._in_pass:
             raise SpecError("record() was called after optimizer.step(): call it before.")
         part = self._pending[0]
-        self._losses[part.number] = Weighed(loss, self._count)
+        self._losses[part.number] = Weighed(loss * self._count, self._count)
 
     @property
     def stopped(self) -> bool:

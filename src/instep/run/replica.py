@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # it builds on checkpoints, and those on this
 class Weighed(NamedTuple):
     """What one pass gave."""
 
-    loss: float
-    """Its mean."""
+    total: float
+    """Its loss: the mean times the weight."""
     weight: float
     """How much of what the loss is a mean of it holds: samples, unless the recipe says else."""
 
@@ -181,7 +181,7 @@ class Replica:
         """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
 
         Args:
-            passes: number of each of this worker's passes to its loss and weight.
+            passes: number of each of this worker's passes to what it gave.
             stop: whether this worker has been told to stop.
             leaving: whether this worker has no further step; then all must have none.
             skipped: samples that its passes lack, since they could not be read.
@@ -207,8 +207,8 @@ class Replica:
         own["arrived"][self.comm.rank] = arrived - self._base
         own["computing"][self.comm.rank] = self.clock.computing
         own["skipped"] = [float(skipped)]
-        for number, (loss, weight) in passes.items():
-            own["losses"][number], own["weights"][number] = weight * loss, weight
+        for number, (total, weight) in passes.items():
+            own["losses"][number], own["weights"][number] = total, weight
         own["buffers"] = self.buffers.marks()
         if self.guard is not None:
             own["corruption"] = self.guard.notes()

@@ -344,8 +344,8 @@ class _Tried:
             return False
         self.idle &= not any(each.gradients for each in apart)
         moved, layer = self._buffers(apart, spot.sizes, whole)
-        weights = [each.weight for each in apart]
-        share = [weight / sum(weights) for weight in weights]
+        weight = sum(each.weight for each in apart) or 1.0
+        share = [(each.weight or 1.0) / weight for each in apart]
         loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
         if not math.isfinite(whole.loss) or not math.isfinite(loss):
             self._untried = "the loss is not finite on the batches that were tried"

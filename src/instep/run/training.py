@@ -645,12 +645,13 @@ class Training:
             if found is None:  # nothing in it counts: as if it had not been
                 replica.after_pass(0.0, part.number)
                 continue
-            weight = 0.0 if part.repeats else found.weight
+            factor = 0.0 if part.repeats else found.factor
             if not part.repeats:
-                losses[part.number] = Weighed(float(found.loss.detach()), weight)
+                total = float(found.loss.detach()) * factor
+                losses[part.number] = Weighed(total, found.weight)
             since = clock.lap(since, "forward")
             self.phase = "backward"
-            replica.before_backward(weight / batch_size, last=number == len(share.passes) - 1)
+            replica.before_backward(factor / batch_size, last=number == len(share.passes) - 1)
             if guard is not None:
                 guard.hear(part)
             self._update.scaler.scale(found.loss).backward()

@@ -28,6 +28,7 @@ class PassResult(NamedTuple):
 
     loss: float
     weight: float
+    """At 0, loss and gradients are of the total."""
     gradients: dict[str, Tensor]
     """Of the mean loss; of the parameters that had one."""
     buffers: dict[str, Tensor]

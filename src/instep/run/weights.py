@@ -30,7 +30,8 @@ class WeightedLoss:
     """What `compute_loss` returns where its loss is a mean of something else than samples.
 
     The loss of a step is the sum of all `total` over the sum of all `weight`, taken over the
-    whole global batch, however it was cut.
+    whole global batch, however it was cut. A batch of weight 0 counts with its total too, unless
+    that is 0 or no finite number: then there is nothing in it.
 
     Args:
         total: the loss summed over what is weighed (tokens, say); a scalar that can be

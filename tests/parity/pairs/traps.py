@@ -301,6 +301,37 @@ def importance():
     )
 
 
+def detector():
+    """Every anchor counts in the sum, which is divided by those that hold an object: often none."""
+
+    def parts(model, batch):
+        anchors, objects = model(batch[0]), batch[1]
+        return F.binary_cross_entropy_with_logits(anchors, objects, reduction="sum"), objects.sum()
+
+    def plain(model, batch):
+        summed, objects = parts(model, batch)
+        return summed / objects
+
+    held = torch.zeros(SAMPLES, 4)
+    held[::5, 1] = held[list(first_of_each_step()), 3] = 1.0
+    return Parts(
+        model=mlp(),
+        train=list(zip(torch.randn(SAMPLES, 6), held, strict=True)),
+        compute_loss=plain,
+        given={"compute_loss": lambda model, batch: instep.WeightedLoss(*parts(model, batch))},
+    )
+
+
+@pair("detection, micro-batches without an object", train={"merge": "never"})
+def few_objects():
+    return detector()
+
+
+@pair("detection, the same bits", train={"determinism": "bits"})
+def few_objects_to_the_bit():
+    return detector()
+
+
 class Focal(nn.CrossEntropyLoss):
     """A loss that inherits from torch's, and divides by the samples whatever the weights are."""
 

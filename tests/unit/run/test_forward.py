@@ -152,6 +152,18 @@ def test_a_weighted_loss_of_weight_zero_gives_no_loss_though_it_is_nan():
     assert forward(loss=None, compute_loss=nothing).loss(BATCH, 4) is None
 
 
+def test_a_weighted_loss_of_weight_zero_counts_with_its_total():
+    """As of all anchors of images without an object, where the objects are what is counted."""
+
+    def negatives(model, batch):
+        return instep.WeightedLoss(model(batch[0]).sum() * 0 + 6.0, 0)
+
+    one = forward(loss=None, compute_loss=negatives)
+    found = one.loss(BATCH, 4)
+    assert (found.loss.item(), found.weight, found.factor) == (6.0, 0.0, 1.0)
+    assert one.measure(BATCH, 4) == ({"loss": 6.0}, 0.0)
+
+
 def test_a_weighted_loss_is_its_total_over_its_weight():
     def two(model, batch):
         return instep.WeightedLoss(model(batch[0]).sum() * 0 + 6.0, 4)
