@@ -73,7 +73,8 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
     """Read the environment; alone, if nothing in it speaks of others.
 
     Raises:
-        SpecError: a variable is there and is not a number, or numbers disagree.
+        SpecError: a variable is there and is not a number, or numbers disagree, or none tells
+            one start from another.
     """
     for who, (names, identity) in _DIALECTS.items():
         if names[0] not in environment or names[1] not in environment:
@@ -83,7 +84,14 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement:
         local_size = _local_size(environment, names[3], who, size)
         if not 0 <= rank < size:
             raise SpecError(f"{names[0]}={rank} with {names[1]}={size}: a rank is below the size.")
-        key = "-".join([who, str(size), *(environment.get(name, "") for name in identity)])
+        told = [environment.get(name, "") for name in identity]
+        if size > 1 and not any(told):
+            raise SpecError(
+                f"{names[1]}={size}, and nothing in the environment tells this start from another, "
+                f"whose processes it would meet. Set {identity[-1]} to the same value for all "
+                "processes of one start, such as 29500."
+            )
+        key = "-".join([who, str(size), *told])
         return Placement(rank, size, local_rank, local_size, re.sub(r"[^\w.-]", "_", key))
     return Placement(0, 1, 0, 1, f"alone-{os.getpid()}")
 

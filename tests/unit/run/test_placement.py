@@ -33,6 +33,7 @@ MPI = {
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-77@1",
 }
 
 
@@ -43,7 +44,8 @@ MPI = {
         ({"RANK": "1"}, (0, 1, 0, 1)),
         (TORCHRUN, (3, 4, 1, 2)),
         (TORCHRUN | SLURM, (3, 4, 1, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, (1, 2, 1, 2)),
         (SLURM | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}, (5, 8, 1, 4)),
         (SLURM | {"SLURM_NNODES": "2"}, (5, 8, 1, 4)),
         (SLURM, (5, 8, 1, 8)),
@@ -89,6 +91,12 @@ def test_processes_of_one_start_share_a_key_and_those_of_the_next_do_not():
     assert placement(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}).key != mine
     assert placement(TORCHRUN | {"MASTER_PORT": "29501"}).key != mine
     assert placement(SLURM).key != placement(SLURM | {"SLURM_STEP_ID": "1"}).key
+
+
+def test_processes_that_nothing_tells_from_those_of_another_start_are_refused():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    with pytest.raises(SpecError, match="WORLD_SIZE=4, and nothing .* Set MASTER_PORT to the same"):
+        placement({name: TORCHRUN[name] for name in names})
 
 
 def test_a_key_is_fit_for_a_file_name(tmp_path):
