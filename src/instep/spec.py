@@ -229,9 +229,10 @@ class DataSpec(Section, frozen=True, kw_only=True):
     `skip` leaves the sample out of its step or validation, and counts it."""
 
     changed: Literal["refuse", "accept"] = "refuse"
-    """What follows when a run goes on with a dataset of another length or with other contents in
-    32 keyed samples (as few as 4 where they take long, and only those that repeat): `accept`
-    trains on with what is there now, and says so."""
+    """What follows when a run goes on with other contents in 32 keyed samples (as few as 4 where
+    they take long, and only those that repeat) or a validation set of another length: `accept`
+    trains on with what is there now, and says so. A training set of another length is always
+    refused: an epoch's order follows from it."""
 
 
 class StartSpec(Section, frozen=True, kw_only=True):

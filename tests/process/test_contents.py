@@ -273,11 +273,23 @@ def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, lo
 def test_a_run_does_not_go_on_with_a_dataset_of_another_length(stopped: Halted) -> None:
     write(stopped.train, samples=120)
     message = "the training dataset had 96 samples when the run was started and has 120 now"
-    with pytest.raises(WorkerError, match=message) as caught:
+    for changed in ("refuse", "accept"):  # no order of half an epoch is that of the other length
+        with pytest.raises(WorkerError, match=message) as caught:
+            resumed(stopped.run, changed=changed)
+        assert caught.value.exit_code == DataError.exit_code
+        assert f"--set start.model={stopped.run}" in str(caught.value)
+
+
+def test_a_run_goes_on_with_a_validation_set_of_another_length_where_that_is_accepted(
+    stopped: Halted,
+) -> None:
+    write(stopped.validate, samples=20)
+    message = "the validation dataset had 96 samples when the run was started and has 20 now"
+    with pytest.raises(WorkerError, match=message):
         resumed(stopped.run)
-    assert caught.value.exit_code == DataError.exit_code
-    assert resumed(stopped.run, changed="accept")["steps"] == 16
+    assert resumed(stopped.run, changed="accept")["outcome"] == "completed"
     assert any(message in event["text"] for event in RunFolder(stopped.run).named("warning"))
+    assert RunFolder(stopped.run).audit.exact
 
 
 def test_a_run_does_not_go_on_with_other_contents_until_they_are_put_back(stopped: Halted) -> None:

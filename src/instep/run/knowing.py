@@ -17,7 +17,8 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
     """Compare with what the run has read before, and tell by what its datasets are known.
 
     Raises:
-        DataError: one has changed since, and `data.changed` does not accept that.
+        DataError: one has changed since, and `data.changed` does not accept that; or the number
+            of samples to train on has, which nothing accepts.
     """
     before = (
         {
@@ -39,6 +40,12 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
         )
         if name in before and not now.same_as(before[name]):
             text = _changed(name, before[name], now)
+            if loader is train and now.samples != before[name].samples:
+                raise DataError(
+                    f"{text} Which samples an epoch has left follows from their number, so the run "
+                    "cannot go on. Put the dataset back as it was; or start a new run from this "
+                    f"one's model: --set start.model={member.run}"
+                )
             if member.job.data.changed == "refuse":
                 raise DataError(
                     f"{text} Put it back as it was; or train on with what it is now: "
