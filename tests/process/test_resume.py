@@ -92,6 +92,7 @@ def test_a_stopped_run_goes_on_with_the_next_batch_at_another_size(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # twenty-one starts
 def test_a_run_that_is_stopped_at_20_random_steps_is_as_if_it_never_was(
     tmp_path: Path, undisturbed: Path
 ) -> None:

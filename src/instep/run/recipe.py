@@ -453,7 +453,7 @@ def check_scheduler(scheduler: Any) -> None:
             f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
             "every step with nothing. Use one that follows from the step, such as "
             "CosineAnnealingLR"
-            + ("; a plateau can end the run instead, with [stop] plateau." if plateau else ".")
+            + ("; a plateau can end the run instead, with stop.patience." if plateau else ".")
         )
 
 
