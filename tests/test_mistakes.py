@@ -351,7 +351,7 @@ IN_A_RECIPE = {
     ),
     "a scheduler that wants a metric": Part(
         {"scheduler": "lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)"},
-        ["ReduceLROnPlateau.step() wants 'metrics'", "CosineAnnealingLR", "[stop] plateau"],
+        ["ReduceLROnPlateau.step() wants 'metrics'", "CosineAnnealingLR", "stop.patience"],
     ),
     "a scheduler without a step": Part(
         {"scheduler": "lambda o: 0.1"}, ["Recipe.scheduler() returned a float, which has no step"]
