@@ -38,7 +38,7 @@ from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
-from instep.run.rehearsal import try_validation
+from instep.run.rehearsal import called_backward, try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
 from instep.run.sameness import (
     ANOTHER_SAW,
@@ -640,8 +640,10 @@ class Training:
             if not read.size:
                 continue
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-            self.phase = "forward"
+            self.phase, taken = "forward", replica.strategy.progress
             found = self._forward.loss(read.batch, read.size)
+            if replica.strategy.progress != taken:  # the trial may see other samples, or none
+                raise called_backward()
             if found is None:  # nothing in it counts: as if it had not been
                 replica.after_pass(0.0, part.number)
                 continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from instep.run.buffers import empty, filled, written
 from instep.run.forward import Forward, Losses, on_tensors, to_device
 from instep.run.recipe import set_generators
+from instep.run.rehearsal import called_backward
 from instep.run.weights import derive
 
 _MOVED_BY = 0.05
@@ -135,6 +136,8 @@ class TrialModel:
         before = [(name, p, p.detach().clone()) for name, p in self.model.named_parameters()]
         with self.draws():
             found = self.forward.loss(self._fit(batch), samples)
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
+                raise called_backward()
             if found is None:
                 return None
             found.loss.backward()
