@@ -1,10 +1,11 @@
-"""What a model keeps beside parameters and buffers: counters, generators, lists."""
+"""What model or dataset keep beside parameters and buffers: counters, generators, lists."""
 
 from __future__ import annotations
 
 import torch
 from pair import Parts, pair, said
 from torch import nn
+from torch.utils.data import Dataset
 
 from pairs.common import classes, mlp
 
@@ -73,3 +74,24 @@ class Recalled(nn.Module):
 @pair("a memory of the last batch in Python", said(TWICE))
 def recalled():
     return Parts(model=Recalled(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Jittered(Dataset):
+    """Adds noise from a generator of its own: other noise at each reading."""
+
+    def __init__(self):
+        self.samples, self.generator = classes(), torch.Generator().manual_seed(3)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        inputs, target = self.samples[index]
+        noise = torch.rand(inputs.shape, generator=self.generator, dtype=torch.float64)
+        return inputs + noise.to(inputs), target
+
+
+@pair("a generator of the dataset's own", said("^no: the training dataset.*Draw", alone=True))
+def drawing_dataset():
+    """The run reads samples to know them again and to try them: a plain loop draws other noise."""
+    return Parts(model=mlp(), train=Jittered(), loss=nn.CrossEntropyLoss())
