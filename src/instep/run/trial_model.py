@@ -164,6 +164,21 @@ class TrialModel:
             parameter.grad = None
         return found
 
+    def kept_by_loss(self, batch: Any, samples: int) -> str:
+        """The name of a buffer of the loss, and not of the model, that a pass moves; or empty."""
+        modules = [loss for loss in self._losses if isinstance(loss, nn.Module)]
+        own = {id(buffer) for buffer in self.model.buffers()}
+        named = [
+            (n, b) for module in modules for n, b in module.named_buffers() if id(b) not in own
+        ]
+        before = [buffer.detach().clone() for _, buffer in named]
+        self.run(batch, samples)
+        now = dict(pair for module in modules for pair in module.named_buffers())
+        for (name, _), value in zip(named, before, strict=True):
+            if name not in now or not torch.equal(now[name], value):
+                return name
+        return ""
+
     def mean_of(self, batches: Iterable[Any]) -> str:
         """What the loss of a Hugging Face model is a mean of: a name of `weights.DERIVED`.
 

@@ -95,3 +95,43 @@ class Jittered(Dataset):
 def drawing_dataset():
     """The run reads samples to know them again and to try them: a plain loop draws other noise."""
     return Parts(model=mlp(), train=Jittered(), loss=nn.CrossEntropyLoss())
+
+
+class Normalised(nn.Module):
+    """A criterion that divides by the running mean of what it gave, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.ones(()))
+
+    def forward(self, outputs, target):
+        found = nn.functional.cross_entropy(outputs, target)
+        self.level.mul_(0.9).add_(found.detach(), alpha=0.1)
+        return found / self.level
+
+
+@pair("a running mean in a buffer of the criterion", said("Recipe.loss.*buffer 'level'"))
+def normalised():
+    return Parts(
+        model=mlp(),
+        train=classes(),
+        loss=Normalised(),
+        given={"weight": lambda batch: len(batch[1])},
+    )
+
+
+@pair("a list in a closure of the loss", said("keeps something from call to call.*list"))
+def listed():
+    before = []
+
+    def loss(outputs, target):
+        found = nn.functional.cross_entropy(outputs, target)
+        before.append(float(found.detach()))
+        return found / (sum(before[-5:]) / len(before[-5:]))
+
+    return Parts(
+        model=mlp(),
+        train=classes(),
+        loss=loss,
+        given={"weight": lambda batch: len(batch[1])},
+    )
