@@ -170,7 +170,7 @@ def _unlike(expected: Same | Said | Refused, outcome: Outcome, alone: bool) -> l
         found.append("it does not say whether it is the same as one machine")
     elif not outcome.said_before:
         found.append("it says so, but not before its first step")
-    if isinstance(expected, Said) and not alone:
+    if isinstance(expected, Said) and (expected.alone or not alone):
         if says == "yes":
             found.append(f"it says yes, and is {outcome.distance} away")
         elif says and not re.match(r"(no|not shown): ", says):

@@ -35,11 +35,12 @@ class Same:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """Before its first step the run says what differs; on one worker with one micro-batch it is
-    the same."""
+    """Before its first step the run says what differs."""
 
     word: str
     """A regular expression that the verdict has to match, whatever its case."""
+    alone: bool = False
+    """Whether on one worker with one micro-batch too; else it is the same there."""
 
     def __str__(self) -> str:
         return "said"
@@ -74,9 +75,9 @@ Expected = Same | Said | Refused | Honest
 SAME = Same()
 
 
-def said(word: str) -> Said:
+def said(word: str, *, alone: bool = False) -> Said:
     """Said, with a word that must occur."""
-    return Said(word=word)
+    return Said(word=word, alone=alone)
 
 
 def refused(word: str, *, alone: bool = True) -> Refused:

@@ -31,7 +31,8 @@ distance is the 2-norm over all trained parameters of *instep - plain*, over tha
   between plain loops whose samples within a batch are permuted, or of float32's epsilon where
   they are closer than that. Where random numbers are drawn, between loops that add the gradients
   of the same micro-batches in another order.
-- **alone**: float64 on one worker with one micro-batch, where every model is the same.
+- **alone**: float64 on one worker with one micro-batch, where every model is the same, but for
+  a dataset that does not repeat.
 
 A step has 12 samples in 6 micro-batches, the last of an epoch 4 in 2. This page is written by
 `make parity-table`; torch {torch}.

@@ -72,6 +72,13 @@ def test_alone_with_one_micro_batch_everything_is_the_same():
         assert "parameters" in complaints(pair_that(expected), far)[0]
 
 
+def test_what_differs_alone_as_well_has_to_be_said_there():
+    alone = {"workers": 1, "micro_batches": 1}
+    pair = pair_that(said("queue", alone=True))
+    assert complaints(pair, replace(NO, **alone)) == []
+    assert "says yes" in complaints(pair, replace(FAR, **alone))[0]
+
+
 def test_a_refusal_is_a_recipe_error_with_the_word():
     pair = pair_that(refused("sum"))
     error = {"error": "the loss is a sum", "error_kind": "RecipeError", "ours": True, "steps": 0}

@@ -268,6 +268,9 @@ def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, lo
     done = instep.resume(run, quiet=True, workers=1)
     assert done.summary["outcome"] == "completed"
     assert len(RunFolder(run).named("dataset_known")) == 4  # two datasets, twice
+    verdicts = [event["verdict"] for event in RunFolder(run).named("same_as_one_machine")]
+    named = [text.startswith("no: the training dataset is not repeatable") for text in verdicts]
+    assert named == [how == "its own draws"] * 2
 
 
 def test_a_run_does_not_go_on_with_a_dataset_of_another_length(stopped: Halted) -> None:

@@ -6,7 +6,8 @@ of all workers. So they are the same at any number of workers, and for an
 exponential average the step counts once, with the mean of its micro-batches'
 statistics. Where they must be the same to the bit, each pass's proposal
 travels in a row of its own, and every worker adds the rows in one order.
-Buffers that nothing changes cost nothing.
+Buffers that nothing changes cost nothing. What a hook of the optimizer writes
+(an average of the weights) comes after that mean, and is committed as it is.
 
 A change is seen by torch's version counter, which costs no look at the values.
 But batch normalisation moves its running statistics without counting (torch
@@ -50,7 +51,7 @@ class Buffers:
         self._still = [
             (name, p) for name, p in model.named_parameters() if not (p.requires_grad or alone)
         ]
-        self.after_update()
+        self._frozen: list[tuple[str, nn.Parameter, int]] = []
         unique = {id(buffer): (module, name, buffer) for module, name, buffer in owners}
         self._owners = [(module, name) for module, name, _ in unique.values()]
         self._live = [buffer for _, _, buffer in unique.values()]
@@ -62,6 +63,7 @@ class Buffers:
         self.moved: set[int] = set()
         """The identity (`id`) of each buffer that a committed step has moved."""
         self._compared = False
+        self._note_frozen()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -76,20 +78,13 @@ class Buffers:
         """
         self._refuse()
         moved = self._moved()
+        self._compared = True
         if not weight:
             for index in moved:
                 self._restore(index)
             return False
         for index in moved:
-            module, name = self._owners[index]
-            now = module._buffers[name]
-            assert now is not None
-            if now.shape != self._live[index].shape or now.is_complex():
-                raise RecipeError(
-                    f"the forward pass changed the buffer {name!r} of a {type(module).__name__} "
-                    f"from shape {list(self._live[index].shape)} to {list(now.shape)}: a buffer "
-                    "that a pass writes must keep its shape, and be real."
-                )
+            now = self._now(index, "the forward pass")
             rows = self._proposed.setdefault(index, {})
             sum_of_weights, total = rows.get(number % self._rows, (0.0, torch.zeros(())))
             total = total.to(now.device) + weight * now.to(torch.float64)
@@ -97,8 +92,18 @@ class Buffers:
             self._restore(index)
         return bool(moved)
 
+    @torch.no_grad()
     def after_update(self) -> None:
-        """What wrote to a frozen parameter since the last pass was an optimizer's hook."""
+        """What wrote since `apply` was the optimizer or a hook of it, as one that averages the
+        weights: alike on every worker, and once in the step. So it is committed as it is."""
+        for index in self._moved():
+            now = self._now(index, "a hook of the optimizer")
+            self._committed[index].copy_(now)
+            self.moved.add(id(self._live[index]))
+            self._restore(index)
+        self._note_frozen()
+
+    def _note_frozen(self) -> None:
         self._frozen = [(name, parameter, parameter._version) for name, parameter in self._still]
 
     def _refuse(self) -> None:
@@ -118,7 +123,6 @@ class Buffers:
         for i in set(present) - counted - self._uncounted:
             if not self._compared or id(self._owners[i][0]) in modules or self._like_statistics(i):
                 self._uncounted |= {i} if self._differs(i) else set()
-        self._compared = True
         return [i for i in present if i in counted or i in self._uncounted]
 
     def _counted(self, index: int) -> bool:
@@ -131,6 +135,18 @@ class Buffers:
 
     def _differs(self, index: int) -> bool:
         return not torch.equal(self._live[index], self._committed[index])
+
+    def _now(self, index: int, by: str) -> Tensor:
+        module, name = self._owners[index]
+        now = module._buffers[name]
+        assert now is not None
+        if now.shape != self._live[index].shape or now.is_complex():
+            raise RecipeError(
+                f"{by} changed the buffer {name!r} of a {type(module).__name__} "
+                f"from shape {list(self._live[index].shape)} to {list(now.shape)}: a buffer "
+                "that it writes must keep its shape, and be real."
+            )
+        return now
 
     def _restore(self, index: int) -> None:
         module, name = self._owners[index]

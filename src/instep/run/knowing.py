@@ -13,8 +13,12 @@ from instep.report.run_folder import RunFolder
 from instep.run.member import Member
 
 
-def check_datasets(member: Member, train: Loader, validation: Loader | None) -> None:
+def check_datasets(member: Member, train: Loader, validation: Loader | None) -> int | None:
     """Compare with what the run has read before, and tell by what its datasets are known.
+
+    Returns:
+        A sample of the training that held something else when it was read again, now or
+        before; None where each that was read twice repeated.
 
     Raises:
         DataError: one has changed since, and `data.changed` does not accept that; or the number
@@ -30,6 +34,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
         if member.checkpoint is not None
         else {}
     )
+    differed: list[int] = []
     for name, loader in (("training", train), ("validation", validation)):
         if loader is None:
             continue
@@ -52,6 +57,8 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
                     "--set data.changed=accept"
                 )
             member.emit("warning", text=f"{text} It goes on with what it is now.")
+        if name == "training":
+            differed = now.differed or (before[name].differed if name in before else [])
         if now.differed and name not in before:
             member.emit("warning", text=_not_repeatable(name, now))
         member.emit(
@@ -61,6 +68,19 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             contents=now.contents,
             differed=now.differed,
         )
+    return differed[0] if differed else None
+
+
+def not_as_read_once(sample: int) -> str:
+    """The verdict on a run whose training dataset does not repeat; no number of workers helps."""
+    return (
+        f"no: the training dataset is not repeatable (sample {sample} held something else when it "
+        "was read again): it draws from a place that no key reaches, and is read more often than "
+        f"by one machine. {_REMEDY}"
+    )
+
+
+_REMEDY = "Draw from a global generator, or give the random part as Recipe.augment"
 
 
 def _changed(name: str, before: Fingerprint, now: Fingerprint) -> str:
@@ -82,6 +102,6 @@ def _not_repeatable(name: str, now: Fingerprint) -> str:
         f"the {name} dataset is not repeatable: sample {now.differed[0]} held something else when "
         "it was read again with the same generators (torch's, numpy's and Python's global ones). "
         "It draws from another place, such as a generator of its own or the system's; so the same "
-        "run gives other values each time, and at another number of workers. Draw from a global "
-        "generator, or give the random part as Recipe.augment."
+        "run gives other values each time, and at another number of workers. "
+        f"{_REMEDY}."
     )

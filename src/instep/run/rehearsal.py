@@ -42,6 +42,16 @@ def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any) -> Any:
         ) from error
 
 
+def called_backward() -> RecipeError:
+    """The error of a pass in which gradients arrived before its loss was there."""
+    return RecipeError(
+        "backward() was called while the loss was computed (in compute_loss, the loss or the "
+        "model): its gradients belong to no loss that could be weighed, and workers would not "
+        "agree on them. Add the terms to the loss that you return; where you need a gradient "
+        "yourself (a penalty, an attack), take it with torch.autograd.grad."
+    )
+
+
 def try_validation(forward: Forward, loader: Loader, samples: int) -> None:
     """Measure one batch of the validation, in eval mode, on a copy of the model; nothing stays.
 

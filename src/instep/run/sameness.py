@@ -205,6 +205,7 @@ class _Tried:
     def __init__(self, model: TrialModel, forward: Forward, weighed: Weighing, whole: int) -> None:
         self._model, self._forward = model, forward
         self._known, self._name = weighed.known, weighed.name
+        self._by_samples = weighed.weigh is None
         self._whole = whole
         self._derived = ""
         self._near, self._floor = _nearness(model)
@@ -298,10 +299,15 @@ class _Tried:
         """Run a micro-batch again, which must give the same; else that is the reason."""
         again = self._model.run(spot.parts[0], spot.sizes[0])
         if once is not None and again is not None and not self._same(once, again):
+            buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
+            who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
+            how += "that each call moves, or draws from a generator of its own"
+            if buffer:
+                who, how = self._name, f"in its buffer {buffer!r}"
             self._differs[:] = [
-                "the model or its loss gives another result when the same batch is run again (it "
-                "counts calls in Python, or draws from a generator of its own), and a step calls "
-                "it once for each micro-batch"
+                f"{who} gives another result when the same batch is run again, as it keeps "
+                f"something from call to call ({how}), and a step calls it once for each "
+                "micro-batch"
             ]
 
     def _same(self, one: PassResult, other: PassResult) -> bool:
@@ -353,7 +359,8 @@ class _Tried:
         self.compared += 1
         worst = self._gradients_differ(_mean(apart, share), whole.gradients)
         alike = _close(loss, whole.loss, self._near) and not worst
-        if not alike and _made_otherwise(spot):
+        packed = self._packed(spot)
+        if not alike and not packed and _made_otherwise(spot):
             self._differs.append(
                 "a batch does not hold its samples as its micro-batches do: the dataset draws "
                 "from a generator of its own, or collate draws or looks at the whole batch"
@@ -361,7 +368,7 @@ class _Tried:
             return moved
         if not alike:
             self._refuse_sum(apart, whole)
-            layer = self._looks_at_its_batch(spot)
+            layer = "" if packed else self._looks_at_its_batch(spot)
         seen = spot.sizes[0]  # the last may have been made longer
         if layer:
             self._differs.append(
@@ -369,7 +376,7 @@ class _Tried:
                 f"where one machine would show it {self._whole}"
             )
         elif not alike:
-            self._differs.append(self._by_loss(loss, whole.loss, worst, spot))
+            self._differs.append(self._by_loss(loss, whole.loss, worst, spot, packed))
         return moved
 
     def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
@@ -377,8 +384,19 @@ class _Tried:
         apart = [run(part, size) for part, size in zip(spot.parts, spot.sizes, strict=True)]
         return apart, run(spot.whole, sum(spot.sizes))
 
-    def _by_loss(self, apart: float, whole: float, worst: str, spot: Spot) -> str:
-        if self._forward.recipe.weight:
+    def _packed(self, spot: Spot) -> str:
+        """The shape of a batch that is weighed by samples, though none of it is a row each."""
+        shape = next((list(t.shape) for t in _all_tensors(spot.whole) if t.dim()), [])
+        weighed = not self._by_samples or self._forward.weighs_itself or self._derived
+        return "" if weighed or not shape or sum(spot.sizes) in shape[:2] else str(shape)
+
+    def _by_loss(self, apart: float, whole: float, worst: str, spot: Spot, packed: str) -> str:
+        if packed:
+            by = (
+                f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
+                "it is a mean of what they hold, such as tokens: Recipe.weight can say of how many"
+            )
+        elif self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
         else:
             by = (

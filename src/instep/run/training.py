@@ -38,7 +38,7 @@ from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.placement import address_towards
 from instep.run.recipe import Recipe, build, set_generators
-from instep.run.rehearsal import try_validation
+from instep.run.rehearsal import called_backward, try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
 from instep.run.sameness import (
     ANOTHER_SAW,
@@ -112,8 +112,10 @@ class Training:
         """Takes the contents of samples as they are handed to a step, for the audit."""
         if self.job.check.content != "off" and member.run.is_dir():
             self._record = Record(member.run / f"contents-{member.number}.bin")
+        self._unlike: int | None = None
+        """A sample that does not repeat, as worker 0 found."""
         if not member.goes_on and member.number == 0:
-            knowing.check_datasets(member, self._loader, self._validation)
+            self._unlike = knowing.check_datasets(member, self._loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._update = Update(
             built.optimizer,
@@ -413,15 +415,22 @@ class Training:
         return [part.samples for part in every.passes]
 
     def _agree_on_trial(self, comm: Comm) -> None:
-        """Merge only where every member's trial says so, and say `yes` only where each does."""
+        """Merge only where every member's trial says so, and say `yes` only where each does.
+
+        A dataset that does not repeat is `no` for all of them, whatever the trials saw.
+        """
         trial = self._for_what_is_lost(self._standing.trial or self._try())
         self._forward.derive(trial.derived)
-        found = torch.tensor([float(trial.merge), float(trial.same)], device=self.device)
+        unlike = 0 if self._unlike is None else 1 + self._unlike
+        found = torch.tensor([trial.merge, trial.same, unlike], dtype=torch.float64)
+        found = found.to(self.device)
         comm.all_reduce(found).wait()
         if trial.merge and float(found[0]) < comm.size:
             trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
         if trial.same and float(found[1]) < comm.size:
             trial = trial._replace(verdict=ANOTHER_SAW)
+        if unlike := int(found[2]):
+            trial = trial._replace(verdict=knowing.not_as_read_once(unlike - 1))
         self._standing.trial = trial
         if self.job.check.strict and not trial.same:
             raise SpecError(
@@ -640,8 +649,10 @@ class Training:
             if not read.size:
                 continue
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-            self.phase = "forward"
+            self.phase, taken = "forward", replica.strategy.progress
             found = self._forward.loss(read.batch, read.size)
+            if replica.strategy.progress != taken:  # the trial may see other samples, or none
+                raise called_backward()
             if found is None:  # nothing in it counts: as if it had not been
                 replica.after_pass(0.0, part.number)
                 continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from instep.run.buffers import empty, filled, written
 from instep.run.forward import Forward, Losses, on_tensors, to_device
 from instep.run.recipe import set_generators
+from instep.run.rehearsal import called_backward
 from instep.run.weights import derive
 
 _MOVED_BY = 0.05
@@ -136,6 +137,8 @@ class TrialModel:
         before = [(name, p, p.detach().clone()) for name, p in self.model.named_parameters()]
         with self.draws():
             found = self.forward.loss(self._fit(batch), samples)
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
+                raise called_backward()
             if found is None:
                 return None
             found.loss.backward()
@@ -161,6 +164,21 @@ class TrialModel:
             found |= parameter.grad is not None
             parameter.grad = None
         return found
+
+    def kept_by_loss(self, batch: Any, samples: int) -> str:
+        """The name of a buffer of the loss, and not of the model, that a pass moves; or empty."""
+        modules = [loss for loss in self._losses if isinstance(loss, nn.Module)]
+        own = {id(buffer) for buffer in self.model.buffers()}
+        named = [
+            (n, b) for module in modules for n, b in module.named_buffers() if id(b) not in own
+        ]
+        before = [buffer.detach().clone() for _, buffer in named]
+        self.run(batch, samples)
+        now = dict(pair for module in modules for pair in module.named_buffers())
+        for (name, _), value in zip(named, before, strict=True):
+            if name not in now or not torch.equal(now[name], value):
+                return name
+        return ""
 
     def mean_of(self, batches: Iterable[Any]) -> str:
         """What the loss of a Hugging Face model is a mean of: a name of `weights.DERIVED`.

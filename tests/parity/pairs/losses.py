@@ -235,6 +235,39 @@ def penalty():
     )
 
 
+@pair("a backward within compute_loss", refused("backward.*loss that you return"))
+def backward_within():
+    def loss(model, batch):
+        found = F.mse_loss(model(batch[0]), batch[1])
+        (0.5 * model(batch[0]).square().mean()).backward()
+        return found
+
+    return Parts(
+        model=mlp(outputs=3),
+        train=regression(),
+        compute_loss=loss,
+        given={"weight": samples_of},
+    )
+
+
+@pair("an attack on the inputs by backward, its gradients dropped", refused("autograd.grad"))
+def attacked():
+    """The textbook's FGSM: no gradient is left when the loss is returned."""
+
+    def loss(model, batch):
+        inputs = batch[0].detach().requires_grad_()
+        F.mse_loss(model(inputs), batch[1]).backward()
+        model.zero_grad()
+        return F.mse_loss(model((inputs + 0.1 * inputs.grad.sign()).detach()), batch[1])
+
+    return Parts(
+        model=mlp(outputs=3),
+        train=regression(),
+        compute_loss=loss,
+        given={"weight": samples_of},
+    )
+
+
 @pair("weight decay in the loss")
 def decay_in_loss():
     """A term that no batch changes."""

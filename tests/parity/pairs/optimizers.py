@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from pair import Parts, pair, refused
+from pair import Parts, pair, refused, samples_of
 from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pairs.common import gentle_adamw, mlp, regression
 
@@ -81,3 +83,36 @@ class Langevin(torch.optim.SGD):
 @pair("an optimizer that draws")
 def langevin():
     return moved_by(lambda p: Langevin(p, lr=0.05))
+
+
+class Taught(nn.Module):
+    """A net, and the moving average of its weights, which counts in a buffer how often it moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.teacher = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.teacher.requires_grad_(False)
+
+
+@pair("a moving average of the weights by a hook of the optimizer, in the loss", draws=True)
+def averaged_by_a_hook():
+    """`AveragedModel` copies the weights where its count is 0, and averages them from then on."""
+    model = Taught()
+
+    def optimizer(parameters):
+        made = gentle_adamw(parameters)
+        made.register_step_post_hook(lambda *_: model.teacher.update_parameters(model.net))
+        return made
+
+    def loss(model, batch):
+        found = model.net(batch[0])
+        return F.mse_loss(found, batch[1]) + F.mse_loss(found, model.teacher(batch[0]))
+
+    return Parts(
+        model=model,
+        train=regression(),
+        compute_loss=loss,
+        optimizer=optimizer,
+        given={"weight": samples_of},
+    )

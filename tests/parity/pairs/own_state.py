@@ -1,10 +1,11 @@
-"""What a model keeps beside parameters and buffers: counters, generators, lists."""
+"""What model or dataset keep beside parameters and buffers: counters, generators, lists."""
 
 from __future__ import annotations
 
 import torch
 from pair import Parts, pair, said
 from torch import nn
+from torch.utils.data import Dataset
 
 from pairs.common import classes, mlp
 
@@ -73,3 +74,64 @@ class Recalled(nn.Module):
 @pair("a memory of the last batch in Python", said(TWICE))
 def recalled():
     return Parts(model=Recalled(), train=classes(), loss=nn.CrossEntropyLoss())
+
+
+class Jittered(Dataset):
+    """Adds noise from a generator of its own: other noise at each reading."""
+
+    def __init__(self):
+        self.samples, self.generator = classes(), torch.Generator().manual_seed(3)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        inputs, target = self.samples[index]
+        noise = torch.rand(inputs.shape, generator=self.generator, dtype=torch.float64)
+        return inputs + noise.to(inputs), target
+
+
+@pair("a generator of the dataset's own", said("^no: the training dataset.*Draw", alone=True))
+def drawing_dataset():
+    """The run reads samples to know them again and to try them: a plain loop draws other noise."""
+    return Parts(model=mlp(), train=Jittered(), loss=nn.CrossEntropyLoss())
+
+
+class Normalised(nn.Module):
+    """A criterion that divides by the running mean of what it gave, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.ones(()))
+
+    def forward(self, outputs, target):
+        found = nn.functional.cross_entropy(outputs, target)
+        self.level.mul_(0.9).add_(found.detach(), alpha=0.1)
+        return found / self.level
+
+
+@pair("a running mean in a buffer of the criterion", said("Recipe.loss.*buffer 'level'"))
+def normalised():
+    return Parts(
+        model=mlp(),
+        train=classes(),
+        loss=Normalised(),
+        given={"weight": lambda batch: len(batch[1])},
+    )
+
+
+@pair("a list in a closure of the loss", said("keeps something from call to call.*list"))
+def listed():
+    before = []
+
+    def loss(outputs, target):
+        found = nn.functional.cross_entropy(outputs, target)
+        before.append(float(found.detach()))
+        return found / (sum(before[-5:]) / len(before[-5:]))
+
+    return Parts(
+        model=mlp(),
+        train=classes(),
+        loss=loss,
+        given={"weight": lambda batch: len(batch[1])},
+    )

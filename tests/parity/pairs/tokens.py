@@ -231,3 +231,47 @@ def encoder():
         loss=nn.CrossEntropyLoss(),
         optimizer=gentle_adamw,
     )
+
+
+def packed(samples):
+    """All sequences in one row, and the number of each beside its tokens."""
+    every = [x for (x,) in samples]
+    numbers = [torch.full_like(x, number) for number, x in enumerate(every)]
+    return {"tokens": torch.cat(every).unsqueeze(0), "documents": torch.cat(numbers).unsqueeze(0)}
+
+
+class Within(nn.Module):
+    """Predicts each token from the mean of those before it in its sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, tokens, documents):
+        seen = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril(-1).to(self.embed.weight)
+        return self.out(seen @ self.embed(tokens) / seen.sum(2, keepdim=True).clamp(min=1))
+
+
+def mean_over_packed(model, batch):
+    return F.cross_entropy(model(**batch).flatten(0, 1), batch["tokens"].flatten())
+
+
+def packing(**changes):
+    return Parts(
+        model=Within(),
+        train=sentences(),
+        collate=packed,
+        compute_loss=mean_over_packed,
+        of=lambda batch: batch["tokens"].numel(),
+        **changes,
+    )
+
+
+@pair("packed tokens, no weight", said("packs samples.*Recipe.weight can say"))
+def packed_unweighed():
+    return packing()
+
+
+@pair("packed tokens, Recipe.weight")
+def packed_weighed():
+    return packing(given={"weight": lambda batch: batch["tokens"].numel()})

@@ -56,6 +56,49 @@ def test_a_step_is_the_mean_of_its_passes_by_weight_and_counts_once():
     assert int(model.count) == 1
 
 
+def in_place(model):
+    model.mean.add_(1)
+
+
+def another_tensor(model):
+    model.mean = model.mean + 1
+
+
+def by_its_data(model):
+    model.mean.data += 1  # which torch does not count
+
+
+@pytest.mark.parametrize("hook", [in_place, another_tensor, by_its_data])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_what_a_hook_of_the_optimizer_writes_is_there_in_every_pass_of_the_next_step(hook, passes):
+    model = Counter()
+    buffers = Buffers(model)
+    mean, expected = model.mean, 10.0
+    for _ in range(3):
+        for number in range(passes):
+            assert model.mean.tolist() == [expected] * 2
+            model(torch.full((4, 2), 6.0))
+            buffers.after_pass(1 / passes, number)
+        committed(model, buffers)
+        hook(model)
+        buffers.after_update()
+        expected = (expected + 6) / 2 + 1
+        assert model.mean is mean
+        assert id(mean) in buffers.moved
+    model(torch.zeros(4, 2))
+    buffers.undo()
+    assert model.mean.tolist() == [expected] * 2
+    assert int(model.count) == 3
+
+
+def test_a_hook_that_changes_the_shape_of_a_buffer_is_refused():
+    model = Counter()
+    buffers = Buffers(model)
+    model.mean = torch.zeros(3)
+    with pytest.raises(RecipeError, match=r"a hook of the optimizer changed the buffer 'mean'"):
+        buffers.after_update()
+
+
 def test_running_statistics_of_batch_normalisation_are_the_mean_over_passes():
     model = nn.BatchNorm1d(3)
     buffers = Buffers(model)

@@ -503,6 +503,19 @@ def test_batches_that_are_made_otherwise_as_one_are_named_as_that():
     assert verdict.startswith("no: a batch does not hold its samples as its micro-batches do")
 
 
+def test_batches_that_are_made_otherwise_are_no_packing_where_time_comes_first():
+    """[time, samples, ...], as of recurrent networks: nothing is packed there."""
+    torch.manual_seed(2)
+    one, other = torch.randn(5, 4, 3), torch.randn(5, 3, 3)
+    whole = torch.cat([one, other], 1) * 0.5
+    target = torch.zeros(5, 7, 2)
+    recipe = Recipe(model=nn.Linear(3, 2), train=[0], optimizer=lambda p: None, loss=nn.MSELoss())
+    spot = Spot(((one, target[:, :4]), (other, target[:, 4:])), (whole, target), (4, 3))
+    forward = Forward(recipe, recipe.model, CPU, "float32")
+    verdict = try_out(forward, [spot], whole=WHOLE, seed=7).verdict
+    assert verdict.startswith("no: a batch does not hold its samples as its micro-batches do")
+
+
 def test_a_model_that_came_in_evaluation_mode_is_tried_as_it_will_be_trained():
     """Pretrained models are often handed out so, and training switches the mode back."""
     assert (
