@@ -32,6 +32,7 @@ import numpy as np
 
 from instep.errors import RunError
 from instep.formats import FORMAT, INSTEP, other_format
+from instep.plain_file import check_plain, plain, read_plain
 
 _CHUNK_BYTES = 1 << 16
 
@@ -193,7 +194,7 @@ class Appender:
         self._held = b""
         self._lock = threading.Lock()
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=plain)  # noqa: SIM115 closed by close
         except OSError as error:
             raise _unwritable(path, error) from None
 
@@ -267,7 +268,7 @@ def cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     try:
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=plain) as file:
             file.truncate(_end_of_lines(file))
     except OSError as error:
         raise _unwritable(path, error) from None
@@ -292,8 +293,9 @@ def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    size = path.stat().st_size if path.exists() else 0
     try:
+        check_plain(path)
+        size = path.stat().st_size if path.exists() else 0
         if size % dtype.itemsize:
             os.truncate(path, size - size % dtype.itemsize)
     except OSError as error:
@@ -307,7 +309,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", opener=plain) as lines:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
@@ -321,7 +323,7 @@ def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """
     if not path.exists():
         return np.empty(0, dtype)
-    data = memoryview(path.read_bytes())
+    data = memoryview(read_plain(path))
     if dtype == LEDGER:
         whole = check_ledger(path, bytes(data[:LEDGER_START]))
         data = data[LEDGER_START if whole else len(data) :]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from instep.plain_file import plain
 from instep.report.run_folder import RunFolder
 from instep.run.processes import SPARE, began
 
@@ -56,7 +57,7 @@ class Roster:
     def listen(self) -> None:
         """Take in what has been logged since."""
         try:
-            with self._path.open("rb") as file:
+            with open(self._path, "rb", opener=plain) as file:
                 file.seek(self._read)
                 data = file.read()
         except FileNotFoundError:

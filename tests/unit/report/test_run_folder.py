@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
 
+from disks import KINDS, put
 from instep.errors import RunError
 from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.run_folder import RunFolder, Traffic
@@ -202,11 +203,12 @@ def test_an_event_that_is_none_is_named(tmp_path, line, words):
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "ledger.bin", "steps.bin"])
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_in_the_place_of_a_file_is_named_and_never_waited_for(tmp_path, name, kind):
     path = make_run(tmp_path / "digits")
     (path / name).unlink()
-    (path / name).mkdir()
-    with pytest.raises(RunError, match=f"{name} cannot be read: Is a directory"):
+    put(kind, path / name)
+    with pytest.raises(RunError, match=f"{name} cannot be read: it is a {kind} and not a file"):
         RunFolder(path)
 
 
