@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instep.errors import RunError, SpecError, near_miss
-from instep.events import LEDGER, STEPS, read_events, read_records
+from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.report.audit import Audit, audit
 from instep.report.skipped import skipped_in
@@ -355,47 +355,19 @@ def _written_by(run: Path) -> object:
 
 
 def _events(path: Path) -> list[Event]:
+    events: list[Event] = []
     try:
-        events = list(read_events(path))
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}.") from None
+        for event in read_events(path):
+            events.append(event)
+            if wrong := wrong_in(event):
+                raise RunError(f"{path} is damaged: in line {len(events)} {wrong}.")
+    except (ValueError, RecursionError) as error:
+        line = f"line {len(events) + 1} is no JSON: {error}"
+        what = str(error) if isinstance(error, UnicodeDecodeError) else line  # it reads ahead
+        raise RunError(f"{path} is damaged: {what}.") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from None
-    for number, event in enumerate(events, start=1):
-        if wrong := _wrong(event):
-            raise RunError(f"{path} is damaged: in line {number} {wrong}.")
     return events
-
-
-_NUMBERS = frozenset(
-    [
-        *(
-            "time",
-            "step",
-            "resumed_step",
-            "clean_step",
-            "last_step",
-            "epoch",
-            "worker",
-            "generation",
-        ),
-        *("samples", "validation_samples", "sent_bytes", "received_bytes", "size_bytes"),
-        *("seconds", "held_s"),
-    ]
-)
-"""Fields that every report counts with; None is for what is not known."""
-
-
-def _wrong(event: Any) -> str:
-    """What makes a line no event; empty if it is one."""
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return "stands no event"
-    if not isinstance(event.get("time"), int | float):
-        return "the event has no time"
-    for name in _NUMBERS & event.keys():
-        if not isinstance(event[name], int | float | None):
-            return f"{name} is {event[name]!r}, which is no number"
-    return ""
 
 
 def _records(path: Path, dtype: np.dtype[Any]) -> Records:

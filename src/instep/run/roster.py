@@ -65,7 +65,7 @@ class Roster:
         self._read += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: no process
                 self.hear(json.loads(line))
 
     def hear(self, event: dict[str, Any]) -> None:
