@@ -273,20 +273,43 @@ class RunFolder:
         """How long the run took, start-up and end included, all sessions together."""
         return sum(end - begin for begin, end in self.sessions)
 
+    @cached_property
+    def unrecorded(self) -> Records:
+        """Committed steps of which no step record is left, [steps] in order.
+
+        Those at the very end of a run that has not ended are under way to the file.
+        """
+        steps: Records = np.setdiff1d(self.committed["step"], self.steps["step"])
+        if self.outcome == "unfinished" and len(self.steps):
+            steps = steps[steps < self.steps["step"].max()]
+        return steps
+
+    @cached_property
+    def timed_samples(self) -> int:
+        """Samples of the committed steps that lie within `training_seconds`."""
+        ledger = self.committed
+        timed = np.zeros(len(ledger), np.bool_)
+        for steps in self._computed_by_session():
+            first, last = steps["step"].min(), steps["step"].max()
+            timed |= (ledger["step"] >= first) & (ledger["step"] <= last)
+        return self.audit.used - int((ledger["stop"] - ledger["first"])[~timed].sum())
+
     def training_seconds(self, worker: int | None = None) -> float:
         """From the begin of the first step to the end of the last, for each session, summed.
 
         Steps that were taken back, and computed again, count: their time was spent.
         """
+        total = 0.0
+        for mine in self._computed_by_session(worker):
+            total += float(step_ends(mine).max() - mine["begin"].min())
+        return total
+
+    def _computed_by_session(self, worker: int | None = None) -> list[Records]:
         steps = self._computed
         if worker is not None:
             steps = steps[steps["worker"] == worker]
         session = np.searchsorted([begin for begin, _ in self.sessions[1:]], steps["begin"])
-        total = 0.0
-        for number in np.unique(session):
-            mine = steps[session == number]
-            total += float(step_ends(mine).max() - mine["begin"].min())
-        return total
+        return [steps[session == number] for number in np.unique(session)]
 
 
 def step_ends(steps: Records) -> Floats:

@@ -10,7 +10,7 @@ from instep.errors import RunError
 from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.page import render
 from instep.report.run_folder import RunFolder, Traffic
-from instep.report.summary import summarise, verdict
+from instep.report.summary import gap_words, summarise, verdict
 
 
 def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
@@ -272,6 +272,38 @@ def test_garbage_for_step_records_is_one_sentence(tmp_path, seed):
     (run / "steps.bin").write_bytes(steps)
     with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is none"):
         RunFolder(run)
+
+
+def test_steps_whose_records_are_gone_are_told_and_do_not_count_in_the_rate(tmp_path):
+    path = make_run(tmp_path / "digits")
+    assert summarise(RunFolder(path))["unrecorded_steps"] == 0
+    assert gap_words(RunFolder(path)) == ""
+    steps, rate = read_records(path / "steps.bin", STEPS), 3000 / (48 * 0.02)
+    for kept, words in (
+        (steps["step"] > 12, "of steps 1 to 12 are missing"),
+        (steps["step"] < 48, "of step 48 are missing"),
+        ((steps["step"] > 2) & (steps["step"] != 9), "of steps 1 to 2, 9 are missing"),
+        (steps["step"] < 0, "the losses and times of all steps are missing"),
+        ((steps["step"] > 2) & (steps["worker"] == 0), "of steps 1 to 2 are missing"),
+    ):
+        steps[kept].tofile(path / "steps.bin")
+        folder = RunFolder(path)
+        summary = summarise(folder)
+        assert summary["unrecorded_steps"] == 48 - len(np.unique(steps["step"][kept]))
+        (line,) = [line for line in verdict(summary, folder) if line.startswith("gap")]
+        assert words in line
+        assert words in render(folder)
+        if kept.any():
+            assert summary["samples_per_second"] == pytest.approx(rate, rel=0.25)
+        else:
+            assert summary["samples_per_second"] is None
+
+
+def test_the_steps_of_a_lost_session_do_not_make_the_next_one_faster(tmp_path):
+    path = make_run(tmp_path / "digits")
+    steps, rate = read_records(path / "steps.bin", STEPS), 3000 / (48 * 0.02)
+    steps[steps["step"] > 44].tofile(path / "steps.bin")
+    assert summarise(RunFolder(path))["samples_per_second"] == pytest.approx(rate, rel=0.25)
 
 
 def test_time_that_was_spent_twice_counts_in_the_rate(tmp_path):
