@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -95,3 +96,24 @@ def _or_skip(*command: object) -> None:
 def _or_fail(*command: object) -> None:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command[0]}: {done.stderr.strip()}"
+
+
+KINDS = ("directory", "named pipe", "socket", "device")
+"""What may stand where a file is wanted; see `put`."""
+
+
+def put(kind: str, path: Path) -> None:
+    """Put one of `KINDS` where a file is wanted; of a device, a link to one that never ends."""
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "named pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            here = os.open(path.parent, os.O_RDONLY)  # the path itself may be too long for it
+            try:
+                listener.bind(f"/proc/self/fd/{here}/{path.name}")
+            finally:
+                os.close(here)

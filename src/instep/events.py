@@ -32,6 +32,7 @@ import numpy as np
 
 from instep.errors import RunError
 from instep.formats import FORMAT, INSTEP, other_format
+from instep.plain_file import check_plain, plain, read_plain
 
 _CHUNK_BYTES = 1 << 16
 
@@ -173,6 +174,86 @@ EVENTS = {
 }
 """Every event there is, with its fields."""
 
+_NEEDED = {
+    "worker_joined": ("worker",),
+    "scaled": ("workers",),
+    "generation_started": ("members",),
+    "worker_ready": ("worker", "samples"),
+    "dataset_known": ("dataset", "samples", "contents", "differed"),
+    "sample_skipped": ("generation", "dataset", "epoch", "index", "step"),
+    "traffic": ("worker", "sent_bytes", "received_bytes"),
+    "epoch_finished": ("epoch", "step", "loss", "samples"),
+    "validated": ("step", "metrics"),
+    "checkpoint_saved": ("step",),
+    "model_saved": ("step", "parameters_sha256"),
+    "stop_requested": ("rule", "step"),
+    "worker_failed": ("worker",),
+    "corruption_found": ("step", "workers", "suspects", "what", "where", "how", "clean_step"),
+    "went_back": ("resumed_step",),
+    "run_finished": ("outcome",),
+}
+"""Fields without which an event says nothing to its readers; None is as good as absent."""
+
+_WHOLE, _NUMBER, _TEXT, _LIST, _TABLE = (int,), (int, float), (str,), (list,), (dict,)
+_WORDS: dict[tuple[type, ...], str] = {
+    _WHOLE: "no whole number",
+    _NUMBER: "no number",
+    _TEXT: "no text",
+    _LIST: "no list",
+    _TABLE: "no table",
+}
+_COUNTS: dict[str, tuple[type, ...]] = dict.fromkeys(
+    [
+        *("step", "resumed_step", "clean_step", "last_step", "epoch", "index", "worker"),
+        *("generation", "samples", "validation_samples", "skipped", "parameters"),
+        *("sent_bytes", "received_bytes", "size_bytes"),
+    ],
+    _WHOLE,
+) | dict.fromkeys(["time", "seconds", "held_s"], _NUMBER)
+_KINDS = _COUNTS | {
+    **dict.fromkeys(["loss"], _NUMBER),
+    **dict.fromkeys(["outcome", "rule", "why", "dataset", "parameters_sha256"], _TEXT),
+    **dict.fromkeys(["verdict", "text", "cause", "reason", "started_by"], _TEXT),
+    **dict.fromkeys(["suspects", "contents", "differed", "members"], _LIST),
+    **dict.fromkeys(["metrics", "phases", "versions", "job"], _TABLE),
+}
+"""Of what type a field is, wherever a known event has it; None is for what is not known."""
+
+_OWN_KINDS = {
+    ("scaled", "workers"): _WHOLE,
+    ("corruption_found", "workers"): _LIST,
+    ("worker_joined", "pid"): _WHOLE,
+    ("worker_joined", "host"): _WHOLE,
+}
+_FAR = 1 << 63  # what is beyond was never written by us, and no array holds it
+
+
+def wrong_in(event: Any) -> str:
+    """What makes the value of a line no event of a run; empty if it is one.
+
+    Further fields, and events of other names, are left to whoever knows them.
+    """
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return "stands no event"
+    when, name = event.get("time"), event["event"]
+    if not isinstance(when, int | float) or not abs(when) < _FAR:  # NaN is not either
+        return "the event has no time"
+    for field in _NEEDED.get(name, ()):
+        if event.get(field) is None:
+            return f"{name} has no {field}"
+    kinds = _KINDS if name in EVENTS else _COUNTS
+    for field, value in event.items():
+        kind = kinds.get(field) or _OWN_KINDS.get((name, field))
+        if kind is None or value is None:
+            continue
+        number: Any = value if field in _COUNTS else 0
+        if not isinstance(value, kind) or not -_FAR < number < _FAR:
+            return f"{field} is {repr(value)[:80]}, which is {_WORDS[kind]}"
+    for part, value in (event.get("phases") or {}).items() if name == "worker_ready" else ():
+        if not isinstance(value, int | float) or not abs(value) < _FAR:
+            return f"phases.{part} is {repr(value)[:80]}, which is no number"
+    return ""
+
 
 class Appender:
     """Appends to a file that tells of a run, which goes on though the disk is full for a while.
@@ -193,7 +274,7 @@ class Appender:
         self._held = b""
         self._lock = threading.Lock()
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=plain)  # noqa: SIM115 closed by close
         except OSError as error:
             raise _unwritable(path, error) from None
 
@@ -267,7 +348,7 @@ def cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     try:
-        with path.open("r+b") as file:
+        with open(path, "r+b", opener=plain) as file:
             file.truncate(_end_of_lines(file))
     except OSError as error:
         raise _unwritable(path, error) from None
@@ -292,8 +373,9 @@ def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    size = path.stat().st_size if path.exists() else 0
     try:
+        check_plain(path)
+        size = path.stat().st_size if path.exists() else 0
         if size % dtype.itemsize:
             os.truncate(path, size - size % dtype.itemsize)
     except OSError as error:
@@ -307,7 +389,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", opener=plain) as lines:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
@@ -321,7 +403,7 @@ def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """
     if not path.exists():
         return np.empty(0, dtype)
-    data = memoryview(path.read_bytes())
+    data = memoryview(read_plain(path))
     if dtype == LEDGER:
         whole = check_ledger(path, bytes(data[:LEDGER_START]))
         data = data[LEDGER_START if whole else len(data) :]

@@ -25,6 +25,7 @@ SUMMARY = {
     "workers",
     "seconds",
     "samples_per_second",
+    "unrecorded_steps",
     "wire_bytes",
     "parameters_sha256",
     "generations",

@@ -165,6 +165,20 @@ def test_a_damaged_model_is_neither_exported_nor_started_from(runs: Path, capsys
     assert not (runs / "new").exists()
 
 
+@pytest.mark.parametrize("size", [0, 5, 200, -1])
+def test_a_model_that_was_cut_is_named_and_not_the_copy_that_was_begun(
+    runs: Path, capsys: Out, size: int
+) -> None:
+    model = runs / "tested" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:size])
+    target = runs / "m.safetensors"
+    assert main(["export", str(runs / "tested"), "--to", str(target)]) == 7
+    said = capsys.readouterr().err
+    assert f"instep: {model} is " in said
+    assert ".part" not in said
+    assert [path.name for path in runs.glob("m.*")] == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_an_answer_for_which_there_is_no_room_is_said_to_be_that(finished: Started) -> None:
     command = [sys.executable, "-u", "-m", "instep", "audit", str(finished.run)]

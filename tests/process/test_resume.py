@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from started import RECIPES, SOON_S, Start, distance
 
 import instep
+from disks import put
 from instep.cli import main
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.report.run_folder import RunFolder
@@ -157,6 +158,20 @@ def test_a_run_that_does_not_go_on_keeps_its_model(run: Path) -> None:
     assert (run / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("name", ["summary.json", "logs/worker-0.log", "run.id"])
+@pytest.mark.parametrize("kind", ["directory", "named pipe"])
+def test_what_is_no_file_is_found_before_anything_is_trained(
+    run: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).unlink()
+    put(kind, run / name)
+    before = (run / "ledger.bin").read_bytes()
+    assert main(["resume", str(run)]) == 6
+    assert f"{name} cannot be used: it is a {kind} and not a file" in capsys.readouterr().err
+    assert (run / "ledger.bin").read_bytes() == before
+    assert (run / "model.safetensors").is_file()
+
+
 def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
     run: Path, undisturbed: Path
 ) -> None:
@@ -170,6 +185,24 @@ def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
         e["text"] for e in RunFolder(run).named("warning") if "model-of-step" in e["text"]
     ]
     assert "the model of step 10" in warning
+
+
+@pytest.mark.parametrize("kept", [None, 0, 1])
+def test_where_the_log_is_gone_no_step_is_named_that_nobody_knows(
+    run: Path, undisturbed: Path, kept: int | None
+) -> None:
+    log, model = run / "events.jsonl", (run / "model.safetensors").read_bytes()
+    lines = log.read_text().splitlines(keepends=True)
+    log.unlink()
+    if kept is not None:
+        log.write_text("".join(lines[:kept]))
+    instep.resume(run, quiet=True)
+    said = [e["text"] for e in RunFolder(run).named("warning")]
+    assert not any("None" in text for text in said)
+    assert any(text.endswith(f"is now {run / 'model-before.safetensors'}.") for text in said)
+    assert (run / "model-before.safetensors").read_bytes() == model
+    assert any("has lost the events" in text for text in said) == (not kept)
+    check_same(run, undisturbed)
 
 
 def test_a_run_that_somebody_runs_is_left_alone(start: Start, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instep.errors import RunError, SpecError, near_miss
-from instep.events import LEDGER, STEPS, read_events, read_records
+from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.report.audit import Audit, audit
 from instep.report.skipped import skipped_in
@@ -273,20 +273,43 @@ class RunFolder:
         """How long the run took, start-up and end included, all sessions together."""
         return sum(end - begin for begin, end in self.sessions)
 
+    @cached_property
+    def unrecorded(self) -> Records:
+        """Committed steps of which no step record is left, [steps] in order.
+
+        Those at the very end of a run that has not ended are under way to the file.
+        """
+        steps: Records = np.setdiff1d(self.committed["step"], self.steps["step"])
+        if self.outcome == "unfinished" and len(self.steps):
+            steps = steps[steps < self.steps["step"].max()]
+        return steps
+
+    @cached_property
+    def timed_samples(self) -> int:
+        """Samples of the committed steps that lie within `training_seconds`."""
+        ledger = self.committed
+        timed = np.zeros(len(ledger), np.bool_)
+        for steps in self._computed_by_session():
+            first, last = steps["step"].min(), steps["step"].max()
+            timed |= (ledger["step"] >= first) & (ledger["step"] <= last)
+        return self.audit.used - int((ledger["stop"] - ledger["first"])[~timed].sum())
+
     def training_seconds(self, worker: int | None = None) -> float:
         """From the begin of the first step to the end of the last, for each session, summed.
 
         Steps that were taken back, and computed again, count: their time was spent.
         """
+        total = 0.0
+        for mine in self._computed_by_session(worker):
+            total += float(step_ends(mine).max() - mine["begin"].min())
+        return total
+
+    def _computed_by_session(self, worker: int | None = None) -> list[Records]:
         steps = self._computed
         if worker is not None:
             steps = steps[steps["worker"] == worker]
         session = np.searchsorted([begin for begin, _ in self.sessions[1:]], steps["begin"])
-        total = 0.0
-        for number in np.unique(session):
-            mine = steps[session == number]
-            total += float(step_ends(mine).max() - mine["begin"].min())
-        return total
+        return [steps[session == number] for number in np.unique(session)]
 
 
 def step_ends(steps: Records) -> Floats:
@@ -355,47 +378,19 @@ def _written_by(run: Path) -> object:
 
 
 def _events(path: Path) -> list[Event]:
+    events: list[Event] = []
     try:
-        events = list(read_events(path))
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}.") from None
+        for event in read_events(path):
+            events.append(event)
+            if wrong := wrong_in(event):
+                raise RunError(f"{path} is damaged: in line {len(events)} {wrong}.")
+    except (ValueError, RecursionError) as error:
+        line = f"line {len(events) + 1} is no JSON: {error}"
+        what = str(error) if isinstance(error, UnicodeDecodeError) else line  # it reads ahead
+        raise RunError(f"{path} is damaged: {what}.") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}.") from None
-    for number, event in enumerate(events, start=1):
-        if wrong := _wrong(event):
-            raise RunError(f"{path} is damaged: in line {number} {wrong}.")
     return events
-
-
-_NUMBERS = frozenset(
-    [
-        *(
-            "time",
-            "step",
-            "resumed_step",
-            "clean_step",
-            "last_step",
-            "epoch",
-            "worker",
-            "generation",
-        ),
-        *("samples", "validation_samples", "sent_bytes", "received_bytes", "size_bytes"),
-        *("seconds", "held_s"),
-    ]
-)
-"""Fields that every report counts with; None is for what is not known."""
-
-
-def _wrong(event: Any) -> str:
-    """What makes a line no event; empty if it is one."""
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return "stands no event"
-    if not isinstance(event.get("time"), int | float):
-        return "the event has no time"
-    for name in _NUMBERS & event.keys():
-        if not isinstance(event[name], int | float | None):
-            return f"{name} is {event[name]!r}, which is no number"
-    return ""
 
 
 def _records(path: Path, dtype: np.dtype[Any]) -> Records:

@@ -14,7 +14,7 @@ from instep.report.audit import EpochAudit
 from instep.report.compare import differing_settings, figures, flat
 from instep.report.markup import Html, figure, join, more, section, shortened, table, tag
 from instep.report.run_folder import Event, RunFolder
-from instep.report.summary import cause_words, exactness_words
+from instep.report.summary import cause_words, exactness_words, gap_words
 from instep.report.words import corruption_in_words, start_in_words
 from instep.units import readable_bytes, readable_count, readable_seconds
 
@@ -46,6 +46,8 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
         mark = "calm"
     label = tag("b", f"{name}: ") if name else ""
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
+    if gap := gap_words(folder):
+        parts.append(tag("p", f"{gap[0].upper()}{gap[1:]}"))
     if folder.outcome == "failed" and folder.failures:
         parts.append(_cause(folder.failures[0]))
     return join(parts)

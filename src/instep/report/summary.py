@@ -23,6 +23,8 @@ from instep.report.words import (
 )
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 
+_MOST_GAPS = 5
+
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
     """The contents of `summary.json`: every value is valid JSON, `None` where unknown.
@@ -48,7 +50,8 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "metrics": dict(metrics),
         "workers": folder.team,
         "seconds": folder.seconds,
-        "samples_per_second": proof.used / training_s if training_s > 0 else None,
+        "samples_per_second": folder.timed_samples / training_s if training_s > 0 else None,
+        "unrecorded_steps": len(folder.unrecorded),
         "wire_bytes": sum(moved.sent_bytes for moved in folder.traffic.values()),
         "time": mean_split(folder),
         "parameters_sha256": folder.last("model_saved").get("parameters_sha256"),
@@ -164,6 +167,8 @@ def verdict(summary: dict[str, Any], folder: RunFolder) -> list[str]:
     figures = [_quality(summary, of_what(folder.spec.train.steps)), _effort(summary)]
     why = [f"rule    {summary['rule_text']}"] if summary["rule_text"] else []
     lines = [_ending(summary), *why, *_causes(folder), *(line for line in figures if line)]
+    if gap := gap_words(folder):
+        lines.append(f"gap     {gap}")
     lines += [f"wrong   {corruption_in_words(e)}" for e in folder.named("corruption_found")]
     if same := summary["same_as_one_machine"]:
         lines.append(f"same    as one machine: {same}")
@@ -195,6 +200,26 @@ def outcome_words(summary: dict[str, Any]) -> str:
         "interrupted": f"interrupted after {took}",
         "failed": f"failed after {took}",
     }.get(summary["outcome"], f"no end recorded; last sign of life after {took}")
+
+
+def gap_words(folder: RunFolder) -> str:
+    """Which step records are missing, in a sentence; empty if none is."""
+    steps = folder.unrecorded
+    if not len(steps):
+        return ""
+    if not len(folder.steps):
+        return (
+            f"no step record is left in {folder.path / 'steps.bin'}: the losses and "
+            "times of all steps are missing."
+        )
+    parts = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
+    each = [f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts[:_MOST_GAPS]]
+    rest = f" and {len(parts) - _MOST_GAPS} more gaps" if len(parts) > _MOST_GAPS else ""
+    word = "steps" if len(steps) > 1 else "step"
+    return (
+        f"the step records of {word} {', '.join(each)}{rest} are missing: losses and times are of "
+        "the rest."
+    )
 
 
 def exactness_words(summary: dict[str, Any]) -> str:

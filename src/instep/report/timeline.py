@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from instep.plain_file import write_plain
 from instep.report.run_folder import PARTS, Records, RunFolder
 
 _ORIGIN_FIELDS = ("time", "event")
@@ -32,7 +33,7 @@ def write_trace(folder: RunFolder, path: Path) -> None:
         events += _process(worker + 1, f"worker {worker}")
         events += _spans(_ends(folder.steps_of(worker), limit), worker + 1, origin_s)
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
-    path.write_text(text, encoding="utf-8")
+    write_plain(path, text)
 
 
 def _process(pid: int, name: str) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ import psutil
 
 from instep.errors import RunError
 from instep.events import LEDGER, LEDGER_START
+from instep.plain_file import plain
 from instep.report.run_folder import RunFolder
 from instep.report.summary import finite
 from instep.report.verdict import Fall, Injected, judge
@@ -295,7 +296,7 @@ def _free_name(run: Path) -> Path:
 def last_committed(ledger: Path) -> int:
     """The step of the last whole record of a ledger; 0 where there is none."""
     try:
-        with ledger.open("rb") as file:
+        with open(ledger, "rb", opener=plain) as file:
             whole = (os.fstat(file.fileno()).st_size - LEDGER_START) // LEDGER.itemsize
             if whole < 1:
                 return 0

@@ -28,6 +28,7 @@ import psutil
 from instep import __version__, spec_file
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
+from instep.plain_file import write_plain
 from instep.run.folder import (
     BEGINNING,
     Origin,
@@ -413,7 +414,7 @@ def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
     summary = summarise(run)
     try:
         text = json.dumps(summary, indent=2) + "\n"
-        (folder / "summary.json").write_text(text, encoding="utf-8")
+        write_plain(folder / "summary.json", text)
         write_report(run, folder / "report.html")
         write_trace(run, folder / "trace.json")
     except OSError as error:

@@ -20,6 +20,7 @@ from typing import IO, Any
 from instep import spec_file
 from instep.comm.messages import Figures
 from instep.errors import RunError
+from instep.plain_file import check_plain, plain
 from instep.spec import JobSpec
 
 
@@ -46,6 +47,13 @@ BEGINNING = Origin(0, None)
 ID = "run.id"
 """The file that tells a run from every other; whoever holds the run folder has it locked."""
 
+_FILES = (
+    *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "journal.sqlite"),
+    *("summary.json", "report.html", "trace.json", "model.safetensors"),
+    *("contents-*.bin", "logs/*.log"),
+)
+"""What a run reads or writes in its folder under these very names."""
+
 OWNERS = 0o600
 """Mode of the files whose lock counts."""
 
@@ -63,8 +71,10 @@ def held(folder: Path) -> Iterator[None]:
     """Have a run folder for oneself, for as long as the context lasts or the process lives.
 
     Raises:
-        RunError: another process has it: the run is going on; or it cannot be written.
+        RunError: another process has it: the run is going on; or it cannot be written, or
+            something else stands in the place of one of its files.
     """
+    _check_files(folder)
     try:
         file = open_own(folder / ID)  # some file systems lock only what may be written
     except OSError as error:
@@ -83,6 +93,19 @@ def held(folder: Path) -> Iterator[None]:
             unlock(file)
 
 
+def _check_files(folder: Path) -> None:
+    """Refuse a folder before anything is done in it, rather than at the end of training."""
+    for pattern in _FILES:
+        for file in [folder / pattern] if "*" not in pattern else sorted(folder.glob(pattern)):
+            try:
+                check_plain(file)
+            except OSError as error:
+                raise RunError(
+                    f"{file} cannot be used: {error.strerror}. Take it away, and put the file "
+                    "back from a copy where there was one."
+                ) from None
+
+
 def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
     """Open a file that only its owner may open: whoever may read it may lock it.
 
@@ -97,7 +120,7 @@ def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
 
 
 def _owners(path: str, flags: int) -> int:
-    return os.open(path, flags, OWNERS)
+    return plain(path, flags, OWNERS)
 
 
 def lock(file: IO[Any]) -> bool:

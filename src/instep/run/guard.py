@@ -25,6 +25,7 @@ from typing import Any
 from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
 from instep.comm.tie import Tie
 from instep.errors import RunError
+from instep.plain_file import read_plain
 from instep.run.blame import as_error
 from instep.run.endings import signal_name
 from instep.run.folder import gone
@@ -267,5 +268,7 @@ class Guard:
 
 def _last_line(log: Path) -> str:
     """What a process said last before it ended."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = read_plain(log).decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

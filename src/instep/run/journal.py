@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from instep.errors import RunError
+from instep.plain_file import check_plain
 from instep.run.folder import Origin, gone
 from instep.run.news import News, State
 
@@ -48,6 +49,7 @@ class Journal:
         try:
             if begin is not None:
                 self._path.unlink(missing_ok=True)
+            check_plain(self._path)  # sqlite would wait at a named pipe for ever
             self._rows = sqlite3.connect(self._path, isolation_level=None)
             self._rows.execute("PRAGMA journal_mode = TRUNCATE")  # also where memory is not shared
             self._rows.execute("PRAGMA synchronous = OFF")  # outlives a process, not a host

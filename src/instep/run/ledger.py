@@ -21,6 +21,7 @@ import numpy as np
 
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER, LEDGER_START, check_ledger, ledger_header, read_records
+from instep.plain_file import plain
 from instep.run.folder import gone, lock, open_own, unlock
 
 PATIENCE_S = 2.0
@@ -199,7 +200,7 @@ def mend(
 def last_step(path: Path) -> int:
     """The last step in a ledger, of which only the end is read; 0 where there is none."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=plain) as file:
             records = (file.seek(0, os.SEEK_END) - LEDGER_START) // LEDGER.itemsize
             if records <= 0:
                 return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from instep.comm.channel import Address, Channel
 from instep.comm.messages import Answer, Hello, Scale, Welcome
 from instep.errors import PeerError, RunError, SpecError
+from instep.plain_file import read_plain
 from instep.report.run_folder import RunFolder
 from instep.run.launch.base import Seat
 
@@ -83,7 +84,7 @@ def call(run: Path) -> Channel:
     """
     folder = RunFolder(run)  # says what is wrong with the path
     try:
-        note = json.loads((folder.path / FILE).read_text(encoding="utf-8"))
+        note = json.loads(read_plain(folder.path / FILE))
         seat = Seat(Address(note["host"], note["port"]), note["token"])
         channel = Channel.connect(seat.address)
         channel.send(Hello(token=seat.token, role="client", number=1, pid=os.getpid()))

@@ -22,6 +22,7 @@ from typing import Any
 from instep import spec_file
 from instep.comm.channel import Peer
 from instep.errors import InstepError
+from instep.plain_file import plain
 from instep.report.live import View, make_view
 from instep.report.run_folder import RunFolder
 from instep.report.summary import committed_losses
@@ -109,7 +110,7 @@ def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
 
 
 def _note(run: Path) -> None:
-    with contextlib.suppress(OSError), (run / "logs" / "master.log").open("a") as log:
+    with contextlib.suppress(OSError), open(run / "logs" / "master.log", "a", opener=plain) as log:
         traceback.print_exc(file=log)
 
 

@@ -23,8 +23,9 @@ import msgspec
 
 from instep import spec_file
 from instep.errors import CheckpointError, RunError, SpecError
+from instep.plain_file import plain
 from instep.report.run_folder import RunFolder
-from instep.run.folder import ID, Origin, lock, run_id, unlock
+from instep.run.folder import ID, Origin, lock, numbered, run_id, unlock
 from instep.run.ledger import check_reaches, cut_back
 from instep.run.stop_rules import recorded
 from instep.spec import JobSpec, as_table
@@ -196,6 +197,11 @@ def go_back(
             set_aside(checkpoint)
         cut_back(folder / "ledger.bin", size_bytes)
     warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused] + kept
+    if (step or len(run.ledger)) and not run.named("run_started"):
+        warnings.append(
+            f"{folder / 'events.jsonl'} has lost the events of the sessions before: it was cut or "
+            "removed. The report will tell of what follows, and of what the ledger has."
+        )
     watched = job.stop.by_step or job.stop.by_metric
     heard = tuple(recorded(run.steps, run.validations, step)) if watched else ()
     return Origin(step, checkpoint, len(run.generations), tuple(warnings), heard, run.seconds)
@@ -216,9 +222,15 @@ def _take_model_away(run: RunFolder, step: int) -> list[str]:
     try:
         if its_step == step:
             model.unlink(missing_ok=True)
-        elif model.exists():
+        elif model.exists() and its_step is not None:
             aside = model.replace(model.with_name(f"model-of-step-{its_step}.safetensors"))
             return [f"the model of step {its_step}, which no sound checkpoint has, is now {aside}."]
+        elif model.exists():  # the log that would tell its step was cut, or taken away
+            names = (model.with_name(f"{name}.safetensors") for name in numbered("model-before"))
+            aside = model.replace(next(path for path in names if not path.exists()))
+            return [
+                f"the model that was in {run.path}, of a step that no event tells, is now {aside}."
+            ]
     except OSError as error:
         raise RunError(f"{model} cannot be moved away: {error.strerror}. Get access.") from None
     return []
@@ -298,7 +310,7 @@ def _nobody_writes(ledger: Path) -> Iterator[None]:
         return
     deadline = time.monotonic() + PATIENCE_S
     try:
-        file = ledger.open("ab")
+        file = open(ledger, "ab", opener=plain)  # noqa: SIM115 closed below
     except OSError as error:
         raise RunError(f"{ledger} cannot be written: {error.strerror}. Get access to it.") from None
     with file:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from instep.plain_file import plain
 from instep.report.run_folder import RunFolder
 from instep.run.processes import SPARE, began
 
@@ -56,7 +57,7 @@ class Roster:
     def listen(self) -> None:
         """Take in what has been logged since."""
         try:
-            with self._path.open("rb") as file:
+            with open(self._path, "rb", opener=plain) as file:
                 file.seek(self._read)
                 data = file.read()
         except FileNotFoundError:
@@ -64,7 +65,7 @@ class Roster:
         self._read += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: no process
                 self.hear(json.loads(line))
 
     def hear(self, event: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from instep import data
 from instep.data.threads import ASK_READER
 from instep.errors import is_users
+from instep.plain_file import plain
 
 ASK = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 """The signal that asks; one that user code hardly has a handler for."""
@@ -65,9 +66,9 @@ def send(pid: int, number: int) -> None:
 
 def last_stack(file: Path, since_bytes: int) -> str:
     """What was written to a file after a place in it; empty while nothing was."""
-    if not file.exists() or file.stat().st_size <= since_bytes:
+    if not file.is_file() or file.stat().st_size <= since_bytes:
         return ""
-    with file.open("rb") as stacks:
+    with open(file, "rb", opener=plain) as stacks:
         stacks.seek(since_bytes)
         return stacks.read().decode(errors="replace")
 

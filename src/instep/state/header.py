@@ -38,29 +38,34 @@ def check_header(path: Path) -> None:
     spans(path)
 
 
-def spans(path: Path) -> dict[str, Span]:
+def spans(path: Path, source: Path | None = None) -> dict[str, Span]:
     """Each tensor of a safetensors file, by name, in the order of the file's list.
 
     Only the size of the file is held against the list: that spans overlap, or
     lie elsewhere than they should, is for whoever reads them to find.
 
+    Args:
+        path: the file.
+        source: what to call it in messages, where it is a copy.
+
     Raises:
         CheckpointError: it is missing, unreadable, of another kind, or not of
             the size that its head says.
     """
+    name = source or path
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
-        refuse_pickle(path, start)
+        refuse_pickle(name, start)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(_LARGEST, size - 8):
-            raise CheckpointError(f"{path} is no safetensors file: it does not begin like one.")
+            raise CheckpointError(f"{name} is no safetensors file: it does not begin like one.")
         head = file.read(length)
-    found = _listed(path, head, 8 + length)
+    found = _listed(name, head, 8 + length)
     wanted = max((span.stop for span in found.values()), default=8 + length)
     if size != wanted:
         how = "truncated" if size < wanted else "no sound safetensors file"
-        raise CheckpointError(f"{path} is {how}: it has {size} bytes and should have {wanted}.")
+        raise CheckpointError(f"{name} is {how}: it has {size} bytes and should have {wanted}.")
     return found
 
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -26,6 +25,7 @@ import msgspec
 
 from instep import formats
 from instep.errors import CheckpointError
+from instep.plain_file import NotPlain, plain
 
 FORMAT = "instep checkpoint"
 MANIFEST = "manifest.json"
@@ -172,16 +172,13 @@ def open_regular(path: Path) -> BufferedReader:
         CheckpointError: it is missing, unreadable, or not a plain file.
     """
     try:
-        # without O_NONBLOCK, opening a named pipe would wait for a writer for ever
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open(path, "rb", opener=plain)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing.") from error
+    except NotPlain as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is not a file.")
-    return os.fdopen(descriptor, "rb")
 
 
 def check_file(path: Path, entry: FileEntry, *, contents: bool = True) -> None:

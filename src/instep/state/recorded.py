@@ -55,7 +55,7 @@ def check_recorded(path: Path, *, sealed: bool = False, source: Path | None = No
     if path.name in (files := _listed(path.parent)):
         check_file(path, files[path.name])
         return True
-    spans(path)
+    spans(path, source)
     return _check_own(path, sealed or (path.parent / _OF_A_RUN).is_file(), source or path)
 
 

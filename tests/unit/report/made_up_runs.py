@@ -162,7 +162,7 @@ def _opening(workers: int, samples: int) -> list[dict[str, Any]]:
     started = _event(
         0.0,
         "run_started",
-        job="job.toml",
+        job={"workers": workers},
         command="instep run job.toml --workers 2",
         host={"name": "bench", "cores": 2},
         recipe_sha256="ab" * 32,

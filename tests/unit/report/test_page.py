@@ -102,7 +102,13 @@ def test_nothing_a_run_recorded_becomes_markup(tmp_path):
     again = {"time": BEGIN_S + 5, "event": "generation_started", **members}
     warning = {"time": BEGIN_S + 5, "event": "warning", "text": ATTACK}
     broken = {**failure(0.3, 22, ATTACK), "where": ATTACK, "line": ATTACK, "kind": ATTACK}
-    phases = {**events[3], "event": "worker_ready", "worker": 0, "phases": {ATTACK: 1.0}}
+    phases = {
+        **events[3],
+        "event": "worker_ready",
+        "worker": 0,
+        "samples": 9,
+        "phases": {ATTACK: 1.0},
+    }
     rest = [metrics, saved, again, warning, phases, broken, events[-1]]
     write_events(path, [started, *rest])
     text = page_of(path)

@@ -1,13 +1,16 @@
 import json
+import math
 
 import numpy as np
 import pytest
 from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
 
+from disks import KINDS, put
 from instep.errors import RunError
 from instep.events import LEDGER, STEPS, read_events, read_records
+from instep.report.page import render
 from instep.report.run_folder import RunFolder, Traffic
-from instep.report.summary import summarise
+from instep.report.summary import gap_words, summarise, verdict
 
 
 def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
@@ -141,13 +144,16 @@ def test_what_was_taken_back_is_told_by_the_order_of_the_log_whatever_the_clocks
     assert kept == ["first 18", "second"]
 
 
+WRONG = {"workers": [1], "suspects": [], "what": "state", "where": "w", "how": "by its sum"}
+
+
 def corrupted(path, *after):
     """A run of 20 steps, saved at 9 and 18; in the middle, corruption was found in step 20."""
     path = make_run(path, steps=20, outcome=None)
     events = [e for e in read_events(path / "events.jsonl") if e["event"] != "checkpoint_saved"]
     at = max(RunFolder(path).steps["begin"]) + 1.0
     saved = [{"time": at, "event": "checkpoint_saved", "step": n, "path": f"{n}"} for n in (9, 18)]
-    found = {"time": at, "event": "corruption_found", "step": 20, "clean_step": 9}
+    found = {"time": at, "event": "corruption_found", "step": 20, "clean_step": 9, **WRONG}
     again = np.fromfile(path / "steps.bin", STEPS)
     again = again[(again["step"] > 9) & (again["step"] <= 12)]
     again["begin"] += at
@@ -157,7 +163,7 @@ def corrupted(path, *after):
     return RunFolder(path)
 
 
-FORMED = {"event": "generation_started", "generation": 2, "workers": [0, 1]}
+FORMED = {"event": "generation_started", "generation": 2, "members": [0, 1]}
 
 
 def test_what_was_taken_back_because_of_corruption_is_left_out(tmp_path):
@@ -188,10 +194,18 @@ def test_where_the_workers_did_not_go_back_by_themselves_corruption_takes_nothin
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"time": 1.0, "event": "worker_ready", "samples": "x"}, "line 1 samples is 'x', which is"),
+        (
+            {"time": 1.0, "event": "worker_ready", "worker": 0, "samples": "x"},
+            "line 1 samples is 'x', which is",
+        ),
         ({"time": "x", "event": "worker_ready"}, "line 1 the event has no time"),
         ({"time": 1.0}, "line 1 stands no event"),
         ([], "line 1 stands no event"),
+        ({"time": math.nan, "event": "warning"}, "line 1 the event has no time"),
+        ({"time": 1.0, "event": "checkpoint_saved", "stepp": 2}, "line 1 checkpoint_saved has no"),
+        ({"time": 1.0, "event": "checkpoint_saved", "step": 1e999}, "line 1 step is inf, which"),
+        ({"time": 1.0, "event": "checkpoint_saved", "step": 1 << 70}, "line 1 step is 1180"),
+        ({"time": 1.0, "event": "run_started", "job": "x"}, "line 1 job is 'x', which is no table"),
     ],
 )
 def test_an_event_that_is_none_is_named(tmp_path, line, words):
@@ -201,12 +215,50 @@ def test_an_event_that_is_none_is_named(tmp_path, line, words):
         RunFolder(path)
 
 
+def every_change(event):
+    """An event without each of its fields, with another key for it, and with other values."""
+    for field in event:
+        rest = {name: value for name, value in event.items() if name != field}
+        yield from (rest, {**rest, f"{field}z": event[field]})
+        for other in ("x", [], {}, None, 1.5, -3, math.nan, 1e999, 1 << 70, ["x"], {"x": "y"}):
+            yield {**event, field: other}
+
+
+@pytest.mark.slow
+def test_no_change_of_a_field_is_a_traceback(tmp_path):
+    path = make_run(tmp_path / "digits", samples=1280, epochs=1, outcome="failed")
+    log, refused = list(read_events(path / "events.jsonl")), 0
+    firsts = {event["event"]: number for number, event in enumerate(log)}  # one of each name
+    for number in firsts.values():
+        for event in every_change(log[number]):
+            write_events(path, [*log[:number], event, *log[number + 1 :]])
+            try:
+                folder = RunFolder(path)
+            except RunError as error:
+                refused += f"events.jsonl is damaged: in line {number + 1} " in str(error)
+                continue
+            assert verdict(summarise(folder), folder)
+            assert render(folder)
+    assert refused > 100
+
+
+def test_unknown_events_and_further_fields_are_left_alone(tmp_path):
+    path = make_run(tmp_path / "digits")
+    log = list(read_events(path / "events.jsonl"))
+    more = {"time": BEGIN_S + 1, "event": "of_tomorrow", "metrics": "x", "job": 3}
+    write_events(path, [more, *({**event, "further": [1]} for event in log)])
+    folder = RunFolder(path)
+    assert (folder.outcome, folder.last_step) == ("completed", 48)
+    assert render(folder)
+
+
 @pytest.mark.parametrize("name", ["events.jsonl", "ledger.bin", "steps.bin"])
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_in_the_place_of_a_file_is_named_and_never_waited_for(tmp_path, name, kind):
     path = make_run(tmp_path / "digits")
     (path / name).unlink()
-    (path / name).mkdir()
-    with pytest.raises(RunError, match=f"{name} cannot be read: Is a directory"):
+    put(kind, path / name)
+    with pytest.raises(RunError, match=f"{name} cannot be read: it is a {kind} and not a file"):
         RunFolder(path)
 
 
@@ -220,6 +272,38 @@ def test_garbage_for_step_records_is_one_sentence(tmp_path, seed):
     (run / "steps.bin").write_bytes(steps)
     with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is none"):
         RunFolder(run)
+
+
+def test_steps_whose_records_are_gone_are_told_and_do_not_count_in_the_rate(tmp_path):
+    path = make_run(tmp_path / "digits")
+    assert summarise(RunFolder(path))["unrecorded_steps"] == 0
+    assert gap_words(RunFolder(path)) == ""
+    steps, rate = read_records(path / "steps.bin", STEPS), 3000 / (48 * 0.02)
+    for kept, words in (
+        (steps["step"] > 12, "of steps 1 to 12 are missing"),
+        (steps["step"] < 48, "of step 48 are missing"),
+        ((steps["step"] > 2) & (steps["step"] != 9), "of steps 1 to 2, 9 are missing"),
+        (steps["step"] < 0, "the losses and times of all steps are missing"),
+        ((steps["step"] > 2) & (steps["worker"] == 0), "of steps 1 to 2 are missing"),
+    ):
+        steps[kept].tofile(path / "steps.bin")
+        folder = RunFolder(path)
+        summary = summarise(folder)
+        assert summary["unrecorded_steps"] == 48 - len(np.unique(steps["step"][kept]))
+        (line,) = [line for line in verdict(summary, folder) if line.startswith("gap")]
+        assert words in line
+        assert words in render(folder)
+        if kept.any():
+            assert summary["samples_per_second"] == pytest.approx(rate, rel=0.25)
+        else:
+            assert summary["samples_per_second"] is None
+
+
+def test_the_steps_of_a_lost_session_do_not_make_the_next_one_faster(tmp_path):
+    path = make_run(tmp_path / "digits")
+    steps, rate = read_records(path / "steps.bin", STEPS), 3000 / (48 * 0.02)
+    steps[steps["step"] > 44].tofile(path / "steps.bin")
+    assert summarise(RunFolder(path))["samples_per_second"] == pytest.approx(rate, rel=0.25)
 
 
 def test_time_that_was_spent_twice_counts_in_the_rate(tmp_path):

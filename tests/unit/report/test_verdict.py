@@ -124,6 +124,7 @@ def test_steps_taken_back_to_a_checkpoint_are_counted_apart(folders):
 
 def test_steps_taken_back_because_of_corruption_are_no_loss(folders):
     event = {"time": BEGIN_S, "event": "corruption_found", "step": 10, "clean_step": 4}
+    event |= {"workers": [1], "suspects": [], "what": "state", "where": "w", "how": "so"}
     with (folders[0] / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     found = judged(folders, falls=[Fall(0.0, 9, 4)])

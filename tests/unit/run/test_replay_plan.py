@@ -15,7 +15,7 @@ from instep.spec import as_table
 def recorded(folder, sessions, *, workers=3, **more):
     """A run of which each session began at a step, with its number of steps to train."""
     folder.mkdir(exist_ok=True)
-    events = [{"event": "worker_ready", "worker": 0, "device": "cuda:0"}]
+    events = [{"event": "worker_ready", "worker": 0, "samples": 640, "device": "cuda:0"}]
     for began, steps in sessions:
         table = {"recipe": "a.py:f", "workers": workers, "train": {"steps": steps}}
         job = spec_file.build(table, source="test")

@@ -174,7 +174,7 @@ def test_figures_that_are_told_again_are_not_heard_twice(tmp_path):
         assert run.asked() == []
 
 
-READY = ("worker_ready", {"worker": 0, "last_step": 4})
+READY = ("worker_ready", {"worker": 0, "samples": 64, "last_step": 4})
 
 
 @pytest.mark.parametrize(

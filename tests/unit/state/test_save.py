@@ -335,6 +335,10 @@ def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(tmp_path, m
     writer.finish()
     assert (ledger.stat().st_ino, False) in synced
     assert (tmp_path.stat().st_ino, False) in synced  # the folder knows the file
+    saved = folder / "step-00000001"
+    for path in (saved, *saved.iterdir()):  # the new folder, under the name that it had before
+        assert (path.stat().st_ino, False) in synced, path
+    assert (folder.stat().st_ino, True) in synced
     assert [type(outcome).__name__ for outcome in writer.poll()] == ["Saved"]
 
 

@@ -45,6 +45,7 @@ from instep.comm.messages import (
 from instep.comm.tie import PULSE_S, Tie
 from instep.data.breadcrumb import Pages, leave_in
 from instep.errors import PeerError
+from instep.plain_file import plain
 from instep.run.launch.base import END, SETTINGS, Seat
 from instep.run.lease import Lease
 from instep.run.processes import (
@@ -451,8 +452,8 @@ def _wake_pipe() -> tuple[int, int]:
 def _redirect(log: Path) -> None:
     """Standard output and error to a file, standard input from nowhere."""
     try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError:  # a full disk, say: then where the server's own output goes
+        output = plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:  # a full disk, or no file: then where the server's own output goes
         output = os.dup(2)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):

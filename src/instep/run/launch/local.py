@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instep.errors import RunError
+from instep.plain_file import plain
 from instep.run.launch.base import END, SETTINGS, Seat, host_log
 from instep.run.processes import end_group, is_stopped, start_patiently
 
@@ -39,7 +40,7 @@ class LocalLauncher:
         Raises:
             RunError: the command before it is none.
         """
-        with host_log(logs, seat.host).open("ab") as log:
+        with open(host_log(logs, seat.host), "ab", opener=plain) as log:
             command = [*self._before, sys.executable, "-P", "-m", "instep.run.launch.fork_server"]
             try:
                 self._process = start_patiently(

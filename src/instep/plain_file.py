@@ -1,0 +1,96 @@
+"""Opening a file that may have been replaced by something else, without ever waiting for it.
+
+A named pipe without a partner would block whoever opens it, and a device may never end.
+Nothing here knows what a file is for. Way in: `plain`, the `opener` of `open`, for reading
+and for writing; `check_plain` for a file that somebody else will open.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class NotPlain(OSError):
+    """What stands there is no file: a directory, a named pipe, a socket or a device."""
+
+
+def plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Open a plain file, or a link to one; never waits, whatever stands at `path`.
+
+    Args:
+        path, flags, mode: as for `os.open`.
+
+    Returns:
+        Its descriptor, as `open(..., opener=plain)` wants it.
+
+    Raises:
+        NotPlain: it is none; `strerror` says what it is.
+        OSError: it cannot be opened.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        # without O_NONBLOCK, opening a named pipe would wait for its other end for ever
+        descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV, errno.EISDIR):  # says less than its kind
+            check_plain(path)
+        raise
+    try:
+        _check(os.fstat(descriptor).st_mode, path)
+        os.set_blocking(descriptor, True)  # a process that inherits it shall not be surprised
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_plain(path: str | os.PathLike[str]) -> None:
+    """Look at what stands at `path`, and open nothing; where nothing does, that is no error.
+
+    Raises:
+        NotPlain: it is no plain file; `strerror` says what it is.
+        OSError: it cannot be looked at.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    _check(mode, path)
+
+
+def read_plain(path: Path) -> bytes:
+    """All bytes of a plain file.
+
+    Raises:
+        OSError: as `plain`.
+    """
+    with open(path, "rb", opener=plain) as file:
+        return file.read()
+
+
+def write_plain(path: Path, text: str) -> None:
+    """Write a text into a plain file, in place of what it held.
+
+    Raises:
+        OSError: as `plain`.
+    """
+    with open(path, "w", encoding="utf-8", opener=plain) as file:
+        file.write(text)
+
+
+def _check(mode: int, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(mode):
+        what = next((name for is_one, name in _KINDS if is_one(mode)), "something else")
+        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise NotPlain(kind, f"it is {what} and not a file", os.fspath(path))
