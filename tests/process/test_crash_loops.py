@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from deadly import BATCH, MARKED, SAMPLES, SEED
-from started import Start, Started, slow
+from deadly import BATCH, FIRST, KNOWN_BY, MARKED, SAMPLES, SEED
+from started import PATIENCE_S, Start, Started, slow
 
 from instep.report.run_folder import RunFolder
 from instep.run.crash_loop import MOST_APART
@@ -27,7 +27,7 @@ def deadly(run: Start, how: str, workers: int, *settings: str) -> Started:
 
 def failed(program: Started) -> str:
     """The first line of the error of a run that has failed, as it should."""
-    code = program.end()
+    code = program.end(2 * PATIENCE_S)
     assert code in (4, 5), program.stderr
     assert program.stderr.count("instep: ") == 1
     program.check_nothing_is_left()
@@ -52,6 +52,19 @@ def test_a_sample_is_named_whatever_the_signal_is(run: Start) -> None:
     first = failed(deadly(run, "kill", 1, "data.loaders=0"))
     assert "killed by SIGKILL" in first
     assert f"while it read sample {MARKED} ({FILE})" in first
+
+
+@pytest.mark.parametrize("workers", [1, slow(2)])
+def test_a_sample_whose_read_ends_the_process_by_a_code_is_named_as_one_that_kills(
+    run: Start, workers: int
+) -> None:
+    program = deadly(run, "exit", workers, "data.loaders=0")
+    first = failed(program)
+    assert program.process.returncode == 4
+    assert "failed at step 12, in loading: the process ended with code 3 and said nothing" in first
+    assert f"while it read sample {MARKED} ({FILE})" in first
+    assert "3 times" in first
+    assert "data.unreadable = 'skip'" in first
 
 
 @pytest.mark.parametrize("loaders", [1, slow(2)])
@@ -82,17 +95,20 @@ def test_a_group_that_never_forms_for_want_of_memory_ends_the_run_with_the_syste
     assert log.count("instep: the group came apart: ") >= MOST_APART
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "how", "named"),
+    [(1, "segfault", "SIGSEGV"), (2, "segfault", "SIGSEGV"), (2, "exit", "code 3")],
+)
 def test_a_sample_that_kills_who_reads_it_is_left_out_where_such_are_to_be(
-    run: Start, workers: int
+    run: Start, workers: int, how: str, named: str
 ) -> None:
-    program = deadly(run, "segfault", workers, "data.loaders=0", 'data.unreadable="skip"')
+    program = deadly(run, how, workers, "data.loaders=0", 'data.unreadable="skip"')
     assert program.end() == 0, program.stderr
     assert len(program.events("worker_lost")) in (3, 4)
     folder = RunFolder(program.run)
     told = [(e["epoch"], e["index"]) for e in folder.skipped]
     assert told == [(0, MARKED), (1, MARKED)]
-    assert "SIGSEGV" in folder.skipped[0]["cause"]
+    assert named in folder.skipped[0]["cause"]
     assert program.summary["skipped_samples"] == 2
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
     assert [e["samples"] for e in program.events("epoch_finished")] == [SAMPLES - 1] * 2
@@ -112,6 +128,51 @@ def test_a_sample_that_never_ends_is_tried_twice_and_is_the_cause(run: Start) ->
     assert "kept its process busy without end" in skipped["cause"]
     assert "deadly.py:" in program.events("worker_lost")[-1]["cause"]
     assert f"sample {MARKED} ({FILE})" in program.events("worker_lost")[-1]["cause"]
+    program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.parametrize("marked", [KNOWN_BY, FIRST])
+def test_a_read_that_never_ends_before_the_first_step_is_the_cause_after_two_attempts(
+    run: Start, marked: int, loaders: int
+) -> None:
+    program = deadly(run, "loops", 2, f"data.loaders={loaders}", f"arguments.marked={marked}")
+    assert program.end(2 * PATIENCE_S) == 4, program.stderr
+    program.check_no_process_is_left()
+    assert list(program.work.rglob("ledger.bin")) == []  # it is refused: no run has begun
+    first = program.error.splitlines()[0]
+    assert f"while it read sample {marked} (pictures/img_{marked}.png)" in first
+    assert "times at this sample" in first
+    assert "data.unreadable = 'skip'" in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_read_that_never_ends_before_the_first_step_is_left_out_where_such_are_to_be(
+    run: Start, loaders: int
+) -> None:
+    settings = (f"data.loaders={loaders}", f"arguments.marked={KNOWN_BY}")
+    program = deadly(run, "loops", 2, *settings, 'data.unreadable="skip"')
+    assert program.end(3 * PATIENCE_S) == 0, program.stderr
+    assert {each["index"] for each in RunFolder(program.run).skipped} == {KNOWN_BY}
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("marked", [KNOWN_BY, FIRST])
+def test_a_read_that_loops_once_before_the_first_step_costs_one_restart(
+    run: Start, tmp_path: Path, marked: int
+) -> None:
+    how = str(tmp_path / "once")
+    program = deadly(run, how, 2, "data.loaders=0", f"arguments.marked={marked}")
+    assert program.end() == 0, program.stderr
+    (hung,) = program.events("worker_hung")
+    (lost,) = program.events("worker_lost")
+    assert (hung["step"], hung["phase"]) == (0, "loading")
+    assert f"while it read sample {marked} " in lost["cause"]
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
     program.check_nothing_is_left()
 
 

@@ -101,6 +101,11 @@ class Pages:
                 return found
         return None
 
+    def reads(self) -> dict[int, Whereabouts]:
+        """Where the living processes are that read a sample at the moment, by pid."""
+        found = {page.cast("q")[_PID]: left_in(page) for page in self._pages()}
+        return {pid: place for pid, place in found.items() if pid and place and place.sample >= 0}
+
     def _pages(self) -> list[memoryview]:
         return [self._memory[at : at + SIZE] for at in range(0, len(self._memory), SIZE)]
 
@@ -139,13 +144,38 @@ def reading(place: Whereabouts) -> str:
 
 _page = memoryview(bytearray(SIZE))
 _trails = {dataset: Trail(_page, dataset) for dataset in DATASETS}
+_readers: tuple[Pages, ...] = ()
 
 
 def leave_in(page: memoryview | None) -> None:
     """From now on this process leaves word there; nowhere without one."""
-    global _page
+    global _page, _readers
+    _readers = ()  # those of the process that forked this one
     _page = page if page is not None else memoryview(bytearray(SIZE))
     _trails.update({dataset: Trail(_page, dataset) for dataset in DATASETS})
+
+
+def reads_here() -> Whereabouts | None:
+    """Where this process is, if it reads a sample and somebody waits for that."""
+    place = left_in(_page)
+    return place if place and place.sample >= 0 and not place.ahead else None
+
+
+def reads_for_us() -> dict[int, Whereabouts]:
+    """Where processes are that read for this one, by pid; of those that are at a read."""
+    return {pid: place for pages in _readers for pid, place in pages.reads().items()}
+
+
+def follow(pages: Pages) -> None:
+    """The processes of these pages read for this one, until `unfollow`."""
+    global _readers
+    _readers = (*_readers, pages)
+
+
+def unfollow(pages: Pages) -> None:
+    """They do so no longer; a second call does nothing."""
+    global _readers
+    _readers = tuple(each for each in _readers if each is not pages)
 
 
 def trail(dataset: str) -> Trail:

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from instep.comm.messages import Whereabouts
-from instep.data import wire
+from instep.data import breadcrumb, wire
 from instep.data.breadcrumb import Pages, reading
 from instep.data.child import Reply, Slot, Task, Work, receive, send
 from instep.data.fetch import Fetch, Slice
@@ -80,6 +80,7 @@ class Pool:
         self._children: list[_Child] = []
         self._pages = Pages(self._of)  # before the fork of those who share them
         self._template = Template(work, self._pages, say)
+        breadcrumb.follow(self._pages)
         self.grow(processes)
 
     def grow(self, processes: int) -> None:
@@ -160,6 +161,7 @@ class Pool:
         for child in self._children:
             child.end()
         self._children = []
+        breadcrumb.unfollow(self._pages)
         self._template.close()
 
     def _owner(self, ticket: int) -> _Child:

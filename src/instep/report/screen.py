@@ -50,7 +50,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
     if what == "warning":
         return f"warning: {event['text']}"
     if what == "worker_failed":
-        return f"worker {event['worker']} failed at step {event['step']} ({event['phase']})"
+        during = f" ({event['phase']})" if event["phase"] else ""
+        return f"worker {event['worker']} failed at step {event['step']}{during}"
     if what == "same_as_one_machine":
         return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":

@@ -59,14 +59,16 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
         What is known after it; what is to be said of it; and whether the run ends with that.
     """
     worker = news.worker
-    word = endings.by_signal(news.code, news.step, news.place)
+    word = endings.of(news.code, news.step, news.place)
     if (hung := state.hung.get(worker)) is not None:
         word = endings.failed("hang", _hang(hung, news), news.step)
     counts = state.lost if hung is None else state.hangs
     counts = counts | {worker: _once_more(counts.get(worker), news.committed)}
     counted = replace(state, lost=counts) if hung is None else replace(state, hangs=counts)
     counted, times = _at_place(counted, news)
-    reads = news.place is not None and news.place.sample >= 0
+    if hung is not None and not news.step:  # all read the same then, and each is tried again
+        times = min(times, counts[worker][1])
+    reads = endings.reads(news.place)
     if times >= _most_at(state, news):
         if not reads:
             where = "at this step" if news.step else "before the first step"
@@ -138,18 +140,16 @@ def _place(news: Ended) -> str:
 def _at_place(state: State, news: Ended) -> tuple[State, int]:
     """Count the loss at its place; how often it happened there. What was passed is forgotten."""
     places = {at: told for at, told in state.places.items() if news.committed <= told[0]}
-    place = _place(news) if news.worker not in state.hung or _reads(news) else ""
+    place = _place(news) if news.worker not in state.hung or endings.reads(news.place) else ""
     if not place:
         return replace(state, places=places), 0
     counted = _once_more(places.get(place), news.committed)
     vague = news.place is not None and (news.place.ahead or news.place.count > 1)
-    if vague and _reads(news):  # it may have been something else: next time it is known
+    if vague and endings.reads(
+        news.place
+    ):  # it may have been something else: next time it is known
         counted = counted[0], 1
     return replace(state, places=places | {place: counted}), counted[1]
-
-
-def _reads(news: Ended) -> bool:
-    return news.place is not None and news.place.sample >= 0
 
 
 def _once_more(before: tuple[int, int] | None, committed: int) -> tuple[int, int]:
@@ -184,7 +184,9 @@ def _leave_out(state: State, news: Ended, times: int) -> State:
     assert place is not None
     how = "kept its process busy without end"
     if worker not in state.hung:
-        by = endings.signal_name(news.code) if news.code else "an unseen cause"
+        by = "an unseen cause"
+        if news.code is not None:
+            by = endings.signal_name(news.code) if news.code < 0 else f"code {news.code}"
         how = f"ended its process by {by}"
     elif worker not in state.loops:
         how = "hung its process"

@@ -353,9 +353,11 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     if worker in state.done and state.phase == "training":
         return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
     replaced = worker not in state.joined or (state.recovers and worker not in state.spoke)
-    if code == PeerError.exit_code and replaced:
+    at_a_read = news.place is not None and endings.reads(news.place) and not news.place.ahead
+    at_a_read = at_a_read and worker not in state.spoke  # native code may call exit()
+    if code == PeerError.exit_code and replaced and not at_a_read:
         news, code = replace(news, code=None), None  # its master was lost, or had no use for it
-    unexplained = code is None or code < 0
+    unexplained = code is None or code < 0 or at_a_read
     if state.phase in ("gathering", "training"):
         spare = worker not in state.wanted and (
             state.phase == "gathering" or worker not in state.members
@@ -367,10 +369,10 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     state = replace(state, ended=state.ended | {worker})
     if state.phase in ("releasing", "ending"):
         return endings.finish(state) if state.ended >= state.joined else (state, [])
+    blame = Blame(worker, endings.of(code, news.step, news.place if unexplained else None))
     if unexplained:  # a signal is a cause in itself
-        word = endings.by_signal(code, news.step, news.place)
-        return endings.fail(state, Blame(worker, word), now)
-    return endings.suspect(state, Blame(worker, endings.without_word(code or 0, news.step)), now)
+        return endings.fail(state, blame, now)
+    return endings.suspect(state, blame, now)
 
 
 def _replace(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:

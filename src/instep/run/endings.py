@@ -114,9 +114,15 @@ def _told_by(state: State, step: int) -> str:
     return state.stop if state.stop and by_rule else "interrupted"
 
 
+def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
+    """What is to be said of a process that ended and left no last word."""
+    by_itself = code is not None and code >= 0
+    return without_word(code or 0, step, place) if by_itself else by_signal(code, step, place)
+
+
 def by_signal(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
     """What is to be said of a process that a signal ended, or whose end nobody saw."""
-    at = f" {reading(place)}" if place is not None and place.sample >= 0 else ""
+    at = f" {reading(place)}" if place is not None and reads(place) else ""
     if code is None:
         cause = f"the process has ended{at}, and nobody was there to see how."
         return failed("killed", cause, step)
@@ -138,7 +144,12 @@ def signal_name(code: int) -> str:
         return "an unknown signal"
 
 
-def without_word(code: int, step: int) -> Failed:
+def reads(place: Whereabouts | None) -> bool:
+    """Whether a process was at a read, as far as it left word."""
+    return place is not None and place.sample >= 0
+
+
+def without_word(code: int, step: int, place: Whereabouts | None = None) -> Failed:
     """What is to be said of a process that ended by itself, and did not say why."""
     if code == UNSEEN:
         cause = (
@@ -146,7 +157,8 @@ def without_word(code: int, step: int) -> Failed:
             "connection. Whoever started it may know how."
         )
         return failed("exit", cause, step)
-    return failed("exit", f"the process ended with code {code} and said nothing.", step)
+    at = f" {reading(place)}" if place is not None and reads(place) else ""
+    return failed("exit", f"the process ended with code {code} and said nothing{at}.", step)
 
 
 def failed(kind: str, cause: str, step: int, phase: str = "") -> Failed:

@@ -21,6 +21,10 @@ from instep.run.watch import BUSY, FLOOR_S, STEPS, UNKNOWN_S
 ALWAYS = 0.8
 """Who runs, or would, at such a share of the looks does not wait for a disk."""
 
+ENOUGH_S = UNKNOWN_S - FLOOR_S
+"""What a read has that nothing is known of, and a second attempt: then it is ended here, before who
+watches the worker gives up the worker for it."""
+
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -84,8 +88,11 @@ class LoaderWatch:
             waits: whether it can be waiting for one of them.
             known: whether it has come to the end of a step's reads before.
         """
-        if at != self._at or not waits:
-            if self._at and waits and known:
+        if not waits:
+            self._begin(now)
+            return
+        if at != self._at:
+            if self._at and known:
                 self._longest_s = max(self._longest_s, now - self._since)
             self._at, self._tries = at, 0
             self._begin(now)
@@ -121,4 +128,4 @@ class LoaderWatch:
         usual = max(FLOOR_S, STEPS * self._longest_s)
         if self._tries > 1:
             return FLOOR_S
-        return max(UNKNOWN_S, usual) if self._tries or not known else usual
+        return max(ENOUGH_S, usual) if self._tries or not known else usual

@@ -30,6 +30,7 @@ from instep.errors import PeerError, SpecError
 from instep.run import knowing
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
+from instep.run.early_reads import EarlyReads
 from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.forward import Forward
@@ -92,7 +93,9 @@ class Training:
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self.step = "building", 0
-        self._loader_watch = LoaderWatch()
+        self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
+        early = EarlyReads(self._loader_watch)
+        member.at = lambda: early.pulse(self.phase, self._clock())
         self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
@@ -176,14 +179,13 @@ class Training:
         """
         began = time.time()
         self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
-        self._clock = cpu_clock()
-        self.member.at, self.member.interrupt = self._pulse, self._interrupt
-        self.member.hold = self._hold
+        self.member.interrupt, self.member.hold = self._interrupt, self._hold
         if not self.member.goes_on:  # else the others tell
             self._standing.trial = self._try()
             if self._validation is not None and self.member.number == 0:
                 samples = min(self._validation_batch, self._validation_samples)
                 try_validation(self._forward, self._validation, samples)
+        self.member.at = self._pulse
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()

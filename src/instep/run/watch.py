@@ -41,7 +41,8 @@ OF_A_STEP = frozenset(["forward", "backward", "update"])
 """What a worker is at in every step, and computes. A read is not among them: a store may stall."""
 
 READING = "loading"
-"""What a worker is at in every step, and may wait in."""
+"""What a worker is at in every step, and may wait in; before it is ready too, at each read of a
+sample."""
 
 BUSY = 0.25
 """Who has a processor for a smaller share of the time rather waits; others may be using it too."""
@@ -150,7 +151,8 @@ class Watch:
             seen.since += away
 
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
-        """A worker shows itself from now on; one that gets ready takes as long as it takes."""
+        """A worker shows itself from now on; one that gets ready takes as long as it takes, but
+        for its reads."""
         self.leaves(worker)
         self._seen[worker] = _Seen(now, now, ready=ready)
 
@@ -249,7 +251,7 @@ class Watch:
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how = f"gave no sign of life for {silent:.1f} s"
                 among = excused if seen.ready and silent <= UNKNOWN_S else found
-            elif seen.ready and at.phase not in WAITING and idle > self.limit_s(worker, now, often):
+            elif self._may_hang(seen, at) and idle > self.limit_s(worker, now, often):
                 how = f"got nothing done for {idle:.1f} s"
                 loops |= {worker: idle} if seen.reads_busily(now) else {}
                 among = found if idle > UNKNOWN_S else excused
@@ -267,6 +269,10 @@ class Watch:
         for worker in loops.keys() & {hang.worker for hang in named}:
             self._seen[worker].given_up_s = now - self._seen[worker].since
         return named
+
+    def _may_hang(self, seen: _Seen, at: Pulse) -> bool:
+        """Whether it is to get something done; of who gets ready that is known of reads only."""
+        return at.phase not in WAITING if seen.ready else at.phase == READING
 
     def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:
         """Whether seconds without a sign are too many."""

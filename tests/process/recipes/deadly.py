@@ -12,7 +12,7 @@ from first_come import first
 from torch import Tensor, nn
 
 import instep
-from instep.data.order import Order
+from instep.data.order import Order, key
 
 SAMPLES, BATCH, SEED = 1024, 16, 5  # so many that what is tried before training leaves out
 MARKED = int(Order(SAMPLES, SEED).indices(0, 11 * BATCH + 5, 11 * BATCH + 6)[0])
@@ -21,8 +21,14 @@ MARKED = int(Order(SAMPLES, SEED).indices(0, 11 * BATCH + 5, 11 * BATCH + 6)[0])
 OF_STEP_8 = int(Order(SAMPLES, SEED).indices(0, 7 * BATCH, 7 * BATCH + 1)[0])
 """The first of step 8."""
 
+KNOWN_BY = int(Order(SAMPLES, key(SEED, 5)).indices(0, 20, 21)[0])
+"""Read when the run begins, as one of those by which the dataset is known again."""
 
-def recipe(how: str, at: str = "dataset") -> instep.Recipe:
+FIRST = int(Order(SAMPLES, SEED).indices(0, 1, 2)[0])
+"""In the first micro-batch of step 1: read where it is tried what cutting a batch changes."""
+
+
+def recipe(how: str, at: str = "dataset", marked: int = MARKED) -> instep.Recipe:
     """Who meets the marked sample, or computes step 8, does as `how` says."""
     made = tiny.recipe()
     inputs, target = torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3
@@ -32,20 +38,20 @@ def recipe(how: str, at: str = "dataset") -> instep.Recipe:
         model=model,
         loss=made.loss,
         optimizer=made.optimizer,
-        train=Data(inputs, target, how if at == "dataset" else ""),
+        train=Data(inputs, target, how if at == "dataset" else "", marked),
     )
 
 
 class Data:
-    def __init__(self, inputs: Tensor, target: Tensor, how: str) -> None:
-        self.inputs, self.target, self.how = inputs, target, how
+    def __init__(self, inputs: Tensor, target: Tensor, how: str, marked: int) -> None:
+        self.inputs, self.target, self.how, self.marked = inputs, target, how, marked
         self.files = [f"pictures/img_{index}.png" for index in range(len(inputs))]
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> Any:
-        if index == MARKED and self.how:
+        if index == self.marked and self.how:
             meet(self.how)
         return self.inputs[index], self.target[index]
 
@@ -69,6 +75,8 @@ def meet(how: str) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()  # it may come to another thread, a moment later
+        case "exit":
+            os._exit(3)  # as native code does that calls exit()
         case "loops":
             count = 0
             while True:

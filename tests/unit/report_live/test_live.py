@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from instep.events import LEDGER, STEPS
 from instep.report.figures import Figures
 from instep.report.live import LiveTable, PlainLines, make_view
-from instep.report.screen import screen
+from instep.report.screen import notice, screen
 from instep.spec import JobSpec, SyncSpec, TrainSpec
 
 
@@ -466,6 +466,12 @@ def test_a_notice_stays_above_the_table_and_keeps_its_whole_text(terminal):
     assert "worker 1 failed at step 7 (forward)" in written
     assert "the whole story" not in written
     assert "\x1b[2J" not in written
+
+
+def test_a_worker_that_failed_at_nobody_knows_what_is_named_without_that():
+    gone = {**failed(1), "phase": ""}
+    assert notice(gone) == "worker 1 failed at step 7"
+    assert notice(failed(1)) == "worker 1 failed at step 7 (forward)"
 
 
 def test_no_colour_is_used_where_none_is_wanted(terminal, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from instep.comm.messages import Done, Failed, Form, Release, Stop, Whereabouts
-from instep.errors import INTERRUPTED
+from instep.errors import INTERRUPTED, PeerError
 from instep.run import endings
 from instep.run.crash_loop import MOST_APART, MOST_CRASHES, MOST_LOOPS, MOST_LOSSES, OUT_OF_SYSTEM
 from instep.run.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, decide
@@ -684,6 +684,50 @@ def test_a_sample_that_kills_whoever_reads_it_is_the_cause():
     assert "while it read sample 512 (a.png)" in failed["cause"]
     state, _ = lost([*news, Ended(1, -9, 7)])
     assert endings.finish_of(state).exit_code == 4
+
+
+@pytest.mark.parametrize("code", [0, 3, PeerError.exit_code])
+def test_a_sample_whose_read_ends_the_process_by_a_code_is_the_cause(code):
+    def ended(worker):
+        return Ended(worker, code, 7, committed=6, place=Whereabouts(step=7, **READING))
+
+    _, actions = lost([ended(worker) for worker in (0, 1, 0)])
+    (failed,) = blamed(actions)
+    assert (failed["kind"], failed["phase"]) == ("DataError", "loading")
+    assert f"ended with code {code} and said nothing" in failed["cause"]
+    assert "while it read sample 512 (a.png)" in failed["cause"]
+    state, actions = lost([ended(worker) for worker in (0, 1, 0)], skips=True)
+    assert blamed(actions) == []
+    assert f"by code {code} 3 times" in state.left_out[0].cause
+
+
+def test_an_exit_by_a_code_away_from_a_read_is_no_matter_of_a_sample():
+    place = Whereabouts(step=7)
+    _, actions = after(
+        *everybody_joined(), Ended(1, 3, 7, place=place), SECOND_THOUGHT_S, recovers=True
+    )
+    (failed,) = blamed(actions)
+    assert (failed["kind"], failed["cause"]) == (
+        "exit",
+        "the process ended with code 3 and said nothing.",
+    )
+    ahead = Whereabouts(step=7, **READING, ahead=True)
+    _, actions = after(
+        *everybody_joined(), Ended(1, 3, 7, place=ahead), SECOND_THOUGHT_S, recovers=True
+    )
+    assert [failed["kind"] for failed in blamed(actions)] == ["exit"]
+
+
+def test_a_read_that_loops_in_several_workers_at_once_has_a_second_attempt():
+    """Before the first step all of them read the same samples."""
+    news = []
+    for worker in (0, 1, 0):
+        how = "got nothing done for 30.1 s"
+        news.append(Hung(worker, 0, "loading", how, "a.py:3 in f", loops=True))
+        news.append(Ended(worker, -9, 0, place=Whereabouts(**READING)))
+    assert blamed(lost(news[:-2])[1]) == []
+    (failed,) = blamed(lost(news)[1])
+    assert "while it read sample 512 (a.png)" in failed["cause"]
 
 
 def test_a_sample_that_kills_is_left_out_by_all_in_the_next_generation():

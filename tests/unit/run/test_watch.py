@@ -237,6 +237,53 @@ def test_who_gets_ready_and_says_so_may_take_as_long_as_it_takes():
     assert shown.hangs() == []
 
 
+def gets_ready(*workers):
+    """A run at its beginning, where these read a sample before they are ready."""
+    shown = Shown(*workers, step_s=None)
+    for worker in workers:
+        shown.watch.begins(worker, shown.now, ready=False)
+        shown.workers[worker] = Pulse(phase="building", progress=3)
+    shown.goes_on(1)
+    return shown
+
+
+@pytest.mark.parametrize("workers", [[0], [0, 1]])
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_read_that_loops_has_half_a_minute_each_time_before_its_process_is_ready(workers, times):
+    shown = gets_ready(*workers)
+    given_s = shown.reads(0, 10 * UNKNOWN_S, times=times)
+    assert UNKNOWN_S <= given_s < UNKNOWN_S + 2 * BEAT_S
+    (hang,) = shown.watch.hangs(shown.now, {0: times})
+    assert hang.loops
+
+
+def test_who_gets_ready_is_found_at_a_read_that_loops_while_others_train():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now, ready=False)
+    shown.workers[1] = Pulse(phase="building")
+    shown.goes_on(1)
+    assert UNKNOWN_S <= shown.reads(1, 10 * UNKNOWN_S) < UNKNOWN_S + 2 * BEAT_S
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_store_may_stall_as_long_before_a_process_is_ready_as_in_training(times):
+    shown = gets_ready(0)
+    given_s = shown.reads(0, 10 * UNKNOWN_S, times=times, share=0.0)
+    assert UNKNOWN_S * 2**times <= given_s < UNKNOWN_S * 2**times + 2 * BEAT_S
+
+
+def test_who_gets_ready_may_read_for_as_long_as_its_reads_end():
+    shown = gets_ready(0)
+    shown.at(0, "loading")
+    for _ in range(20):
+        shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[0], share=1.0)
+        shown.goes_on(1)
+        assert shown.hangs() == []
+    shown.at(0, "building")
+    shown.goes_on(beats(10 * UNKNOWN_S), frozen=[0], share=1.0)
+    assert shown.hangs() == []
+
+
 def test_who_gets_ready_may_be_silent_for_long_unless_it_was_stopped():
     shown = Shown(0, 1)
     shown.watch.begins(1, shown.now, ready=False)
