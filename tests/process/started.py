@@ -40,6 +40,11 @@ def slow(*values: object) -> pytest.ParameterSet:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def long(*values: object) -> pytest.ParameterSet:
+    """One that is left to `make test-long`."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 class Started:
     """One program, from its start until nothing is left of it.
 

@@ -1,12 +1,13 @@
 """What ends a process again and again is named and ends the run, or is left out of it."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 from deadly import BATCH, FIRST, KNOWN_BY, MARKED, SAMPLES, SEED
-from started import PATIENCE_S, Start, Started, slow
+from started import PATIENCE_S, Start, Started, long, slow
 
 from instep.report.run_folder import RunFolder
 from instep.run.crash_loop import MOST_APART
@@ -131,9 +132,9 @@ def test_a_sample_that_never_ends_is_tried_twice_and_is_the_cause(run: Start) ->
     program.check_nothing_is_left()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loaders", [0, 1])
-@pytest.mark.parametrize("marked", [KNOWN_BY, FIRST])
+@pytest.mark.parametrize(
+    ("marked", "loaders"), [slow(KNOWN_BY, 0), long(KNOWN_BY, 1), long(FIRST, 0), long(FIRST, 1)]
+)
 def test_a_read_that_never_ends_before_the_first_step_is_the_cause_after_two_attempts(
     run: Start, marked: int, loaders: int
 ) -> None:
@@ -147,8 +148,8 @@ def test_a_read_that_never_ends_before_the_first_step_is_the_cause_after_two_att
     assert "data.unreadable = 'skip'" in first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.timeout(400)  # three attempts of 30 s
+@pytest.mark.parametrize("loaders", [long(0), slow(1)])
 def test_a_read_that_never_ends_before_the_first_step_is_left_out_where_such_are_to_be(
     run: Start, loaders: int
 ) -> None:
@@ -160,8 +161,7 @@ def test_a_read_that_never_ends_before_the_first_step_is_left_out_where_such_are
     program.check_nothing_is_left()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("marked", [KNOWN_BY, FIRST])
+@pytest.mark.parametrize("marked", [long(KNOWN_BY), slow(FIRST)])
 def test_a_read_that_loops_once_before_the_first_step_costs_one_restart(
     run: Start, tmp_path: Path, marked: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_read_that_loops_once_before_the_first_step_costs_one_restart(
     (hung,) = program.events("worker_hung")
     (lost,) = program.events("worker_lost")
     assert (hung["step"], hung["phase"]) == (0, "loading")
-    assert f"while it read sample {marked} " in lost["cause"]
+    assert re.search(rf"while it read sample {marked}\b", lost["cause"])
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
     program.check_nothing_is_left()
 
