@@ -69,10 +69,7 @@ class SimulatedTie(Tie):
 
 
 class _File:
-    """A file, or a folder, of which only the step records are kept."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
+    """A file, or a folder, of which nothing is kept."""
 
     def __str__(self) -> str:
         return "a file"
@@ -80,19 +77,25 @@ class _File:
     def __truediv__(self, name: str) -> _File:
         return self
 
-    def open(self, mode: str, buffering: int = 0) -> _File:
-        return self
-
     def exists(self) -> bool:
         return False
 
-    def write(self, data: bytes) -> int:
-        if data:
-            self._world.takes_effect()
-            self._world.truth.timed.append(np.frombuffer(data, STEPS))
-        return len(data)
 
-    closed = True
+class _Steps:
+    """As `events.Appender`, of the step records."""
+
+    world: World
+
+    def __init__(self, path: object) -> None:
+        pass
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self.world.takes_effect()
+            self.world.truth.timed.append(np.frombuffer(data, STEPS))
+
+    def close(self) -> None:
+        pass
 
 
 class _Log:
@@ -195,7 +198,7 @@ class _Journal:
 @contextmanager
 def staged(world: World) -> Generator[None, None, None]:
     """The product's modules see this world instead of clock, sockets, files and processes."""
-    for each in (_Log, _Folder, _Watched):
+    for each in (_Log, _Steps, _Folder, _Watched):
         each.world = world
     spec_file = SimpleNamespace(dump=lambda job: "")
     of_the_master = {
@@ -209,12 +212,13 @@ def staged(world: World) -> Generator[None, None, None]:
     }
     of_the_books = {
         "EventLog": _Log,
+        "Appender": _Steps,
         "cut_torn_record": lambda *_: None,
         "read_records": lambda *_: np.empty(0, STEPS),
         "last_step": lambda path: len(world.truth.ledger),
     }
     of_the_questions = {
-        "stack_file": lambda run, worker: _File(world),
+        "stack_file": lambda run, worker: _File(),
         "last_stack": lambda file, since_bytes: '  File "x.py", line 1 in <module>\n',
     }
     with (
@@ -246,7 +250,7 @@ class MasterProcess(Process):
         world = self._world
         self.shell = Master(
             world.job,
-            _File(world),  # type: ignore[arg-type]
+            _File(),  # type: ignore[arg-type]
             board,
             views=[],
             hosted=True,
