@@ -32,7 +32,7 @@ import numpy as np
 
 from instep.errors import RunError
 from instep.formats import FORMAT, INSTEP, other_format
-from instep.plain_file import check_plain, plain, read_plain
+from instep.plain_file import plain
 
 _CHUNK_BYTES = 1 << 16
 
@@ -373,13 +373,29 @@ def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
     Raises:
         RunError: it cannot be written.
     """
+    if not path.exists():
+        return
     try:
-        check_plain(path)
-        size = path.stat().st_size if path.exists() else 0
-        if size % dtype.itemsize:
-            os.truncate(path, size - size % dtype.itemsize)
+        with open(path, "r+b", opener=plain) as file:
+            file.truncate(_end_of_records(file, dtype.itemsize))
     except OSError as error:
         raise _unwritable(path, error) from None
+
+
+def _end_of_records(file: IO[bytes], size: int, start: int = 0) -> int:
+    """Up to where a file has records, bytes.
+
+    Neither a torn one at its end counts, nor zeros: a disk that gave up, or a loss of power,
+    leaves them where a file had grown, and no record is nothing else.
+    """
+    end = file.seek(0, os.SEEK_END)
+    end -= (end - start) % size
+    while end > start:
+        file.seek(end - size)
+        if any(file.read(size)):
+            break
+        end -= size
+    return end
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -396,15 +412,17 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Every whole record of a binary file, [records] of `dtype`; a torn tail is left out.
+    """Every whole record of a binary file, [records] of `dtype`; what is torn at its end is not.
 
     Raises:
         RunError: it is a ledger, and `check_ledger` refuses it.
     """
     if not path.exists():
         return np.empty(0, dtype)
-    data = memoryview(read_plain(path))
-    if dtype == LEDGER:
-        whole = check_ledger(path, bytes(data[:LEDGER_START]))
-        data = data[LEDGER_START if whole else len(data) :]
-    return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
+    with open(path, "rb", opener=plain) as file:
+        start = LEDGER_START if dtype == LEDGER else 0
+        if dtype == LEDGER and not check_ledger(path, file.read(start)):
+            return np.empty(0, dtype)
+        end = _end_of_records(file, dtype.itemsize, start)
+        file.seek(start)
+        return np.frombuffer(file.read(end - start), dtype)

@@ -80,13 +80,15 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     draw = random.Random(kills)
     program = begin(start, tmp_path, 3)
     program.until(program.is_training, "training")
-    killed, before = 0, 0
+    killed, idle, farthest = 0, 0, 0
     while killed < kills and program.process.poll() is None:
         time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
-        killed += kill(draw.choice(list(newest_pids(program).values())))
-        if killed % 8 == 0 and killed < kills:  # ten without a step would end the run
-            program.until(lambda before=before: len(program.ledger) > before, "a step on")
-            before = len(program.ledger)
+        committed = int(program.ledger["step"].max(initial=0))
+        idle = 0 if committed > farthest else idle
+        farthest = max(farthest, committed)
+        if idle < 8:  # ten without a step further would end the run
+            hit = kill(draw.choice(list(newest_pids(program).values())))
+            killed, idle = killed + hit, idle + hit
     after = killed < kills  # the last may have hit a worker that was done
     assert program.end(300) == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)

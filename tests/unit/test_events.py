@@ -89,8 +89,9 @@ def test_records_are_read_back_without_a_torn_tail(tmp_path, dtype):
     for cut in range(len(head) + 2 * dtype.itemsize, len(data)):
         (tmp_path / "records").write_bytes(data[:cut])
         assert read_records(tmp_path / "records", dtype)["step"].tolist() == [1, 2]
-    (tmp_path / "records").write_bytes(data)
-    assert np.array_equal(read_records(tmp_path / "records", dtype), records)
+    for lost in (0, 1, dtype.itemsize, 3 * dtype.itemsize + 5):  # as a loss of power leaves it
+        (tmp_path / "records").write_bytes(data + bytes(lost))
+        assert np.array_equal(read_records(tmp_path / "records", dtype), records)
 
 
 def test_records_are_little_endian_and_packed_so_that_numpy_alone_reads_them():
@@ -169,8 +170,9 @@ def test_a_torn_record_is_cut_off_before_others_follow(tmp_path):
     assert not file.exists()
     records = np.zeros(2, STEPS)
     records["step"] = [1, 2]
-    for torn in (0, 1, STEPS.itemsize - 1):
-        file.write_bytes(records.tobytes() + b"x" * torn)
+    whole = STEPS.itemsize
+    for torn in (b"", b"x", b"x" * (whole - 1), bytes(whole), bytes(3 * whole + 1)):
+        file.write_bytes(records.tobytes() + torn)
         cut_torn_record(file, STEPS)
         with file.open("ab") as more:
             more.write(records.tobytes())
