@@ -71,7 +71,8 @@ class Trained:
 def saver_of(trained: Trained, folder: Path) -> tuple[Saver, Any]:
     """What worker 0 of a run saves with, and stand-ins for what it is told of the run."""
     job = JobSpec(recipe="none.py:recipe", checkpoint=CheckpointSpec(every=1))
-    member: Any = SimpleNamespace(job=job, run=folder, emit=lambda *_, **__: None)
+    nothing = {"emit": lambda *_, **__: None, "flush": lambda: None}
+    member: Any = SimpleNamespace(job=job, run=folder, fenced=False, **nothing)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     parameters = list(trained.model.parameters())
     update = Update(trained.optimizer, None, parameters, seed=0, max_grad_norm=None, scaler=scaler)
