@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from instep.comm.messages import Whereabouts
 
@@ -104,7 +104,7 @@ class Pages:
     def reads(self) -> dict[int, Whereabouts]:
         """Where the living processes are that read a sample at the moment, by pid."""
         found = {page.cast("q")[_PID]: left_in(page) for page in self._pages()}
-        return {pid: place for pid, place in found.items() if pid and place and place.sample >= 0}
+        return {pid: place for pid, place in found.items() if pid and at_a_read(place)}
 
     def _pages(self) -> list[memoryview]:
         return [self._memory[at : at + SIZE] for at in range(0, len(self._memory), SIZE)]
@@ -130,6 +130,11 @@ def left_in(page: memoryview) -> Whereabouts | None:
             file=os.fsdecode(name),
         )
     return found if found.step or found.sample >= 0 else None
+
+
+def at_a_read(place: Whereabouts | None) -> TypeGuard[Whereabouts]:
+    """Whether a process was reading a sample, as far as it left word."""
+    return place is not None and place.sample >= 0
 
 
 def reading(place: Whereabouts) -> str:
@@ -158,7 +163,7 @@ def leave_in(page: memoryview | None) -> None:
 def reads_here() -> Whereabouts | None:
     """Where this process is, if it reads a sample and somebody waits for that."""
     place = left_in(_page)
-    return place if place and place.sample >= 0 and not place.ahead else None
+    return place if at_a_read(place) and not place.ahead else None
 
 
 def reads_for_us() -> dict[int, Whereabouts]:

@@ -26,7 +26,7 @@ import msgspec
 
 from instep.comm.messages import Whereabouts
 from instep.data import breadcrumb, wire
-from instep.data.breadcrumb import Pages, reading
+from instep.data.breadcrumb import Pages, at_a_read, reading
 from instep.data.child import Reply, Slot, Task, Work, receive, send
 from instep.data.fetch import Fetch, Slice
 from instep.data.template import Say, Template
@@ -281,7 +281,7 @@ class _Child:
         self._lost += 1
         if not self._ending:
             self._ending, place = self._ending_of(self.pid)
-            if self._fetch is not None and place is not None and place.sample >= 0:
+            if self._fetch is not None and at_a_read(place):
                 self._judge(place)
         if self._lost >= _MOST_LOST:
             part = min(self._under_way.values(), key=lambda task: task.ticket).part

@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from instep.comm.messages import Failed, Mark
-from instep.data.breadcrumb import reading
+from instep.data.breadcrumb import at_a_read, reading
 from instep.data.unreadable import MOST_CRASHES, TO_SKIP
 from instep.errors import DataError
 from instep.run import endings
@@ -68,7 +68,7 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
     counted, times = _at_place(counted, news)
     if hung is not None and not news.step:  # all read the same then, and each is tried again
         times = min(times, counts[worker][1])
-    reads = endings.reads(news.place)
+    reads = at_a_read(news.place)
     if times >= _most_at(state, news):
         if not reads:
             where = "at this step" if news.step else "before the first step"
@@ -132,7 +132,7 @@ _STEP = "step"
 
 def _place(news: Ended) -> str:
     """Where a process ended, where that may be the reason; empty where it says nothing."""
-    if news.place is not None and news.place.sample >= 0:
+    if at_a_read(news.place):
         return f"{news.place.dataset} {news.place.sample}"
     return f"{_STEP} {news.step} {-news.code}" if news.code in _OWN and news.code else ""
 
@@ -140,14 +140,12 @@ def _place(news: Ended) -> str:
 def _at_place(state: State, news: Ended) -> tuple[State, int]:
     """Count the loss at its place; how often it happened there. What was passed is forgotten."""
     places = {at: told for at, told in state.places.items() if news.committed <= told[0]}
-    place = _place(news) if news.worker not in state.hung or endings.reads(news.place) else ""
+    place = _place(news) if news.worker not in state.hung or at_a_read(news.place) else ""
     if not place:
         return replace(state, places=places), 0
     counted = _once_more(places.get(place), news.committed)
-    vague = news.place is not None and (news.place.ahead or news.place.count > 1)
-    if vague and endings.reads(
-        news.place
-    ):  # it may have been something else: next time it is known
+    vague = at_a_read(news.place) and (news.place.ahead or news.place.count > 1)
+    if vague:  # it may have been something else: next time it is known
         counted = counted[0], 1
     return replace(state, places=places | {place: counted}), counted[1]
 
@@ -166,7 +164,7 @@ def _most_at(state: State, news: Ended) -> int:
 
 
 def _hang(how: str, news: Ended) -> str:
-    if news.place is None or news.place.sample < 0:
+    if not at_a_read(news.place):
         return how
     return f"{how.rstrip('.')}, {reading(news.place)}."
 

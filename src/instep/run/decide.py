@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
+from instep.data.breadcrumb import at_a_read
 from instep.errors import PeerError
 from instep.run import crash_loop, endings
 from instep.run.news import (
@@ -353,11 +354,11 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     if worker in state.done and state.phase == "training":
         return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
     replaced = worker not in state.joined or (state.recovers and worker not in state.spoke)
-    at_a_read = news.place is not None and endings.reads(news.place) and not news.place.ahead
-    at_a_read = at_a_read and worker not in state.spoke  # native code may call exit()
-    if code == PeerError.exit_code and replaced and not at_a_read:
+    reads = at_a_read(news.place) and not news.place.ahead
+    by_a_read = reads and worker not in state.spoke  # native code may call exit()
+    if code == PeerError.exit_code and replaced and not by_a_read:
         news, code = replace(news, code=None), None  # its master was lost, or had no use for it
-    unexplained = code is None or code < 0 or at_a_read
+    unexplained = code is None or code < 0 or by_a_read
     if state.phase in ("gathering", "training"):
         spare = worker not in state.wanted and (
             state.phase == "gathering" or worker not in state.members

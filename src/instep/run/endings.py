@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 
 from instep.comm.messages import Failed, Whereabouts
-from instep.data.breadcrumb import reading
+from instep.data.breadcrumb import at_a_read, reading
 from instep.errors import DIVERGED, INTERRUPTED, WorkerError
 from instep.run.news import Action, Blame, Finish, KillAll, Log, State
 
@@ -122,9 +122,8 @@ def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
 
 def by_signal(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
     """What is to be said of a process that a signal ended, or whose end nobody saw."""
-    at = f" {reading(place)}" if place is not None and reads(place) else ""
     if code is None:
-        cause = f"the process has ended{at}, and nobody was there to see how."
+        cause = f"the process has ended{_at(place)}, and nobody was there to see how."
         return failed("killed", cause, step)
     number, name = -code, signal_name(code)
     hints = {
@@ -132,7 +131,7 @@ def by_signal(code: int | None, step: int, place: Whereabouts | None = None) -> 
         "SIGSEGV": " Native code of a library crashed.",
         "SIGBUS": " The disk or the shared memory may be full.",
     }
-    cause = f"the process was killed by {name} (signal {number}){at}.{hints.get(name, '')}"
+    cause = f"the process was killed by {name} (signal {number}){_at(place)}.{hints.get(name, '')}"
     return failed("killed", cause, step)
 
 
@@ -144,9 +143,8 @@ def signal_name(code: int) -> str:
         return "an unknown signal"
 
 
-def reads(place: Whereabouts | None) -> bool:
-    """Whether a process was at a read, as far as it left word."""
-    return place is not None and place.sample >= 0
+def _at(place: Whereabouts | None) -> str:
+    return f" {reading(place)}" if at_a_read(place) else ""
 
 
 def without_word(code: int, step: int, place: Whereabouts | None = None) -> Failed:
@@ -157,8 +155,7 @@ def without_word(code: int, step: int, place: Whereabouts | None = None) -> Fail
             "connection. Whoever started it may know how."
         )
         return failed("exit", cause, step)
-    at = f" {reading(place)}" if place is not None and reads(place) else ""
-    return failed("exit", f"the process ended with code {code} and said nothing{at}.", step)
+    return failed("exit", f"the process ended with code {code} and said nothing{_at(place)}.", step)
 
 
 def failed(kind: str, cause: str, step: int, phase: str = "") -> Failed:

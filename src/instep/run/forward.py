@@ -34,6 +34,14 @@ class Found(NamedTuple):
         """What makes of the loss its total."""
         return self.weight or 1.0
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is a loss: of weight 0, where all is masked out, 0 or 0 / 0 is left."""
+        if self.weight:
+            return True
+        total = float(self.loss.detach())
+        return math.isfinite(total) and total != 0.0
+
 
 class Measured(NamedTuple):
     """Loss and metrics of one batch."""
@@ -110,7 +118,7 @@ class Forward:
             return None
         loss, own, _, _ = self._outputs(batch)
         found = Found(loss, weight if own is None else own)
-        return found if found.weight or _counts(loss) else None
+        return found if found.counts else None
 
     def _weight(self, batch: Any, samples: int) -> float:
         if self._weigh is None:
@@ -147,18 +155,11 @@ class Forward:
         with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
             loss, own, outputs, target = self._outputs(batch)
         found = Found(loss.detach(), weight if own is None else own)
-        counts = found.weight or _counts(loss)
-        values = {"loss": float(found.loss) * found.factor if counts else 0.0}
+        values = {"loss": float(found.loss) * found.factor if found.counts else 0.0}
         for name, metric in self.recipe.metrics.items():
             self.phase = f"metric {name}"
             values[name] = _number(metric(outputs, target), name)
         return Measured(values, found.weight)
-
-
-def _counts(total: Tensor) -> bool:
-    """Whether a loss of weight 0 is one: 0, or 0 / 0, is what is left where all is masked out."""
-    value = float(total.detach())
-    return math.isfinite(value) and value != 0.0
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
