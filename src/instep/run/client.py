@@ -18,12 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from instep import __version__, spec_file
 from instep.comm.messages import Failed, Over
@@ -39,7 +36,6 @@ from instep.run.folder import (
 )
 from instep.run.launch import LAUNCHERS
 from instep.run.launch.base import INSIDE, Switchboard
-from instep.run.live_run import seated
 from instep.run.start_file import start_file
 from instep.spec import JobSpec
 from instep.state.recorded import check_recorded
@@ -274,6 +270,7 @@ def _follow(
     """See to it that the run has a master and a host until it is over."""
     from instep.run.guard import Guard
     from instep.run.journal import Begin, Journal
+    from instep.run.live_run import seated
 
     Journal(folder, Begin(began, origin)).close()
     note = {"about": about(job), "quiet": audience.quiet, "json": audience.json_output}
@@ -364,6 +361,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
 
 def about(job: JobSpec) -> dict[str, Any]:
     """Fields of `run_started` that say where and how a run was made."""
+    import psutil
+
     names = ("torch", "numpy", "safetensors")
     versions = {"python": platform.python_version(), "instep": __version__}
     return {
@@ -387,6 +386,8 @@ def recipe_sha256(job: JobSpec) -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from instep.errors import SpecError, near_miss
-from instep.report.run_folder import check_format
 from instep.run.folder import ID
 from instep.spec import StartSpec
 from instep.state.header import check_header
@@ -37,6 +36,8 @@ def start_file(start: StartSpec) -> Path | None:
                 "Give the folder of a run that has ended, or a safetensors file."
             )
         if all((path / name).is_file() for name in ("job.toml", ID)):
+            from instep.report.run_folder import check_format  # which imports numpy
+
             check_format(path)
         elif FOLDER.fullmatch(path.name):
             read_manifest(path)

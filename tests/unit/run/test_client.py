@@ -1,6 +1,8 @@
 """What a client does before a process starts: names the recipe, checks the job, makes a folder."""
 
 import functools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -78,6 +80,14 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(changes, error, wo
     with pytest.raises(error) as refused:
         check_job(job(**changes))
     assert words in str(refused.value)
+
+
+def test_processes_are_started_before_anything_large_is_imported():
+    code = (
+        "import sys, instep.cli, instep.spec_file, instep.run.client, instep.run.launch.local\n"
+        "assert not {'torch', 'numpy', 'psutil'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_job_that_can_be_run_is_not_refused():

@@ -15,6 +15,7 @@ and end all workers, when the client has them, or once no master can come any mo
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -82,13 +83,12 @@ def main() -> None:
     seat = Seat(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
     _settle(seen["folder"])
     tie = _call(seat)
+    _import_torch()  # while the master gets ready to answer
+    preloading = time.time()
     welcome = tie.welcome()
     if not isinstance(welcome, Welcome):
         return
-    phases = {"interpreter": began - welcome.started}
-    _import_torch()
-    phases["import torch"] = time.time() - began
-    preloading = time.time()
+    phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
     recipe = Path(job["recipe"].rpartition(":")[0])
     if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
@@ -115,6 +115,7 @@ def _call(seat: Seat) -> Tie:
 
 
 def _import_torch() -> None:
+    gc.disable()  # an import makes no garbage, and looking for it takes a tenth of the time
     import torch
 
     from instep.run.quick_start import spare_dynamo
@@ -122,6 +123,9 @@ def _import_torch() -> None:
     spare_dynamo()
     torch.set_num_threads(1)
     import instep.run.worker  # noqa: F401  what a worker needs, imported before the fork
+
+    gc.freeze()  # nor does any process forked from this one look at all this again
+    gc.enable()
 
 
 def _preload(recipe: Path) -> bool:
