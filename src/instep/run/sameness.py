@@ -429,7 +429,8 @@ class _Tried:
 
     def _gradients_differ(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
         """The name of a parameter whose gradients differ; empty where none do."""
-        length = math.sqrt(sum(float(g.double().square().sum()) for g in other.values()))
+        lengths = {name: float(gradient.double().norm()) for name, gradient in other.items()}
+        length = math.hypot(*lengths.values())
         for name in self._model.parameters:
             if name not in one and name not in other:
                 continue
@@ -439,10 +440,7 @@ class _Tried:
                 assert present is not None
                 gap, own = float(present.double().norm()), 0.0
             else:
-                gap, own = (
-                    float((mine.double() - theirs.double()).norm()),
-                    float(theirs.double().norm()),
-                )
+                gap, own = float((mine.double() - theirs.double()).norm()), lengths[name]
             if not gap <= self._near * own + self._floor * length:
                 return name
         return ""
@@ -569,8 +567,10 @@ def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Te
     mean: dict[str, Tensor] = {}
     for share, each in zip(shares, passes, strict=True):
         for name, gradient in each.gradients.items():
-            part = share * gradient.double()
-            mean[name] = mean[name] + part if name in mean else part
+            if name in mean:
+                mean[name].add_(gradient, alpha=share)
+            else:
+                mean[name] = share * gradient.double()
     return mean
 
 

@@ -78,7 +78,8 @@ class TrialModel:
         self.model = model
         self._original = original
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._start = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self._start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self._placed = self._start  # where passes find the parameters, and must leave them
         self._owners = [
             (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
             for prefix, module in model.named_modules()
@@ -100,12 +101,14 @@ class TrialModel:
             noise = torch.randn(parameter.shape, generator=generator)
             by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
             parameter.add_((by * noise).to(parameter.device, parameter.dtype))
+        self._placed = {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def move_back(self) -> None:
         """Put every parameter back at its start."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self._start[name])
+        self._placed = self._start
 
     def widened(self, batch: Any, samples: int) -> TrialModel:
         """One that computes in float64, where model and loss can; on a GPU, in float32 at least.
@@ -134,7 +137,6 @@ class TrialModel:
         """One pass from the committed buffers; None where nothing in the batch counts."""
         self._reset()
         set_generators(self._seed)
-        before = [(name, p, p.detach().clone()) for name, p in self.model.named_parameters()]
         with self.draws():
             found = self.forward.loss(self._fit(batch), samples)
             if any(parameter.grad is not None for parameter in self.model.parameters()):
@@ -145,11 +147,11 @@ class TrialModel:
         for module, name in self._empty:
             if module._buffers.get(name) is not None:
                 raise filled(module, name)
-        for name, parameter, value in before:
-            if not torch.equal(parameter, value):
+        for name, parameter in self.model.named_parameters():
+            if not torch.equal(parameter, self._placed[name]):
                 raise written(name, trained=parameter.requires_grad)
         gradients = {
-            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().clone()
+            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
             for name, p in self.parameters.items()
             if p.grad is not None
         }
