@@ -366,7 +366,7 @@ class CheckSpec(Section, frozen=True, kw_only=True):
 
     content: Literal["off", "sample", "all"] = "sample"
     """Of which training samples the content is recorded when they are handed to a step, for
-    `instep audit --content`: a keyed sample (1 in 64, about 512 of an epoch at most), or all."""
+    `instep audit --content`: a keyed sample (1 in 256, about 512 of an epoch at most), or all."""
 
     strict: bool = False
     """Refuse to train unless the run is shown to give the result of one machine

@@ -8,8 +8,10 @@ a row of a batch, where a number has become a tensor and a tuple a list.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +21,10 @@ import torch
 from instep.data.order import Indices, key
 from instep.events import CONTENTS, Appender, cut_torn_record
 
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Take = Callable[[bytes | memoryview], None]
 
 _OF_CONTENT = 3
-_MOST, _ONE_IN = 512, 64
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_MOST, _ONE_IN = 512, 256
 
 
 class Chosen:
@@ -32,25 +33,29 @@ class Chosen:
     Args:
         samples: of the dataset.
         seed: of the job.
-        which: all, or a keyed sample: 1 in 64, or as much less as makes about 512 an epoch.
+        which: all, or a keyed sample: of each 256 that follow each other in the epoch's order
+            one, or of as many more as makes about 512 an epoch.
     """
 
     def __init__(self, samples: int, seed: int, which: Literal["sample", "all"]) -> None:
         self._seed, self._all = seed, which == "all"
-        one_in = max(_ONE_IN, samples // _MOST)
-        self._below = np.uint64((1 << 64) // one_in)
+        self._one_in = max(_ONE_IN, samples // _MOST)
 
-    def __call__(self, epoch: int, indices: Indices) -> Flags:
-        """[count] bool, for [count] indices."""
+    def __call__(self, epoch: int, first: int, stop: int) -> list[int]:
+        """Of positions [first, stop) of an epoch, those that are recorded, counted from `first`."""
         if self._all:
-            return np.ones(len(indices), np.bool_)
-        words = indices.astype(np.uint64)
-        words += np.uint64(key(self._seed, _OF_CONTENT, epoch))
-        words *= _SPREAD
-        words ^= words >> np.uint64(32)
-        words *= _SPREAD
-        flags: Flags = words < self._below
-        return flags
+            return list(range(stop - first))
+        windows = range(first // self._one_in, -(-stop // self._one_in))
+        size = self._one_in
+        places = [
+            size * window + _draw(self._seed, epoch, window) % size - first for window in windows
+        ]
+        return [place for place in places if 0 <= place < stop - first]
+
+
+@lru_cache(maxsize=16)  # batches that follow each other share a window
+def _draw(seed: int, epoch: int, window: int) -> int:
+    return key(seed, _OF_CONTENT, epoch, window)
 
 
 class Record:
@@ -73,6 +78,36 @@ class Record:
         self._file.close()
 
 
+class Contents:
+    """What is told of the samples of one slice while they are read.
+
+    Args:
+        wanted: indices of those of which it is.
+    """
+
+    def __init__(self, wanted: Iterable[int]) -> None:
+        self._wanted = frozenset(wanted)
+        self.found: list[list[int]] = []
+        """[index, content] of each."""
+
+    def note(self, index: int, sample: Any) -> None:
+        """A sample was read. Training goes on with any type; the audit says how many lack."""
+        if index in self._wanted:
+            with suppress(Exception):  # whatever a type of the user's raises when looked at
+                self.found.append([index, content_of(sample)])
+
+    def note_rows(self, indices: Indices, batch: Any) -> None:
+        """The same for samples that were read as one batch; None where none was."""
+        if not self._wanted or batch is None:
+            return
+        named = enumerate(indices.tolist())
+        rows = {row: index for row, index in named if index in self._wanted}
+        samples = rows_of(batch, list(rows))
+        if samples is not None:
+            for index, sample in zip(rows.values(), samples, strict=True):
+                self.note(index, sample)
+
+
 def content_of(sample: Any) -> int:
     """The content of a sample as a number of 63 bits.
 
@@ -80,23 +115,11 @@ def content_of(sample: Any) -> int:
         Exception: what it holds has no end (it refers to itself), or cannot be looked at.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for part in _parts(sample):
-        digest.update(part)
+    _feed(digest.update, sample)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def noted(index: int, sample: Any) -> list[list[int]]:
-    """[index, content] of a sample, alone in a list; an empty one where nothing can be told of it.
-
-    Training goes on with any type of sample; the audit says how many were not recorded.
-    """
-    try:
-        return [[index, content_of(sample)]]
-    except Exception:  # whatever a type of the user's raises when it is looked at
-        return []
-
-
-def rows_of(batch: Any, rows: Iterator[int] | list[int]) -> list[Any] | None:
+def rows_of(batch: Any, rows: list[int]) -> list[Any] | None:
     """Samples of a batch by their place in it; None where it has something without rows."""
     try:
         return [_row(batch, row) for row in rows]
@@ -112,49 +135,61 @@ def _row(batch: Any, row: int) -> Any:
     return batch[row]
 
 
-def _parts(node: Any) -> Iterator[bytes | memoryview]:
-    """The bytes that tell this value from all others, types of containers apart."""
+def _feed(take: Take, node: Any) -> None:
+    """Give on the bytes that tell this value from all others, types of containers apart."""
     if isinstance(node, torch.Tensor):
-        yield from _of_tensor(node)
+        _feed_tensor(take, node)
     elif isinstance(node, int) and node.bit_length() > 63:  # numpy has no such number
-        yield f"{node}\0".encode()
+        take(f"{node}\0".encode())
     elif isinstance(node, np.ndarray | np.generic | bool | int | float | complex):
-        yield from _of_array(np.asarray(node))
+        _feed_array(take, np.asarray(node))
     elif isinstance(node, str | bytes | type(None)):
-        yield f"{type(node).__name__} {node!r}\0".encode("utf-8", "backslashreplace")
+        take(f"{type(node).__name__} {node!r}\0".encode("utf-8", "backslashreplace"))
     elif isinstance(node, Enum):  # which refers to its class, and that to it
-        yield f"{type(node).__name__}.{node.name}\0".encode("utf-8", "backslashreplace")
+        take(f"{type(node).__name__}.{node.name}\0".encode("utf-8", "backslashreplace"))
     elif isinstance(node, Mapping):
-        yield b"{"
+        take(b"{")
         for name in sorted(node, key=str):
-            yield f"{name!s}\0".encode("utf-8", "backslashreplace")
-            yield from _parts(node[name])
-        yield b"}"
+            take(f"{name!s}\0".encode("utf-8", "backslashreplace"))
+            _feed(take, node[name])
+        take(b"}")
     elif isinstance(node, list | tuple):
-        yield b"["
+        take(b"[")
         for part in node:
-            yield from _parts(part)
-        yield b"]"
+            _feed(take, part)
+        take(b"]")
     elif hasattr(node, "__array__") or hasattr(node, "__array_interface__"):  # as a PIL image
-        yield from _of_array(np.asarray(node))
+        _feed_array(take, np.asarray(node))
     elif hasattr(node, "__dict__") and vars(node):
-        yield from _parts(vars(node))
+        _feed(take, vars(node))
     else:
-        yield f"{type(node).__module__}.{type(node).__qualname__}\0".encode()
+        take(f"{type(node).__module__}.{type(node).__qualname__}\0".encode())
 
 
-def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+def _feed_tensor(take: Take, tensor: torch.Tensor) -> None:
+    try:
+        array = tensor.detach().numpy()
+    except (TypeError, RuntimeError):  # which numpy has not: bfloat16, sparse, on a device
+        pass
+    else:
+        _feed_array(take, array)
+        return
     if tensor.layout != torch.strided or tensor.is_quantized:
         tensor = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    yield f"{str(plain.dtype).removeprefix('torch.')} {list(plain.shape)}\0".encode()
+    take(f"{str(plain.dtype).removeprefix('torch.')} {list(plain.shape)}\0".encode())
     if plain.numel():
-        yield plain.reshape(-1).view(torch.uint8).numpy().data
+        take(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> Iterator[bytes | memoryview]:
+def _feed_array(take: Take, array: np.ndarray[Any, Any]) -> None:
     if array.dtype.hasobject:
-        yield from _parts(array.tolist())
+        _feed(take, array.tolist())
         return
-    yield f"{array.dtype.name} {list(array.shape)}\0".encode()
-    yield np.ascontiguousarray(array).tobytes()
+    take(_form(array.dtype, array.shape))
+    take(array.tobytes())
+
+
+@lru_cache(maxsize=256)
+def _form(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    return f"{dtype.name} {list(shape)}\0".encode()

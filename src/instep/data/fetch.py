@@ -21,7 +21,7 @@ from instep.comm.messages import Mark
 from instep.data import breadcrumb, keyed
 from instep.data.blame import odd_one_out, told
 from instep.data.breadcrumb import files_of
-from instep.data.contents import Chosen, content_of, noted, rows_of
+from instep.data.contents import Chosen, Contents, content_of
 from instep.data.order import Indices, Order, key
 from instep.data.unreadable import TO_SKIP, tried
 from instep.errors import DataError
@@ -30,10 +30,8 @@ Collate = Callable[[list[Any]], Any]
 Augment = Callable[[Any, torch.Generator], Any]
 Missed = list[tuple[int, str]]
 """Samples that were left out, each with its cause, as plain data that travels between processes."""
-Contents = list[list[int]]
-"""Index and content (`contents.py`) of samples."""
-Got = tuple[Any, Missed, Contents]
-"""What came of a slice: the batch, who is missing, contents."""
+Got = tuple[Any, Missed, list[list[int]]]
+"""What came of a slice: the batch, who is missing, index and content (`contents.py`) of some."""
 
 _OF_AUGMENT, _OF_GLOBALS = 0, 1
 
@@ -187,13 +185,14 @@ class Fetch:
 
     def _batch(self, part: Slice) -> Got:
         indices, missed = self.indices(part), Missed()
-        contents = Contents()
+        wanted = self.chosen(*part) if self.chosen is not None else []
+        contents = Contents(indices[wanted].tolist() if wanted else [])
         trail = breadcrumb.trail(self.name)
         try:
             if self._whole is not None and not self.draws:
                 batch = self._together(part.epoch, indices, self._whole, missed)
-                self._note_rows(part.epoch, _without(indices, missed), batch, contents)
-                return batch, missed, contents
+                contents.note_rows(_without(indices, missed), batch)
+                return batch, missed, contents.found
             if self._many and not self.draws:
                 samples = self._read_many(part.epoch, indices, missed, contents)
             else:
@@ -201,22 +200,13 @@ class Fetch:
         finally:
             trail.ends()
         if not samples:
-            return None, missed, contents
+            return None, missed, contents.found
         names = _without(indices, missed).tolist()
         try:
-            return self._collate(samples), missed, contents
+            return self._collate(samples), missed, contents.found
         except Exception as error:
             text = odd_one_out(names, samples) or f"samples {_listed(names)} cannot be collated."
             raise DataError(f"{text} {told(error)}") from error
-
-    def _note_rows(self, epoch: int, indices: Indices, batch: Any, contents: Contents) -> None:
-        if self.chosen is None or batch is None:
-            return
-        places = np.flatnonzero(self.chosen(epoch, indices)).tolist()
-        samples = rows_of(batch, places) if places else None
-        if samples is not None:
-            for place, sample in zip(places, samples, strict=True):
-                contents += noted(int(indices[place]), sample)
 
     def _together(
         self, epoch: int, indices: Indices, read: Callable[[Indices], Any], missed: Missed
@@ -254,9 +244,8 @@ class Fetch:
                 f"__getitems__ of {type(self.dataset).__name__} was asked for {len(names)} "
                 f"samples and gave {len(samples)}: it must return one for each index, in order."
             )
-        if self.chosen is not None:
-            for place in np.flatnonzero(self.chosen(epoch, names)).tolist():
-                contents += noted(int(names[place]), samples[place])
+        for index, sample in zip(names.tolist(), samples, strict=True):
+            contents.note(index, sample)
         if self._augment is None:
             return samples
         return [self._augmented(epoch, *pair) for pair in zip(names.tolist(), samples, strict=True)]
@@ -265,11 +254,9 @@ class Fetch:
         self, epoch: int, indices: Indices, missed: Missed, contents: Contents
     ) -> list[Any]:
         samples = []
-        flags = self.chosen(epoch, indices) if self.chosen is not None else None
-        for place, index in enumerate(indices.tolist()):
+        for index in indices.tolist():
             for sample in self._one(epoch, index, missed):
-                if flags is not None and flags[place]:
-                    contents += noted(index, sample)
+                contents.note(index, sample)
                 samples.append(self._augmented(epoch, index, sample))
         return samples
 

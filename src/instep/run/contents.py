@@ -163,7 +163,7 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
     due = recorded = 0
     for epoch in run.audit.epochs:
         indices = order.indices(epoch.epoch, 0, min(epoch.expected, samples))
-        wanted = indices[chosen(epoch.epoch, indices)]
+        wanted = indices[chosen(epoch.epoch, 0, len(indices))]
         due += len(wanted)
         recorded += int(np.isin(wanted, rows["index"][rows["epoch"] == epoch.epoch]).sum())
     return due, recorded

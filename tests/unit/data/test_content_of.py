@@ -84,11 +84,18 @@ def test_a_strange_sample_is_trained_on_whether_its_content_can_be_told_or_not(s
         assert len(loader.fingerprint().contents) == 2 * recorded
 
 
-def test_the_same_samples_are_chosen_in_any_order_and_others_in_another_epoch():
-    indices = np.random.default_rng(0).permutation(64_000)
+@pytest.mark.parametrize("size", [1, 7, 128, 129, 1_600, 64_000])
+def test_the_same_places_are_chosen_however_an_epoch_is_cut_and_others_in_another(size):
     chosen = Chosen(64_000, 3, "sample")
-    mine = set(indices[chosen(0, indices)])
-    assert mine == {i for part in np.split(np.arange(64_000), 40) for i in part[chosen(0, part)]}
-    assert 400 < len(mine) < 640
-    assert len(mine & set(indices[chosen(1, indices)])) < 40
-    assert Chosen(64_000, 3, "all")(0, indices).all()
+    mine = chosen(0, 0, 64_000)
+    cuts = range(0, 64_000, size)
+    assert mine == [at + place for at in cuts for place in chosen(0, at, min(at + size, 64_000))]
+    assert len(mine) == 250
+    assert len(set(mine) & set(chosen(1, 0, 64_000))) < 20
+    assert Chosen(64_000, 3, "all")(0, 10, 14) == [0, 1, 2, 3]
+
+
+def test_every_row_of_a_batch_is_chosen_in_some_step():
+    chosen = Chosen(64_000, 3, "sample")
+    rows = {place for at in range(0, 64_000, 16) for place in chosen(0, at, at + 16)}
+    assert rows == set(range(16))
