@@ -136,5 +136,5 @@ def _batches(parts: Parts, step: int, cuts: list[tuple[int, int]], way: int) -> 
 
 def _set_generators(number: int) -> None:
     torch.default_generator.manual_seed(number)
-    np.random.seed([number & 0xFFFFFFFF, number >> 32])
+    np.random.seed(number & 0xFFFFFFFF)
     random.seed(number)

@@ -40,9 +40,9 @@ def states() -> Generators:
 
 
 def set_from(number: int) -> None:
-    """Set the three from one key of 63 bits."""
+    """Set the three from one key of 63 bits; numpy from its lower 32, for a sixth of the time."""
     torch.default_generator.manual_seed(number)
-    np.random.seed([number & 0xFFFFFFFF, number >> 32])
+    np.random.seed(number & 0xFFFFFFFF)
     random.seed(number)
 
 

@@ -117,6 +117,8 @@ class Buffers:
 
     def _moved(self) -> list[int]:
         """Which buffers the pass has moved, or must be taken to have moved."""
+        if not self._live:
+            return []
         present = [i for i, (m, name) in enumerate(self._owners) if m._buffers[name] is not None]
         counted = {i for i in present if self._counted(i)}
         modules = {id(self._owners[i][0]) for i in counted}

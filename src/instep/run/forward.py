@@ -203,7 +203,7 @@ def checked(loss: Any, name: str) -> Tensor:
             f"the loss that Recipe.{name} returned does not depend on the model's parameters: "
             "something detached it (no_grad, .item(), .data, or a new torch.tensor)."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _number(value: Any, name: str) -> float:

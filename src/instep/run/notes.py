@@ -7,6 +7,8 @@ each holds the same. A further note is a further name where `Notes` is made
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
@@ -35,5 +37,5 @@ class Notes:
 
     def unpack(self, summed: Tensor) -> dict[str, list[float]]:
         """What `pack` gave on every worker, summed over them, by name."""
-        parts = summed.split(list(self._sizes.values()))
-        return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
+        values = iter(summed.tolist())
+        return {name: list(islice(values, size)) for name, size in self._sizes.items()}

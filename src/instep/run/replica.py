@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -73,6 +73,14 @@ class Clock:
     wire: float = 0.0
     update: float = 0.0
     save: float = 0.0
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """All of them, in order."""
+        return (
+            self.begin, self.load, self.forward, self.backward, self.wait, self.wire, self.update,
+            self.save,
+        )  # fmt: skip
 
     @property
     def computing(self) -> float:
@@ -309,7 +317,7 @@ class Replica:
             done = self._ledger.append(self.shares())
             if not done:  # another thread has let go of the file
                 self.member.fence()
-        times = astuple(self.clock)
+        times = self.clock.parts
         norm = _as_recorded(gradient_norm)
         self.member.record(done, (step, self.member.number, samples, loss, *times, norm))
         self._deal_next(step, position)
