@@ -33,7 +33,7 @@ from turns import (
 from turns import instep as program
 
 import instep
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 MLP = Case("recipes/mlp.py:recipe", 128, 4.0)
 SMALL_GPT = {"arguments.layers": 4, "arguments.width": 192, "arguments.heads": 3}

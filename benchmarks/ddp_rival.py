@@ -21,7 +21,7 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from instep.run.recipe import call, load_function
+from instep.recipe.build import call, load_function
 
 
 def work(rank: int, args: argparse.Namespace, meeting: str) -> None:

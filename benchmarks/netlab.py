@@ -1,4 +1,4 @@
-"""Emulated hosts on one Linux machine, from the shell; `instep/run/netlab.py` is what makes them.
+"""Emulated hosts on one Linux machine, from the shell; `instep/lab/netlab.py` is what makes them.
 
 python benchmarks/netlab.py up --hosts 3 --rate 100mbit     until Ctrl-C; then, elsewhere:
 python benchmarks/netlab.py run h1 -- COMMAND               also: partition, cut, heal, slow
@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from instep.run.netlab import OUTSIDE, Network, NetworkError, clean, creator_lives, networks
+from instep.lab.netlab import OUTSIDE, Network, NetworkError, clean, creator_lives, networks
 
 
 def _up(args: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ from rivals.under_torchrun import CHECKPOINT_EVERY, UnderTorchrun
 
 import instep
 from instep.events import STEPS, read_events
-from instep.report.run_folder import RunFolder, step_ends
+from instep.store.run_folder import RunFolder, step_ends
 
 HERE = Path(__file__).parent
 RECIPE = f"{HERE / 'recipes' / 'mlp.py'}:recipe"

@@ -20,9 +20,9 @@ import torch
 from instep.cli import main
 from instep.data.loader import Loader, Slice
 from instep.errors import InstepError
-from instep.run.blame import sentence
-from instep.run.forward import Forward
-from instep.run.recipe import build, call, load_function
+from instep.recipe.build import build, call, load_function
+from instep.recipe.forward import Forward
+from instep.system.blame import sentence
 
 # ---- in a job file
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from instep.formats import INSTEP
 
 if TYPE_CHECKING:
+    from instep.client.session import Session, join
+    from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
-    from instep.run.client import Run, resume, train
-    from instep.run.recipe import Recipe
-    from instep.run.session import Session, join
-    from instep.run.weights import WeightedLoss
+    from instep.recipe.build import Recipe
+    from instep.recipe.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
 
@@ -25,14 +25,14 @@ __version__ = INSTEP
 _HOME = {
     "InstepError": "instep.errors",
     "JobSpec": "instep.spec",
-    "Recipe": "instep.run.recipe",
-    "Run": "instep.run.client",
-    "Session": "instep.run.session",
-    "WeightedLoss": "instep.run.weights",
-    "join": "instep.run.session",
+    "Recipe": "instep.recipe.build",
+    "Run": "instep.client.submit",
+    "Session": "instep.client.session",
+    "WeightedLoss": "instep.recipe.weights",
+    "join": "instep.client.session",
     "load_model": "instep.state.load",
-    "resume": "instep.run.client",
-    "train": "instep.run.client",
+    "resume": "instep.client.submit",
+    "train": "instep.client.submit",
 }
 
 __all__ = [

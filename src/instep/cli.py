@@ -29,17 +29,17 @@ from instep.errors import (
 )
 
 if TYPE_CHECKING:
-    from instep.report.run_folder import RunFolder
-    from instep.report.verdict import Verdict
-    from instep.run.client import Run
+    from instep.client.submit import Run
+    from instep.lab.verdict import Verdict
     from instep.spec import JobSpec
+    from instep.store.run_folder import RunFolder
 
 
 def run(args: argparse.Namespace) -> int:
     """Train a job on worker processes of this machine, from its file to a report."""
     from instep import spec_file
-    from instep.run.client import run_job
-    from instep.run.processes import started_at
+    from instep.client.submit import run_job
+    from instep.system.processes import started_at
 
     overrides = list(args.set)
     if args.workers is not None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
     """Say whether the job gives the same bits at two sizes; the exit code is that of a recipe."""
-    from instep.run.check import check_determinism, words
+    from instep.lab.determinism import check_determinism, words
 
     compared = check_determinism(job, lambda text: print(text, file=sys.stderr))
     for line in words(compared):
@@ -77,8 +77,8 @@ def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
 
 def resume(args: argparse.Namespace) -> int:
     """Go on with a run that was stopped or has failed, at any number of workers."""
-    from instep.run.client import resume_run
-    from instep.run.processes import started_at
+    from instep.client.submit import resume_run
+    from instep.system.processes import started_at
 
     overrides = list(args.set)
     if args.workers is not None:
@@ -90,7 +90,7 @@ def resume(args: argparse.Namespace) -> int:
 
 def scale(args: argparse.Namespace) -> int:
     """Have a run that goes on use another number of workers, from one of its next commits on."""
-    from instep.run.live_run import scale
+    from instep.client.live_run import scale
 
     scale(Path(args.run), args.workers)
     workers = f"{args.workers} worker{'s' if args.workers > 1 else ''}"
@@ -104,8 +104,8 @@ def scale(args: argparse.Namespace) -> int:
 
 def _told(done: Run, args: argparse.Namespace) -> int:
     """Say how a run went, and return its exit code."""
-    from instep.report.run_folder import RunFolder
     from instep.report.summary import verdict
+    from instep.store.run_folder import RunFolder
 
     for line in verdict(done.summary, RunFolder(done.path)):
         print(line, file=sys.stderr if args.json else sys.stdout)
@@ -117,9 +117,9 @@ def _told(done: Run, args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """Write report.html of a run again, or lay two runs over each other."""
     from instep.report.page import write_report
-    from instep.report.run_folder import RunFolder
     from instep.report.summary import summarise, verdict
     from instep.state.export import asked_for, check_page
+    from instep.store.run_folder import RunFolder
 
     folder = RunFolder(Path(args.run))
     other = RunFolder(Path(args.other)) if args.other else None
@@ -142,12 +142,12 @@ def report(args: argparse.Namespace) -> int:
 def audit(args: argparse.Namespace) -> int:
     """Prove from a run's ledger that every sample was used exactly once in every epoch."""
     from instep.report.proof import prove
-    from instep.report.run_folder import RunFolder
+    from instep.store.run_folder import RunFolder
 
     run = RunFolder(Path(args.run))
     proof, contents = prove(run), None
     if args.content is not None:
-        from instep.run.contents import compare
+        from instep.lab.contents import compare
 
         contents = compare(run, _how_many(args.content))
     if args.json:
@@ -173,9 +173,9 @@ def _how_many(given: str) -> int | None:
 
 def replay(args: argparse.Namespace) -> int:
     """Compute a recorded step again on one process, and say whether it gives the same bits."""
-    from instep.report.replay_words import lines
-    from instep.report.run_folder import RunFolder
-    from instep.run.replay import replay as again
+    from instep.lab.replay import replay as again
+    from instep.lab.replay_words import lines
+    from instep.store.run_folder import RunFolder
 
     to = _safetensors(args.to) if args.to is not None else None
     run = RunFolder(Path(args.run))
@@ -190,7 +190,7 @@ def replay(args: argparse.Namespace) -> int:
 def chaos(args: argparse.Namespace) -> int:
     """Break a run on purpose, and say whether its result shows it."""
     from instep.errors import WorkerError
-    from instep.report.verdict_words import lines
+    from instep.lab.verdict_words import lines
 
     found = _broken(args, lambda text: print(text, file=sys.stderr, flush=True))
     for line in [json.dumps(found.as_table())] if args.json else lines(found):
@@ -203,10 +203,10 @@ def chaos(args: argparse.Namespace) -> int:
 def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
     """What comes of a job that is run twice, of a run that is repeated, or of one that goes on."""
     from instep import spec_file
-    from instep.report.run_folder import RunFolder
-    from instep.run.breaker import Plan
-    from instep.run.chaos import break_again, break_job, break_running, is_going_on
-    from instep.run.injections import check_numbers, check_roles
+    from instep.lab.breaker import Plan
+    from instep.lab.chaos import break_again, break_job, break_running, is_going_on
+    from instep.lab.injections import check_numbers, check_roles
+    from instep.store.run_folder import RunFolder
 
     check_numbers(args.kills, args.hangs, args.partitions, args.over)
     roles = tuple(args.roles.split(",")) if args.roles else ()
@@ -237,9 +237,9 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
 
 def export(args: argparse.Namespace) -> int:
     """Copy a model out of a run, as one safetensors file that anything can read."""
-    from instep.report.run_folder import RunFolder
     from instep.state.best import Best
     from instep.state.export import asked_for, check_target, choose, copy_model
+    from instep.store.run_folder import RunFolder
 
     target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
@@ -273,9 +273,9 @@ def export(args: argparse.Namespace) -> int:
 
 def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
     """Copy the model of a run's end; where it is damaged, say who has the same one."""
-    from instep.report.words import command
     from instep.state.export import copy_own
     from instep.state.manifest import published
+    from instep.words import command
 
     try:
         copy_own(model, target)
@@ -458,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(sys.argv[1:] if argv is None else argv)
         return int(args.call(args))
     except InstepError as error:
-        from instep.report.words import fit_to_print
+        from instep.words import fit_to_print
 
         print(f"instep: {fit_to_print(str(error))}", file=sys.stderr)
         return error.exit_code

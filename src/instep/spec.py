@@ -6,7 +6,7 @@ beside what they check. Because a spec is plain data it can be printed,
 compared, hashed, sent to a worker and stored in a checkpoint.
 
 Names of strategies and codecs are checked by the tables that own them
-(`run/client.py`), as are their options. Types and bounds are checked where
+(`client/submit.py`), as are their options. Types and bounds are checked where
 data comes in (`spec_file.build`), the rest when a section is made.
 """
 

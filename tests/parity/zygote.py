@@ -28,7 +28,7 @@ from pair import GLOBAL_BATCH, SEED, STEPS, Pair
 from pairs import PAIRS
 
 import instep
-import instep.run.session
+import instep.client.session
 import instep.run.training
 from instep.errors import InstepError
 from instep.events import STEPS as STEP_RECORDS

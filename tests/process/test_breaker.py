@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from instep.events import LEDGER, ledger_header
-from instep.run.breaker import Breaker, Plan, last_committed
-from instep.run.injections import Injection
+from instep.lab.breaker import Breaker, Plan, last_committed
+from instep.lab.injections import Injection
 
 pytestmark = pytest.mark.process
 

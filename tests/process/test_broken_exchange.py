@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from started import RECIPES
 
-from instep.run import netlab
+from instep.lab import netlab
 
 NO = netlab.why_not()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NO is not None, reason=str(NO))]

@@ -10,8 +10,8 @@ import pytest
 from started import RECIPES, Start, slow
 
 from instep.cli import main
-from instep.report.run_folder import RunFolder
-from instep.run import netlab
+from instep.lab import netlab
+from instep.store.run_folder import RunFolder
 
 NO = netlab.why_not()
 pytestmark = pytest.mark.process

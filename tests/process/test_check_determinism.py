@@ -11,7 +11,7 @@ from started import RECIPES, Start, slow
 
 from instep import spec_file
 from instep.cli import main
-from instep.run.check import check_determinism
+from instep.lab.determinism import check_determinism
 
 pytestmark = pytest.mark.process
 

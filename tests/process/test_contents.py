@@ -16,7 +16,7 @@ from instep.cli import main
 from instep.data.order import Order
 from instep.errors import DataError, RunError, WorkerError
 from instep.events import CONTENTS, read_records
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

@@ -13,9 +13,9 @@ from started import RECIPES, Start, Started
 import instep
 from disks import Disk, Ext4
 from instep.events import read_events
-from instep.report.run_folder import RunFolder
 from instep.report.summary import summarise
 from instep.state.manifest import published
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from started import SOON_S, Start, Started
 
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -66,7 +66,7 @@ from instep.cli import run_main
 
 class Finder:
     def find_spec(name, *_):
-        if name == "instep.run.client":
+        if name == "instep.client.submit":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder)

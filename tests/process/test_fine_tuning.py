@@ -14,10 +14,10 @@ from started import RECIPES, Start, distance
 import instep
 from instep.errors import SpecError
 from instep.report.proof import prove
-from instep.report.run_folder import RunFolder
 from instep.report.summary import verdict
 from instep.state.load import load
 from instep.state.snapshot import unpack_state
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

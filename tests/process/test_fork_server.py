@@ -13,8 +13,8 @@ from started import PATIENCE_S, RECIPES
 
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
-from instep.run.launch.base import Switchboard
-from instep.run.launch.local import LocalLauncher
+from instep.comm.endpoint import Switchboard
+from instep.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.process
 

@@ -13,12 +13,12 @@ import pytest
 from started import RECIPES, Start, Started, distance, slow
 
 from instep.cli import main
+from instep.client.submit import failure
 from instep.comm.messages import Failed
 from instep.errors import SpecError
-from instep.report.run_folder import RunFolder
-from instep.run.client import failure
 from instep.run.resume import prepare
 from instep.spec import StopSpec
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

@@ -17,7 +17,7 @@ from test_survival import begin, pid_of, reach
 
 from instep.events import read_events
 from instep.run.lease import HUNG_S
-from instep.run.processes import SPARE
+from instep.system.processes import SPARE
 
 pytestmark = pytest.mark.process
 

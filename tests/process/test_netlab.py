@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.run import netlab
-from instep.run.netlab import Network, NetworkError
+from instep.lab import netlab
+from instep.lab.netlab import Network, NetworkError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TOOL = BENCHMARKS / "netlab.py"
@@ -268,7 +268,7 @@ def test_a_signal_ends_up_and_takes_the_network_away(number):
 
 
 def test_who_may_not_is_told_in_one_sentence():
-    ask = "import os; from instep.run import netlab; os.setuid(65534); print(netlab.why_not())"
+    ask = "import os; from instep.lab import netlab; os.setuid(65534); print(netlab.why_not())"
     done = subprocess.run(
         [sys.executable, "-c", ask],
         capture_output=True,

@@ -11,7 +11,7 @@ from started import RECIPES, SOON_S, Start, Started
 from test_recovery import check_same_result, kill, newest_pids, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
-from instep.run import netlab
+from instep.lab import netlab
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NO = netlab.why_not()

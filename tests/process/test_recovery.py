@@ -10,7 +10,7 @@ import pytest
 from started import RECIPES, Start, Started, slow
 
 import instep
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

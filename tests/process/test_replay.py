@@ -15,7 +15,7 @@ from started import RECIPES, Start
 import instep
 from instep.cli import main
 from instep.events import STEPS
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

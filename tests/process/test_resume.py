@@ -16,7 +16,7 @@ import instep
 from disks import put
 from instep.cli import main
 from instep.errors import CheckpointError, RunError, SpecError
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

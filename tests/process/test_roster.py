@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from instep.report.run_folder import RunFolder
-from instep.run.roster import Known, Roster, roles_of, send
+from instep.lab.roster import Known, Roster, roles_of, send
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -117,7 +117,7 @@ def test_a_spare_is_the_fork_of_a_host_that_calls_itself_so(
 ) -> None:
     calls_itself = (
         "import os, sys\n"
-        "from instep.run.processes import SPARE, call_itself\n"
+        "from instep.system.processes import SPARE, call_itself\n"
         "worker, spare = os.fork(), os.fork()\n"  # four processes: ours, two forks, a fork's fork
         "assert spare or call_itself(SPARE)\n"
         "print(os.getppid(), os.getpid(), flush=True) if worker and not spare else None\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from started import RECIPES, Started, slow
 
-from instep.report.run_folder import RunFolder
 from instep.state.manifest import latest, read_manifest
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

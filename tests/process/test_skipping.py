@@ -14,9 +14,9 @@ from started import RECIPES, Start, slow
 import instep
 from instep.cli import main
 from instep.data.order import Order, position
+from instep.recipe.build import call
 from instep.report.proof import prove
-from instep.report.run_folder import RunFolder
-from instep.run.recipe import call
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -128,7 +128,7 @@ def test_skipping_gives_the_same_bits_on_any_number_of_workers_also_to_batch_sta
         assert "12 positions" in "\n".join(proof.lines())
 
 
-@pytest.mark.slow  # tests/unit/report/test_skipped.py has what it rests on
+@pytest.mark.slow  # tests/unit/store/test_skipped.py has what it rests on
 def test_a_worker_that_is_killed_leaves_each_skipped_sample_counted_once(
     start: Start, tmp_path: Path
 ) -> None:

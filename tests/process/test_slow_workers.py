@@ -9,7 +9,7 @@ import pytest
 from started import Start, Started
 
 from instep.events import STEPS, read_records
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 

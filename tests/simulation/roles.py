@@ -25,9 +25,9 @@ from instep.errors import PeerError
 from instep.events import STEPS
 from instep.run import books, questions
 from instep.run import master as master_module
-from instep.run.folder import Origin
 from instep.run.master import Master
 from instep.run.news import State
+from instep.store.folder import Origin
 
 from .engine import TIME, Channel, Death, Hub, Listener, Peer, Process, Suspend, Violation
 

@@ -12,9 +12,9 @@ from instep.data.contents import Record
 from instep.errors import RunError
 from instep.events import STEPS, EventLog, cut_torn_record
 from instep.plain_file import NotPlain, check_plain, plain, read_plain, write_plain
-from instep.run.folder import held
 from instep.run.journal import FILE, Journal
-from instep.run.ledger import Ledger
+from instep.store.folder import held
+from instep.store.ledger import Ledger
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ASK_READER = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""A signal that asks the thread which reads data where it stands (`run/stacks.py`)."""
+"""A signal that asks the thread which reads data where it stands (`system/stacks.py`)."""
 
 
 @contextmanager

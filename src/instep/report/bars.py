@@ -12,8 +12,8 @@ import numpy as np
 
 from instep.report.curves import throughput
 from instep.report.markup import Html, join, more, section, tag
-from instep.report.run_folder import PARTS, RunFolder
 from instep.report.summary import mean_split, time_split
+from instep.store.run_folder import PARTS, RunFolder
 from instep.units import readable_count, readable_seconds, readable_share
 
 MOST_WORKERS = 48

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from instep.report.run_folder import Floats, Records, RunFolder, step_ends
 from instep.report.summary import loss_per_step
+from instep.store.run_folder import Floats, Records, RunFolder, step_ends
 
 POINTS = 400
 """Most points of one curve."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from instep.report.words import LAST_STEPS, phases_in_words, some_workers, whole_seconds
 from instep.spec import JobSpec
+from instep.words import LAST_STEPS, phases_in_words, some_workers, whole_seconds
 
 Records = np.ndarray[Any, np.dtype[Any]]
 

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from instep.report.figures import Figures, Records
-from instep.report.run_folder import RunFolder
 from instep.report.screen import eta, heading, notice, progress_words, screen
-from instep.report.words import (
+from instep.spec import JobSpec
+from instep.store.run_folder import RunFolder
+from instep.units import readable_bytes, readable_count, readable_seconds
+from instep.words import (
     metrics_in_words,
     of_what,
     plural,
@@ -30,8 +32,6 @@ from instep.report.words import (
     short_number,
     whole_seconds,
 )
-from instep.spec import JobSpec
-from instep.units import readable_bytes, readable_count, readable_seconds
 
 REDRAW_S, LINE_S = 0.5, 5.0
 

@@ -16,10 +16,10 @@ from typing import Any
 from instep.report import bars, sections
 from instep.report.curves import charts
 from instep.report.markup import Html, embedded_json, join, section, tag
-from instep.report.run_folder import RunFolder
 from instep.report.summary import summarise
-from instep.report.words import of_what
 from instep.report.work import who_did_what
+from instep.store.run_folder import RunFolder
+from instep.words import of_what
 
 
 def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) -> None:

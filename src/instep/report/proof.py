@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from instep.data.order import position
 from instep.events import LEDGER, LEDGER_START
-from instep.report.audit import Audit, EpochAudit, Stretch
-from instep.report.run_folder import Records, RunFolder
-from instep.report.words import command, plural
+from instep.store.audit import Audit, EpochAudit, Stretch
+from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_count
+from instep.words import command, plural
 
 _MOST_LINES = 20  # of epochs with a fault, and of steps
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from instep.report.figures import Figures, Row
-from instep.report.words import (
+from instep.units import readable_bytes, readable_count, readable_share
+from instep.words import (
     corruption_in_words,
     metrics_in_words,
     of_what,
@@ -19,7 +20,6 @@ from instep.report.words import (
     stop_words,
     whole_seconds,
 )
-from instep.units import readable_bytes, readable_count, readable_share
 
 Line = list[tuple[str, str]]
 """Pieces of one line of the screen: (text, style)."""

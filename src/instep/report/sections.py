@@ -10,13 +10,13 @@ import shlex
 from itertools import groupby
 from typing import Any
 
-from instep.report.audit import EpochAudit
 from instep.report.compare import differing_settings, figures, flat
 from instep.report.markup import Html, figure, join, more, section, shortened, table, tag
-from instep.report.run_folder import Event, RunFolder
 from instep.report.summary import cause_words, exactness_words, gap_words
-from instep.report.words import corruption_in_words, start_in_words
+from instep.store.audit import EpochAudit
+from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
+from instep.words import corruption_in_words, start_in_words
 
 _MOST_ROWS = 40  # of any table
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from instep.report.run_folder import PARTS, Records, RunFolder
-from instep.report.words import (
+from instep.store.run_folder import PARTS, Records, RunFolder
+from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
+from instep.words import (
     LAST_STEPS,
     command,
     corruption_in_words,
@@ -21,7 +22,6 @@ from instep.report.words import (
     start_in_words,
     stop_words,
 )
-from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 
 _MOST_GAPS = 5
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from instep.plain_file import write_plain
-from instep.report.run_folder import PARTS, Records, RunFolder
+from instep.store.run_folder import PARTS, Records, RunFolder
 
 _ORIGIN_FIELDS = ("time", "event")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from instep.report.markup import Html, figure, more, section, shortened, table, tag
-from instep.report.run_folder import Event, RunFolder
+from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_count, readable_share
 
 _MOST_ROWS = 40  # of any table

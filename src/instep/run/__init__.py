@@ -1,1 +1,1 @@
-"""From a plan to processes: client, master, worker, and what starts them."""
+"""The two roles of a run: the master, which decides, and the workers, which compute."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
 from instep.report.live import View
-from instep.report.run_folder import RunFolder
-from instep.run.ledger import last_step
+from instep.store.ledger import last_step
+from instep.store.run_folder import RunFolder
 
 _REMEMBERED = 500
 """Events among which one that is told again is sought."""

@@ -17,7 +17,7 @@ from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Loader, Skipped, Slice
 from instep.errors import DataError, RecipeError
-from instep.run.forward import Forward
+from instep.recipe.forward import Forward
 
 
 class Evaluation(NamedTuple):

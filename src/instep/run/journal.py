@@ -17,8 +17,8 @@ import msgspec
 
 from instep.errors import RunError
 from instep.plain_file import check_plain
-from instep.run.folder import Origin, gone
 from instep.run.news import News, State
+from instep.store.folder import Origin, gone
 
 FILE = "journal.sqlite"
 """In the run folder; of the latest session."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from instep.data.fingerprint import Fingerprint, known_again
 from instep.data.loader import Loader
 from instep.errors import DataError
-from instep.report.run_folder import RunFolder
 from instep.run.member import Member
+from instep.store.run_folder import RunFolder
 
 
 def check_datasets(member: Member, train: Loader, validation: Loader | None) -> int | None:

@@ -25,27 +25,27 @@ import msgspec
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Peer
+from instep.comm.endpoint import Switchboard
 from instep.errors import InstepError, PeerError
 from instep.report.live import View
-from instep.report.run_folder import RunFolder
 from instep.run import crash_loop, endings
 from instep.run import news as mind
-from instep.run.blame import sentence
 from instep.run.books import Books
 from instep.run.decide import decide
-from instep.run.folder import BEGINNING, Origin, way_on
 from instep.run.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.run.journal import Journal
 from instep.run.keys import Keys
-from instep.run.launch.base import Switchboard
 from instep.run.lease import NOBODY, Lease, SignsOfLife
-from instep.run.processes import Watched, has_ended, machine
 from instep.run.questions import Questions
 from instep.run.resume import go_back
 from instep.run.silence import Silence
 from instep.run.stop_rules import Fired, Judge, recorded
 from instep.run.watch import FLOOR_S, UNKNOWN_S, Hang, Watch
 from instep.spec import JobSpec, as_table
+from instep.store.folder import BEGINNING, Origin, way_on
+from instep.store.run_folder import RunFolder
+from instep.system.blame import sentence
+from instep.system.processes import Watched, has_ended, machine
 
 TICK_S = 0.1
 """How often the master looks up when nothing arrives."""

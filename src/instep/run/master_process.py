@@ -21,19 +21,19 @@ from typing import Any
 
 from instep import spec_file
 from instep.comm.channel import Peer
+from instep.comm.endpoint import Switchboard
 from instep.errors import InstepError
 from instep.plain_file import plain
 from instep.report.live import View, make_view
-from instep.report.run_folder import RunFolder
 from instep.report.summary import committed_losses
-from instep.run import blame
 from instep.run.journal import Journal
-from instep.run.launch.base import Switchboard
 from instep.run.lease import SignsOfLife
 from instep.run.master import Master
-from instep.run.output import Output
-from instep.run.processes import Watched, die_with_parent
 from instep.spec import JobSpec
+from instep.store.run_folder import RunFolder
+from instep.system import blame
+from instep.system.output import Output
+from instep.system.processes import Watched, die_with_parent
 
 FLUSH_S = 1.0
 """How long the last word may take to leave."""

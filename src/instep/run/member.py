@@ -21,6 +21,7 @@ import numpy as np
 
 from instep import spec_file
 from instep.comm.channel_store import ChannelStore
+from instep.comm.endpoint import Seat
 from instep.comm.messages import (
     AnyMessage,
     Broken,
@@ -46,9 +47,8 @@ from instep.comm.metered import tcp_traffic
 from instep.comm.tie import Tie
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.run import blame
-from instep.run.launch.base import Seat
-from instep.run.processes import machine
+from instep.system import blame
+from instep.system.processes import machine
 
 FLUSH_S = 0.25
 """How often records leave for the master."""

@@ -20,11 +20,10 @@ from instep.comm.messages import Pulse
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import PeerError, SpecError
+from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, plan
-from instep.run.placement import address_towards
-from instep.run.recipe import check_optimizer, check_scheduler, set_generators
 from instep.run.replica import Replica, Weighed, check_lengths, make_comm
 from instep.run.saving import Saver, taken_up
 from instep.run.skipping import Teller
@@ -33,6 +32,7 @@ from instep.run.update import Update
 from instep.spec import StartSpec
 from instep.state.best import best_of
 from instep.sync.base import make_strategy
+from instep.system.addresses import address_towards
 
 
 class OwnLoop:

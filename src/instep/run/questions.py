@@ -13,7 +13,7 @@ from pathlib import Path
 from instep.data.threads import ASK_READER
 from instep.run.hosts import Process
 from instep.run.news import Hung
-from instep.run.stacks import (
+from instep.system.stacks import (
     ASK,
     deepest_line,
     is_whole,

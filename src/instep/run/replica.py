@@ -27,12 +27,12 @@ from instep.errors import RecipeError, SpecError, Unrepeatable
 from instep.events import Kind
 from instep.run.buffers import Buffers
 from instep.run.dealing import Dealing, Speeds
-from instep.run.ledger import Ledger
 from instep.run.member import Member
 from instep.run.notes import Notes
 from instep.run.passes import parts_of, ranges_of
 from instep.run.skipping import scale_gradients, share_read
 from instep.run.update import Update
+from instep.store.ledger import Ledger
 from instep.sync.base import Strategy
 
 if TYPE_CHECKING:  # it builds on checkpoints, and those on this

@@ -24,13 +24,13 @@ import msgspec
 from instep import spec_file
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.plain_file import plain
-from instep.report.run_folder import RunFolder
-from instep.run.folder import ID, Origin, lock, numbered, run_id, unlock
-from instep.run.ledger import check_reaches, cut_back
 from instep.run.stop_rules import recorded
 from instep.spec import JobSpec, as_table
 from instep.state.manifest import Manifest, read_manifest
 from instep.state.sound import newest_sound, set_aside
+from instep.store.folder import ID, Origin, lock, numbered, run_id, unlock
+from instep.store.ledger import check_reaches, cut_back
+from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
 
 PATIENCE_S = 10.0

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from instep.data.keyed import states
 from instep.errors import RecipeError
-from instep.run.forward import Forward
+from instep.recipe.forward import Forward
+from instep.recipe.weights import Weighing, is_sum, weighing
 from instep.run.still import LEVELS, Still
 from instep.run.trial_model import PassResult, TrialModel, trial_model
-from instep.run.weights import Weighing, is_sum, weighing
 
 _NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
-from instep.run.blame import sentence
-from instep.run.folder import run_id
 from instep.run.member import Member
 from instep.run.replica import Replica
 from instep.run.update import Update
@@ -39,6 +37,8 @@ from instep.state.snapshot import (
     unpack_state,
 )
 from instep.state.sound import set_aside_after
+from instep.store.folder import run_id
+from instep.system.blame import sentence
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""

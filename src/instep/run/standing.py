@@ -20,7 +20,6 @@ from torch import nn
 from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.run.catch_up import NOWHERE, Place, beginning
-from instep.run.ledger import mend
 from instep.run.member import Member
 from instep.run.replica import Replica
 from instep.run.sameness import Trial
@@ -28,6 +27,7 @@ from instep.run.saving import TakenUp, aside, gather, take_up, taken_up
 from instep.run.update import Update
 from instep.state import peers
 from instep.state.snapshot import Packer, pack_state, unpack_state
+from instep.store.ledger import mend
 
 
 class Committed(NamedTuple):

@@ -21,9 +21,9 @@ import torch
 from instep.comm.base import Comm
 from instep.comm.messages import Figures
 from instep.errors import SpecError, near_miss
+from instep.recipe.build import Recipe
 from instep.run.endings import NOT_FINITE
 from instep.run.member import Member
-from instep.run.recipe import Recipe
 from instep.spec import StopSpec
 
 

@@ -27,19 +27,18 @@ from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
+from instep.recipe.build import Recipe, build, set_generators
+from instep.recipe.forward import Forward
+from instep.recipe.rehearsal import called_backward, try_validation
 from instep.run import knowing
 from instep.run.clean_copy import CleanCopy
 from instep.run.corruption import Guard
 from instep.run.early_reads import EarlyReads
 from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
-from instep.run.forward import Forward
 from instep.run.loader_watch import LoaderWatch
 from instep.run.member import Member
 from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
-from instep.run.placement import address_towards
-from instep.run.recipe import Recipe, build, set_generators
-from instep.run.rehearsal import called_backward, try_validation
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
 from instep.run.sameness import (
     ANOTHER_SAW,
@@ -59,6 +58,7 @@ from instep.spec import JobSpec
 from instep.state.best import best_of
 from instep.state.sound import set_aside_after
 from instep.sync.base import make_strategy
+from instep.system.addresses import address_towards
 
 _SPOTS = 32
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""

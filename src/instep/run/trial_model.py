@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.recipe.build import set_generators
+from instep.recipe.forward import Forward, Losses, on_tensors, to_device
+from instep.recipe.rehearsal import called_backward
+from instep.recipe.weights import derive
 from instep.run.buffers import empty, filled, written
-from instep.run.forward import Forward, Losses, on_tensors, to_device
-from instep.run.recipe import set_generators
-from instep.run.rehearsal import called_backward
-from instep.run.weights import derive
 
 _MOVED_BY = 0.05
 """How far parameters are moved off their start, over their root mean square (or 1, where 0)."""

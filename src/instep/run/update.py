@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.data.order import key
-from instep.run.recipe import set_generators
+from instep.recipe.build import set_generators
 
 OF_UPDATE = 2
 """What a key is drawn for, beside those of `passes.py`: the update of one step."""

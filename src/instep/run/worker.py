@@ -9,17 +9,17 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
+from instep.comm.endpoint import Seat
 from instep.data.child import own_places
 from instep.data.choose import cores
 from instep.errors import PeerError
-from instep.run import blame
-from instep.run.kernels import set_kernels, set_threads, share
-from instep.run.launch.base import Seat
+from instep.recipe.build import call, load_function
 from instep.run.member import Member, Released
-from instep.run.prints import spare_prints
-from instep.run.recipe import call, load_function
-from instep.run.stacks import tell_when_asked
 from instep.run.training import Training, choose_device
+from instep.system import blame
+from instep.system.kernels import set_kernels, set_threads, share
+from instep.system.prints import spare_prints
+from instep.system.stacks import tell_when_asked
 
 
 def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:

@@ -10,11 +10,11 @@ import torch
 from instep import spec_file
 from instep.comm.channel import Hub
 from instep.comm.channel_store import ChannelStore
+from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Form, Hello, Release, Stop, StoreGet
 from instep.comm.tie import Tie
 from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
-from instep.run.launch.base import Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
 

@@ -1,8 +1,8 @@
 from made_up_runs import make_run
 
 from instep.report.compare import differing_settings, figures
-from instep.report.run_folder import RunFolder
 from instep.report.summary import summarise
+from instep.store.run_folder import RunFolder
 
 
 def test_only_settings_that_differ_are_listed():

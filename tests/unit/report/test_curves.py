@@ -3,7 +3,7 @@ import pytest
 from made_up_runs import make_run
 
 from instep.report.curves import POINTS, charts, thin, throughput
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 
 
 def thinned(values):

@@ -8,7 +8,7 @@ from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events, w
 from instep.events import LEDGER, read_events, read_records
 from instep.report.markup import Html, embedded_json, tag
 from instep.report.page import write_report
-from instep.report.run_folder import RunFolder
+from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\""

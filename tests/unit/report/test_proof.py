@@ -13,10 +13,10 @@ from made_up_runs import make_ledger, make_run, write_events, write_ledger
 from instep.cli import main
 from instep.data.order import position
 from instep.events import LEDGER, ledger_header, read_events, read_records
-from instep.report.audit import Stretch, audit
 from instep.report.proof import prove, untiled
-from instep.report.run_folder import RunFolder
 from instep.report.summary import summarise
+from instep.store.audit import Stretch, audit
+from instep.store.run_folder import RunFolder
 
 unhurried = settings(
     deadline=None,

@@ -5,10 +5,10 @@ import pytest
 from made_up_runs import make_run, stopped_by, write_ledger
 
 from instep.events import LEDGER, read_records
-from instep.report.run_folder import PARTS, RunFolder
 from instep.report.screen import notice
 from instep.report.sections import changes_and_failures
 from instep.report.summary import summarise, time_split, verdict
+from instep.store.run_folder import PARTS, RunFolder
 
 
 def summary_of(path, **how):

@@ -6,8 +6,8 @@ import pytest
 from made_up_runs import START_UP_S, make_run
 
 from instep.events import STEPS
-from instep.report.run_folder import PARTS, RunFolder
 from instep.report.timeline import write_trace
+from instep.store.run_folder import PARTS, RunFolder
 
 
 def trace_of(path):

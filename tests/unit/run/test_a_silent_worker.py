@@ -12,12 +12,12 @@ import pytest
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
+from instep.comm.endpoint import Switchboard
 from instep.errors import PeerError
 from instep.run import endings, silence
-from instep.run.launch.base import Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
-from instep.run.processes import machine
+from instep.system.processes import machine
 
 PATIENCE_S = 20
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from instep.events import STEPS, read_events, read_records
-from instep.report.run_folder import RunFolder
 from instep.run.books import Books
+from instep.store.run_folder import RunFolder
 
 
 def steps(*numbers, worker=0):

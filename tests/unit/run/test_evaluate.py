@@ -8,9 +8,9 @@ from torch.utils.data import TensorDataset
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.data.loader import Loader
+from instep.recipe.build import Recipe
+from instep.recipe.forward import Forward
 from instep.run.evaluate import evaluate
-from instep.run.forward import Forward
-from instep.run.recipe import Recipe
 
 
 def figures(comm, speeds=None):

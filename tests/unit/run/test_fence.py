@@ -10,16 +10,16 @@ from torch import nn
 from instep import spec_file
 from instep.comm.alone import AloneComm
 from instep.comm.channel import LARGEST, Hub
+from instep.comm.endpoint import Seat
 from instep.comm.messages import Broken, Built, Form, Heard, Hello, Pulse, Refused, Welcome
 from instep.comm.tie import LEASE_S
 from instep.data.order import position
 from instep.errors import PeerError, RunError
 from instep.events import LEDGER, read_records
-from instep.run.launch.base import Seat
-from instep.run.ledger import Ledger
 from instep.run.member import Member
 from instep.run.replica import Replica, Weighed
 from instep.run.update import Update
+from instep.store.ledger import Ledger
 from instep.sync.base import make_strategy
 
 PATIENCE_S = 20.0

@@ -14,14 +14,14 @@ import torch
 from instep import spec_file
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.events import LEDGER, LEDGER_START, EventLog, read_records
-from instep.report.run_folder import RunFolder
 from instep.run import resume
-from instep.run.folder import held, make_run_folder, run_id
-from instep.run.ledger import Ledger
 from instep.run.resume import go_back, prepare
 from instep.state.manifest import published
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
+from instep.store.folder import held, make_run_folder, run_id
+from instep.store.ledger import Ledger
+from instep.store.run_folder import RunFolder
 
 TABLE = {"name": "net", "recipe": "/digits.py:recipe", "train": {"steps": 40, "global_batch": 64}}
 

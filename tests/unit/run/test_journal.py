@@ -10,9 +10,9 @@ import pytest
 from instep.comm.messages import Done, Failed
 from instep.errors import RunError
 from instep.run.decide import decide
-from instep.run.folder import BEGINNING, Origin
 from instep.run.journal import FILE, Begin, Journal
 from instep.run.news import Blame, Built, Ended, Formed, Joined, State, Tick, TimeLimit
+from instep.store.folder import BEGINNING, Origin
 
 WORD = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
 FULL = State(

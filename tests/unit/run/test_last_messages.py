@@ -8,7 +8,7 @@ import pytest
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
-from instep.run.launch.base import Switchboard
+from instep.comm.endpoint import Switchboard
 from instep.run.master import Master
 
 

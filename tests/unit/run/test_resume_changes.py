@@ -9,8 +9,8 @@ import pytest
 import instep
 from instep import spec_file
 from instep.errors import RecipeError, SpecError
-from instep.report.run_folder import RunFolder
 from instep.run.resume import changed
+from instep.store.run_folder import RunFolder
 
 
 @pytest.fixture

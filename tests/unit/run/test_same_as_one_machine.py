@@ -11,10 +11,10 @@ from torch.nn import functional
 from transformers import BatchEncoding
 
 from instep.errors import RecipeError
-from instep.run.forward import Forward
-from instep.run.recipe import Recipe
+from instep.recipe.build import Recipe
+from instep.recipe.forward import Forward
+from instep.recipe.weights import WeightedLoss
 from instep.run.sameness import Spot, try_out
-from instep.run.weights import WeightedLoss
 
 CPU = torch.device("cpu")
 WHOLE = 64

@@ -15,12 +15,12 @@ from instep import spec_file
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER
-from instep.run.folder import make_run_folder, run_id
 from instep.run.replica import Clock
 from instep.run.saving import Saver
 from instep.run.update import Update
 from instep.state.best import Best
 from instep.state.manifest import published, read_manifest
+from instep.store.folder import make_run_folder, run_id
 
 WHERE = Position(0, 0, 64)
 

@@ -14,15 +14,15 @@ from torch import nn
 from instep import spec_file
 from instep.comm.alone import AloneComm
 from instep.comm.channel import Hub
+from instep.comm.endpoint import Seat, Switchboard
 from instep.comm.memory import run_ranks
 from instep.comm.messages import Figures, Stop, Verdict, Welcome
 from instep.errors import SpecError
 from instep.events import STEPS as STEPS_OF
+from instep.recipe.build import Recipe
 from instep.run.endings import TOLD
-from instep.run.launch.base import Seat, Switchboard
 from instep.run.master import Master
 from instep.run.member import Member
-from instep.run.recipe import Recipe
 from instep.run.stopping import Stopping, check_rules
 from instep.run.training import Training
 from instep.spec import StopSpec

@@ -14,13 +14,13 @@ import pytest
 from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
+from instep.comm.endpoint import Switchboard
 from instep.events import STEPS, EventLog
 from instep.run import endings
 from instep.run import news as mind
-from instep.run.folder import BEGINNING
 from instep.run.journal import Begin, Journal
-from instep.run.launch.base import Switchboard
 from instep.run.master import Master
+from instep.store.folder import BEGINNING
 
 TRAINING = mind.State(
     wanted=frozenset({0, 1}),

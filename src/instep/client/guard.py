@@ -1,0 +1,275 @@
+"""Keeps a run's master and its hosts alive until the run is over. The client's part of it.
+
+Either may be killed: it is brought up again, and the rest goes on meanwhile. So is a master
+that gives no sign of life for too long (`lease.py`): it is killed first, so that there are
+never two. One that ends by itself has said why, and that ends the run. The client is
+the one process of a run that must live; where it dies, all others end. Under `instep.join`
+process 0 has this part, in a thread, and there are no hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from instep.comm.endpoint import Switchboard
+from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
+from instep.comm.tie import Tie
+from instep.errors import RunError
+from instep.launch.base import Launcher
+from instep.plain_file import read_plain
+from instep.run.endings import signal_name
+from instep.run.lease import Lease
+from instep.store.folder import gone, host_log
+from instep.system.blame import as_error
+from instep.system.processes import on_signals, start_patiently
+
+LINGER_S = 2.0
+"""How long a master may take to end once it has said that the run has."""
+
+LOOK_S = 0.05
+"""How often it is looked whether they live."""
+
+STUCK_S = 10.0
+"""How long a master may take to end a run that is to end now."""
+
+MOST_RESTARTS, WITHIN_S = 10, 10.0
+"""A master that is killed more often within so long is given up."""
+
+SHORT_S, LONGEST_PAUSE_S = 2.0, 1.0
+"""A master that lives no longer than the one was of no use; before the next there is a pause that
+grows up to the other."""
+
+MOST_HANGS, WELL_S = 7, 10.0
+"""A master that was silent for too long so often, and never did its work for so long in between,
+is given up: whatever it waits for, the next waits for as well."""
+
+
+class Guard:
+    """Sees a run to its end.
+
+    Args:
+        run: its folder.
+        switchboard: on which its masters listen.
+        launcher: has started the hosts; None where there are none.
+        hosts: how many.
+        note: for each master, beside what the folder says.
+        watch: called with the folder at every look.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        switchboard: Switchboard,
+        launcher: Launcher | None,
+        note: Mapping[str, Any],
+        watch: Callable[[Path], None] | None = None,
+        *,
+        hosts: int = 1,
+    ) -> None:
+        self._watch = watch
+        self._run, self._board, self._launcher, self._note = run, switchboard, launcher, note
+        self._hosts = range(hosts if launcher is not None else 0)
+        self._starts: list[float] = []
+        self._asked: list[str] = []
+        self._told = 0
+        self._last_asked = math.inf
+        self._ended: set[int] = set()  # hosts that have ended by themselves
+        self._signs = -1  # what the master writes while it lives
+        self._hung = ""  # how the present one hangs, once it has been killed for that
+        self._hangs = 0
+        self._short_lives = 0  # of masters in a row that ended soon after their start
+        self._due: float | None = None  # when the next is brought up, while there is none
+        self._over = False
+        self._longest_s = 0.0  # that a master was silent, and went on
+        self._master = self._start()
+
+    def _start(self, why: str = "") -> subprocess.Popen[bytes]:
+        """Bring up a master; in place of another where it is said why that is gone."""
+        now = time.monotonic()
+        self._starts.append(now)
+        listener = self._board.listener.fileno()
+        self._close_signs()
+        self._signs, signs = os.pipe()
+        os.set_blocking(self._signs, False)
+        master = start_patiently(
+            [sys.executable, "-P", "-m", "instep.run.master_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener, signs],
+            start_new_session=True,  # Ctrl-C reaches only us
+        )
+        os.close(signs)
+        self._hung = ""
+        self._lease = Lease(master.pid, now, longest_s=self._longest_s, times=self._hangs)
+        note = {
+            **self._note,
+            "run": str(self._run),
+            "listener": listener,
+            "signs": signs,
+            "token": self._board.seat.token,
+            "hosted": self._launcher is not None,
+            "why": why,
+        }
+        assert master.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            master.stdin.write(json.dumps(note, default=str).encode() + b"\n")
+            master.stdin.close()
+        return master
+
+    def serve(self) -> Over:
+        """Wait for the run's end.
+
+        Raises:
+            InstepError: the master cannot go on; the text says why.
+        """
+        seat = self._board.seat
+        tie = Tie(seat.address, Hello(token=seat.token, role="client", number=0, pid=0))
+        tie.lasting = True
+        try:
+            # the first asks the workers to stop at the next commit
+            with on_signals(lambda number, _: self._asked.append(signal.Signals(number).name)):
+                while True:
+                    message = tie.look(LOOK_S)
+                    if isinstance(message, Over):
+                        self._over = True
+                        return message
+                    if isinstance(message, Refused):
+                        raise as_error(message)
+                    if isinstance(message, HostWanted):
+                        self._bring_hosts(message.numbers)
+                    self._pass_on(tie)
+                    self._look_after(tie)
+                    if self._watch is not None:
+                        self._watch(self._run)
+        finally:
+            tie.close()
+
+    def _pass_on(self, tie: Tie) -> None:
+        while self._told < len(self._asked):
+            self._told += 1
+            tie.send(Interrupt(by=self._asked[self._told - 1], times=self._told))
+            self._last_asked = time.monotonic()
+        if self._told > 1 and time.monotonic() - self._last_asked > STUCK_S:
+            self._last_asked = math.inf
+            self._master.kill()  # it does not do what it was told to; the next one will
+
+    def _look_after(self, tie: Tie) -> None:
+        for number in self._hosts:
+            assert self._launcher is not None
+            code = self._launcher.ended(number)
+            if code is not None and code >= 0 and number not in self._ended:
+                self._ended.add(number)
+                detail = _last_line(host_log(self._run / "logs", number))
+                tie.send(HostEnded(code=code, detail=detail, number=number))
+        self._watch_signs()
+        code = self._master.poll()
+        if code is None:
+            return
+        message = tie.look(LOOK_S)  # its last word may have arrived
+        if message is not None:
+            tie.put_back(message)
+        elif code >= 0:
+            log = self._run / "logs" / "master.log"
+            if text := gone(self._run):
+                raise RunError(text)
+            raise RunError(f"the run's master failed: {_last_line(log)} Everything else: {log}")
+        else:
+            why = self._hung or f"it was killed by {signal_name(code)}"
+            now = time.monotonic()
+            if self._due is None:  # it has just ended
+                self._check_restarts(why)
+                self._due = now + self._pause_s(now - self._starts[-1])
+            if now >= self._due:
+                self._due = None
+                self._master = self._start(why)
+
+    def _pause_s(self, lived_s: float) -> float:
+        """How long to wait before the next master: longer each time that one ends at once."""
+        self._short_lives = self._short_lives + 1 if lived_s < SHORT_S else 0
+        return 0.0 if self._short_lives < 3 else min(0.05 * 2**self._short_lives, LONGEST_PAUSE_S)
+
+    def _watch_signs(self) -> None:
+        """Kill a master that gives no sign of life for too long; once dead, it is replaced."""
+        now = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._signs, 1 << 16):
+                self._lease.hears(now)
+        if self._hangs and self._lease.signs and now - self._starts[-1] > WELL_S:
+            self._hangs = 0
+        self._longest_s = max(self._longest_s, self._lease.longest_s)
+        if not self._hung and (how := self._lease.turn(now)):
+            self._hung, self._hangs = how, self._hangs + 1
+            self._master.kill()
+
+    def _check_restarts(self, why: str) -> None:
+        """Refuse to bring up a master again and again.
+
+        Raises:
+            RunError: it would be of no use.
+        """
+        if self._hangs >= MOST_HANGS:
+            raise RunError(
+                f"the run's master gave no sign of life {self._hangs} times in a row, and each "
+                f"was replaced ({why}, the last). Look at the disk that holds {self._run}, and "
+                "whether something stops this machine's processes."
+            )
+        if len(self._starts) > MOST_RESTARTS and self._starts[-MOST_RESTARTS] > (
+            time.monotonic() - WITHIN_S
+        ):
+            raise RunError(
+                f"the run's master was killed {MOST_RESTARTS} times within {WITHIN_S:g} s "
+                f"({why}, the last time)."
+            )
+        if self._short_lives >= MOST_RESTARTS:
+            raise RunError(
+                f"the run's master ended within {SHORT_S:g} s of its start {self._short_lives} "
+                f"times in a row ({why}, the last time). What it said is in "
+                f"{self._run / 'logs' / 'master.log'}."
+            )
+
+    def _bring_hosts(self, numbers: Iterable[int]) -> None:
+        """The master has none of these hosts any more, nor has one that took its place called."""
+        for number in numbers:
+            if number not in self._hosts:
+                continue
+            assert self._launcher is not None
+            if self._launcher.ended(number) is not None:
+                self._ended.discard(number)
+                seat = replace(self._board.seat, host=number)
+                self._launcher.start(seat, self._run / "logs")
+            else:
+                self._launcher.end_if_stopped(number)  # then it is wanted still, and has ended
+
+    def close(self) -> None:
+        """End the master, if it still runs; a second call does nothing."""
+        if self._over:  # it has said so, and is about to draw its last word
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._master.wait(LINGER_S)
+        if self._master.poll() is None:
+            self._master.kill()
+        self._master.wait()
+        self._close_signs()
+
+    def _close_signs(self) -> None:
+        if self._signs >= 0:
+            os.close(self._signs)
+            self._signs = -1
+
+
+def _last_line(log: Path) -> str:
+    """What a process said last before it ended."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = read_plain(log).decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,187 @@
+"""Were samples, as they were handed to training, what a plain read of the dataset gives?
+
+While a run trains, its workers record the contents of some samples, or of all
+(`check.content`). Here the recipe's function is called as a worker calls it, and
+each of those samples is read with `dataset[index]`: no loader, no thread, no other
+process. Random transforms are given the generators that they had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from instep.data import keyed
+from instep.data.blame import told
+from instep.data.contents import Chosen, content_of
+from instep.data.fetch import set_keyed
+from instep.data.order import Order
+from instep.errors import RunError
+from instep.events import CONTENTS, read_records
+from instep.recipe.build import call, load_function
+from instep.store.run_folder import Records, RunFolder
+from instep.units import readable_count
+from instep.words import plural
+
+_SHOWN = 5
+
+
+class Wrong(NamedTuple):
+    """A sample that was not what a plain read gives."""
+
+    epoch: int
+    """Counts from 0."""
+    sample: int
+    """Its index in the dataset."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentProof:
+    """What came of the comparison."""
+
+    due: int
+    """Samples of committed steps whose content should have been recorded."""
+    recorded: int
+    """Of those, how many were."""
+    compared: int
+    """Recorded samples that were read again and could be compared; of uncommitted steps too."""
+    wrong: tuple[Wrong, ...]
+    unrepeatable: tuple[int, ...]
+    """Indices of samples of which two plain reads differ: nothing can be said of them."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether none was found wrong, and there was something to compare."""
+        return not self.wrong and self.compared > 0
+
+    @property
+    def fault(self) -> str:
+        """What is wrong, in one sentence."""
+        if not self.compared and self.unrepeatable:
+            return (
+                f"none of the {readable_count(len(self.unrepeatable))} samples could be compared: "
+                "each of them differs between two plain reads, as the dataset draws from a "
+                "generator that no key reaches."
+            )
+        if not self.compared:
+            return (
+                "no contents of samples were recorded, so none can be compared. Train with "
+                "check.content = 'sample' or 'all'."
+            )
+        first = self.wrong[0]
+        return (
+            f"{readable_count(len(self.wrong))} of {plural(self.compared, 'sample')} handed to "
+            f"training were not what a plain read of the dataset gives: sample {first.sample} in "
+            f"epoch {first.epoch + 1} {first.why}. Either the data have changed since, or they "
+            "were read wrongly."
+        )
+
+    def as_table(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {**asdict(self), "wrong": [each._asdict() for each in self.wrong]}
+
+    def lines(self) -> list[str]:
+        """The same for a person."""
+        due, recorded = readable_count(self.due), readable_count(self.recorded)
+        lines = [
+            f"content {recorded} of {due} chosen samples recorded as they were handed to a step; "
+            f"{readable_count(self.compared)} compared with a plain read, "
+            f"{readable_count(len(self.wrong))} wrong"
+        ]
+        lines += [
+            f"fault   sample {each.sample} in epoch {each.epoch + 1} {each.why}"
+            for each in self.wrong[:_SHOWN]
+        ]
+        if self.unrepeatable:
+            lines.append(
+                f"content {plural(len(self.unrepeatable), 'sample')} could not be compared: two "
+                "plain reads differ, as the dataset draws from a generator that no key reaches"
+            )
+        return lines
+
+
+def compare(run: RunFolder, most: int | None = None) -> ContentProof:
+    """Read what was recorded once more, plainly.
+
+    Call it in a process that has not read from the dataset.
+
+    Args:
+        run: its folder.
+        most: samples to compare; a keyed choice where more were recorded. None: all.
+
+    Raises:
+        RunError: the run has no recipe that can be called again.
+        RecipeError: the recipe cannot be called.
+    """
+    rows = _recorded(run)
+    due, recorded = _coverage(run, rows)
+    if not len(rows):
+        return ContentProof(due=due, recorded=0, compared=0, wrong=(), unrepeatable=())
+    if most is not None and len(rows) > most:
+        chosen = np.random.default_rng(run.spec.seed).choice(len(rows), most, replace=False)
+        rows = rows[np.sort(chosen)]
+    dataset, seed = _dataset(run), run.spec.seed
+    torch.set_num_threads(1)  # as in a loader process: sums are cut among threads
+    wrong, unrepeatable = [], []
+    for epoch, index, content in rows.tolist():
+        try:
+            found = _plainly(dataset, seed, epoch, index)
+            if found == content:
+                continue
+            if found != _plainly(dataset, seed, epoch, index):
+                unrepeatable.append(index)
+                continue
+            why = f"was {content:016x} and is {found:016x}"
+        except Exception as error:
+            why = f"cannot be read: {told(error)}"
+        wrong.append(Wrong(epoch, index, why))
+    return ContentProof(
+        due=due,
+        recorded=recorded,
+        compared=len(rows) - len(unrepeatable),
+        wrong=tuple(wrong),
+        unrepeatable=tuple(unrepeatable),
+    )
+
+
+def _recorded(run: RunFolder) -> Records:
+    files = sorted(run.path.glob("contents-*.bin"))
+    parts = [read_records(file, CONTENTS) for file in files]
+    return np.unique(np.concatenate([np.empty(0, CONTENTS), *parts]))
+
+
+def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
+    """Samples of committed steps that were to be recorded, and how many were."""
+    samples, which = run.epoch_samples, run.spec.check.content
+    if which == "off" or not samples:
+        return 0, 0
+    chosen, order = Chosen(samples, run.spec.seed, which), Order(samples, run.spec.seed)
+    due = recorded = 0
+    for epoch in run.audit.epochs:
+        indices = order.indices(epoch.epoch, 0, min(epoch.expected, samples))
+        wanted = indices[chosen(epoch.epoch, 0, len(indices))]
+        due += len(wanted)
+        recorded += int(np.isin(wanted, rows["index"][rows["epoch"] == epoch.epoch]).sum())
+    return due, recorded
+
+
+def _dataset(run: RunFolder) -> Any:
+    if run.joined:
+        raise RunError(
+            f"{run.path} was trained inside a program of its own (instep.join), so there is no "
+            "function to call for its dataset."
+        )
+    job = run.spec
+    return call(load_function(job.recipe), job.arguments, job.seed).train
+
+
+def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:
+    with keyed.kept():
+        set_keyed(seed, epoch, index)
+        if hasattr(dataset, "__getitem__"):
+            return content_of(dataset[index])
+        return content_of(dataset.__getitems__([index])[0])

@@ -1,0 +1,170 @@
+"""Whether a recipe gives the same bits at any number of workers: tried, not believed.
+
+A few steps are trained at two sizes, each in a folder that is thrown away, and
+everything that they have saved is compared byte by byte. Where something
+differs, a third run on the first size tells whether two runs of one size agree.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from instep.client.submit import run_job
+from instep.errors import INTERRUPTED, InstepError, RunError, SpecError
+from instep.lab.trial import folder_for_runs, without_folder
+from instep.spec import JobSpec, StopSpec
+from instep.state.compare import checkpoint_of, differences, saved
+from instep.store.run_folder import RunFolder
+
+STEPS = 3
+"""Steps of each run: the first two find what one pass does, the third what a step carries on."""
+
+
+class Difference(NamedTuple):
+    """The first thing that is not the same."""
+
+    step: int
+    group: str
+    """`loss`, or a file of the checkpoint: `model`, `optimizer`, ..."""
+    tensor: str
+    how: str
+    """By how much, as the end of a sentence."""
+    tensors: int
+    """How many differ after that step."""
+
+
+class Comparison(NamedTuple):
+    """What came of the trial."""
+
+    sizes: tuple[int, int]
+    steps: int
+    tensors: int
+    """Compared after each step."""
+    difference: Difference | None
+    repeatable: bool
+    """Whether two runs on the first size agree; tried only where the sizes differ."""
+
+
+def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
+    """Train a few steps of a job at two sizes to the bit, and compare.
+
+    Args:
+        job: trained with `determinism = "bits"`, whatever it says itself.
+        say: told what is being done.
+
+    Raises:
+        SpecError: the job cannot run on two workers.
+        InstepError: a run failed; the text says why, with the end of the worker's output.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
+    """
+    sizes = (1, job.workers if job.workers > 1 else 2)
+    if sizes[1] > job.train.micro_batches:
+        raise SpecError(
+            f"train.micro_batches = {job.train.micro_batches}: to compare two sizes there must "
+            "be work for two workers. Set train.micro_batches to 2 or more."
+        )
+    with folder_for_runs("instep-check-") as runs:
+        first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))
+        steps = RunFolder(first).last_step
+        difference = _first_difference(first, second, steps)
+        repeatable = True
+        if difference is not None:
+            again = _trained(job, sizes[0], runs / "again", say)
+            repeatable = _first_difference(first, again, steps) is None
+        tensors = sum(len(names) for _, names in saved(checkpoint_of(first, steps)))
+        return Comparison(sizes, steps, tensors, difference, repeatable)
+
+
+def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None]) -> Path:
+    say(f"training {STEPS} steps on {workers} worker{'s' if workers > 1 else ''}")
+    small = msgspec.structs.replace(
+        job,
+        workers=workers,
+        train=msgspec.structs.replace(
+            job.train, determinism="bits", merge="auto", stop_after_steps=STEPS
+        ),
+        stop=StopSpec(non_finite=False),
+        checkpoint=msgspec.structs.replace(job.checkpoint, every=1, keep_last=STEPS),
+    )
+    try:
+        done = run_job(small, runs, named=False, quiet=True)
+    except InstepError as error:
+        error.args = (without_folder(str(error), runs),)
+        raise
+    if done.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt  # the signal was the run's, and means the whole check
+    check_length(RunFolder(done.path))
+    return done.path
+
+
+def check_length(run: RunFolder) -> None:
+    """Refuse to judge a run that ended before the steps that are compared, or its own length.
+
+    Raises:
+        RunError: it did.
+    """
+    due = min(STEPS, int(run.last("worker_ready")["last_step"]))
+    if run.last_step < due:
+        raise RunError(
+            f"a run on {run.spec.workers} workers ended after {run.last_step} of {due} steps "
+            f"({run.outcome}), so nothing can be compared. Check again."
+        )
+
+
+def _first_difference(one: Path, other: Path, steps: int) -> Difference | None:
+    losses = [_losses(run) for run in (one, other)]
+    for step in range(1, steps + 1):
+        mine, theirs = (each[step] for each in losses)
+        if mine != theirs and not (np.isnan(mine) and np.isnan(theirs)):
+            return Difference(step, "loss", "loss", f"{mine!r} and {theirs!r}", 1)
+        found = list(differences(*(checkpoint_of(run, step) for run in (one, other))))
+        if found:
+            group, tensor, how = found[0]
+            return Difference(step, group, tensor, how, len(found))
+    return None
+
+
+def _losses(run: Path) -> dict[int, float]:
+    steps = RunFolder(run).steps
+    return dict(zip(steps["step"].tolist(), steps["loss"].tolist(), strict=True))
+
+
+def words(comparison: Comparison) -> list[str]:
+    """What came of it, in a few lines."""
+    sizes = f"{comparison.sizes[0]} and {comparison.sizes[1]} workers"
+    found = comparison.difference
+    if found is None:
+        return [
+            f"the same bits on {sizes}: losses and {comparison.tensors} tensors, "
+            f"after each of {comparison.steps} steps"
+        ]
+    if found.group == "loss":
+        lines = [f"not the same on {sizes}: the loss of step {found.step} is {found.how}"]
+        where = "the forward pass, or the samples it is given,"
+    else:
+        more = f" (and {found.tensors - 1} more)" if found.tensors > 1 else ""
+        lines = [
+            f"not the same on {sizes}: after step {found.step}, {found.tensor!r} of the "
+            f"{found.group} differs{more}: {found.how}"
+        ]
+        where = "the backward pass or the optimizer"
+    if comparison.repeatable:
+        return [
+            *lines,
+            f"two runs on {comparison.sizes[0]} worker agree: {where} depends on what the process "
+            "computed before.",
+            "Look for a generator, a counter or a cache that is carried from batch to batch.",
+        ]
+    return [
+        *lines,
+        f"two runs on {comparison.sizes[0]} worker differ too: {where} draws from something that "
+        "the job's seed does not set.",
+        "Look for a generator of its own without a seed, the time, the order of a set, or a "
+        "kernel that adds in any order.",
+    ]

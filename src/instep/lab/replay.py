@@ -1,0 +1,232 @@
+"""Recorded steps computed again on one process, and compared with what the run wrote down.
+
+A replay is a run of one worker in a folder that is thrown away. It begins at a
+checkpoint that the run kept, or at the beginning, and ends with the step asked
+for. The recorded run is only read, also while it is going on. What came of it
+is judged by `lab/replayed.py`. Nothing here imports torch. Way in: `replay`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from instep import spec_file
+from instep.client.submit import about, recipe_sha256, run_job
+from instep.errors import INTERRUPTED, CheckpointError, InstepError, RunError, SpecError
+from instep.lab.replayed import Replayed, judge
+from instep.lab.trial import Progress, folder_for_runs, without_folder
+from instep.run.resume import check_own
+from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
+from instep.state.compare import checkpoint_of
+from instep.state.export import asked_for, check_target, copy_own
+from instep.state.manifest import published
+from instep.state.sound import check
+from instep.store.folder import Origin
+from instep.store.run_folder import RunFolder
+
+
+class Stretch(NamedTuple):
+    """Steps (`after`, `last`] that one session of the recorded run computed."""
+
+    after: int
+    last: int
+    job: JobSpec
+    """As that session had it: its length may have been another."""
+
+
+def replay(
+    run: RunFolder, step: int, say: Callable[[str], None], *, to: Path | None = None
+) -> Replayed:
+    """Compute a committed step again, with those before it back to a checkpoint.
+
+    Args:
+        run: the recorded one.
+        step: counts from 1.
+        say: told what is being done.
+        to: where to write the model after that step, as safetensors.
+
+    Raises:
+        SpecError: the run has no such step, or was of processes that others started; or `to`
+            is a file that the run needs.
+        RunError: the steps could not be computed to the last one, or `to` not be written.
+        InstepError: the run of one worker failed; the text says why.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
+    """
+    if to is not None:
+        check_target(to, run.path, run.spec.start.model)
+    check_step(run, step)
+    warnings = changes_since(run, step)
+    with folder_for_runs("instep-replay-") as folder:
+        origin, refused = _origin(run, step, folder)
+        computed, at = [], origin
+        for number, stretch in enumerate(stretches(run, origin.step, step)):
+            while at.step < stretch.last:
+                say(_words_of(at.step, stretch.last, origin))
+                done = _computed(stretch, at, folder / f"{number}-{at.step}", say)
+                if done.last_step <= at.step:
+                    raise RunError(
+                        f"step {at.step + 1} could not be computed again: the run of one worker "
+                        f"ended ({done.outcome}) before it."
+                    )
+                computed.append(done)
+                at = Origin(done.last_step, checkpoint_of(done.path, done.last_step))
+        if origin.checkpoint is None:
+            warnings += _other_start(run, computed[0])
+        if to is not None:
+            with asked_for(to):
+                copy_own(computed[-1].path / "model.safetensors", to)
+        found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
+        said = (*refused, *warnings, *found.warnings)
+        return replace(found, warnings=said, model=to)
+
+
+def check_step(run: RunFolder, step: int) -> None:
+    """Refuse what cannot be computed again.
+
+    Raises:
+        SpecError: the run has no such step, or was of processes that others started.
+        RunError: it has no committed step at all.
+    """
+    if run.joined:
+        raise SpecError(
+            f"{run.path} is of processes that called instep.join: what they trained stands in "
+            "their script, which instep replay cannot start."
+        )
+    if step < 1:
+        raise SpecError(f"--step {step}: steps count from 1.")
+    if not run.last_step:
+        raise RunError(f"{run.path} has no committed step yet: there is nothing to compute again.")
+    if step > run.last_step:
+        raise SpecError(
+            f"--step {step}: the last committed step of {run.path} is {run.last_step}. "
+            f"Name one from 1 to {run.last_step}."
+        )
+
+
+def stretches(run: RunFolder, after: int, last: int) -> Iterator[Stretch]:
+    """Which job computed the steps (`after`, `last`] that count, in order.
+
+    A session that went on from step r took back whatever was beyond it, so a step
+    is of the last session that began before it. Neighbours with the same job are one.
+    """
+    begun = [(int(e.get("resumed_step") or 0), _job(run, e)) for e in run.named("run_started")]
+    edges = sorted({after, last, *(step for step, _ in begun if after < step < last)})
+    found: list[Stretch] = []
+    for begin, end in pairwise(edges):
+        own = [job for step, job in begun if step <= begin]
+        job = own[-1] if own else run.spec
+        if found and found[-1].job == job:
+            found[-1] = found[-1]._replace(last=end)
+        else:
+            found.append(Stretch(begin, end, job))
+    yield from found
+
+
+def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
+    """What one session trained, for one worker: the job of the run, with what may change."""
+    table = started.get("job")
+    told = table if isinstance(table, dict) else {}
+    parts = {key: told[key] for key in ("train", "stop", "data") if key in told}
+    session = spec_file.build({"recipe": run.spec.recipe, **parts}, source=str(run.path))
+    given = session if parts else run.spec
+    device = str(run.last("worker_ready").get("device") or given.train.device).partition(":")[0]
+    return msgspec.structs.replace(
+        run.spec,
+        workers=1,
+        train=msgspec.structs.replace(given.train, device=device, stop_after_steps=0),
+        data=given.data,
+        stop=StopSpec(non_finite=False, gradient_norm=given.stop.gradient_norm),
+        checkpoint=CheckpointSpec(every="never", keep_last=1),
+        report=ReportSpec(),
+        launch=LaunchSpec(),  # here, wherever the run was
+        network="loopback",
+    )
+
+
+def _origin(run: RunFolder, step: int, folder: Path) -> tuple[Origin, list[str]]:
+    """The newest sound checkpoint before a step, and why newer ones cannot be believed."""
+    refused = []
+    for number, checkpoint in published(run.path / "checkpoints"):
+        if number >= step:
+            continue
+        try:
+            kept = checkpoint if run.ending else _copy_of(checkpoint, folder)
+            check_own(run.path, kept, check(kept))
+        except CheckpointError as error:
+            refused.append(f"{error} An earlier one is used.")
+        else:
+            return Origin(number, kept.resolve()), refused
+    return Origin(0, None), refused
+
+
+def _copy_of(checkpoint: Path, folder: Path) -> Path:
+    """One of our own: a run that is going on may delete its checkpoint at any moment."""
+    try:
+        return Path(shutil.copytree(checkpoint, folder / "from" / checkpoint.name))
+    except (OSError, shutil.Error) as error:
+        raise CheckpointError(f"{checkpoint} cannot be copied: {error}.") from None
+
+
+def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], None]) -> RunFolder:
+    last, job = stretch.last, stretch.job
+    train = msgspec.structs.replace(job.train, stop_after_steps=last, validate_every=last)
+    try:
+        done = run_job(
+            msgspec.structs.replace(job, train=train),
+            runs,
+            named=False,
+            quiet=True,
+            watch=Progress(say, last),
+            origin=at,
+        )
+    except InstepError as error:
+        error.args = (without_folder(str(error), runs),)
+        raise
+    if done.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt  # the signal was the run's, and means the whole replay
+    return RunFolder(done.path)
+
+
+def _words_of(step: int, last: int, origin: Origin) -> str:
+    if step > origin.step:
+        where = f"step {step}"
+    elif origin.checkpoint is None:
+        where = "the beginning"
+    else:
+        where = f"the checkpoint of step {step}"
+    steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
+    return f"computing {steps} on one process, from {where}"
+
+
+def changes_since(run: RunFolder, step: int) -> list[str]:
+    """What is not as it was when the steps up to this one were computed: it may give other bits."""
+    begun = [e for e in run.named("run_started") if (e.get("resumed_step") or 0) < step]
+    now = about(run.spec)
+    found = []
+    recipes = {e["recipe_sha256"] for e in begun if e.get("recipe_sha256")}
+    if recipes - {recipe_sha256(run.spec)}:
+        found.append(f"{run.spec.recipe.rpartition(':')[0]} has changed since the run.")
+    for name in ("instep", "torch", "numpy"):
+        had = {str((e.get("versions") or {}).get(name, "")) for e in begun}
+        if had := had - {"", now["versions"][name]}:
+            was = " and ".join(sorted(had))
+            found.append(f"the run had {name} {was}, this is {name} {now['versions'][name]}.")
+    hosts = [e["host"] for e in begun if isinstance(e.get("host"), dict)]
+    others = {str(host["name"]) for host in hosts if "name" in host} - {now["host"]["name"]}
+    if others:
+        was = " and ".join(sorted(others))
+        found.append(f"the run was on {was}, this is {now['host']['name']}.")
+    return found
+
+
+def _other_start(run: RunFolder, computed: RunFolder) -> list[str]:
+    """Whether the file that the model starts from is another one by now."""
+    was, given = (each.last("model_loaded").get("sha256") for each in (run, computed))
+    return [] if was == given else [f"{run.spec.start.model} has changed since the run."]

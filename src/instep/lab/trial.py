@@ -1,0 +1,76 @@
+"""Small runs in a folder that is thrown away, for commands that compute only to compare.
+
+What is run and what is compared is the commands' own: `check.py`, `replay.py`.
+Nothing here imports torch. Way in: `folder_for_runs`.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from instep.events import LEDGER, read_records
+from instep.system.processes import interrupt, on_signals
+
+SAID_S = 2.0
+"""Seconds between two lines that say how far it is."""
+
+_SHOWN = 40
+"""Lines of a failed worker's output that are shown, as its log goes with the folder."""
+
+
+def without_folder(text: str, runs: Path) -> str:
+    """An error's lines without those that name the folder, which goes; the log's end instead."""
+    cause, *lines = text.splitlines()
+    shown = [cause, *(line for line in lines if str(runs) not in line)]
+    for log in runs.glob("*/logs/*.log"):
+        if str(log) in text:
+            said = log.read_text(errors="replace").splitlines()[-_SHOWN:]
+            shown += [f"  the end of {log.name}:", *(f"    {line}" for line in said)]
+    return "\n".join(shown)
+
+
+@contextmanager
+def folder_for_runs(prefix: str) -> Iterator[Path]:
+    """A folder that is gone afterwards, also where a signal ends the command at any moment.
+
+    Args:
+        prefix: its name begins so.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP came in the context.
+    """
+
+    with on_signals(interrupt):
+        folder = tempfile.TemporaryDirectory(prefix=prefix)
+        try:
+            yield Path(folder.name).resolve()
+        finally:
+            with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave half of it
+                folder.cleanup()
+
+
+class Progress:
+    """Says now and then which step of a run has been committed, and nothing else.
+
+    Args:
+        say: told of it.
+        last: the step with which the run ends; 0 if it is not known.
+    """
+
+    def __init__(self, say: Callable[[str], None], last: int = 0) -> None:
+        self._say, self._of = say, f" of {last}" if last else ""
+        self._due = time.monotonic() + SAID_S
+
+    def __call__(self, run: Path) -> None:
+        """Look at a run folder, and say it if it is time to."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + SAID_S
+        if step := int(read_records(run / "ledger.bin", LEDGER)["step"].max(initial=0)):
+            self._say(f"step {step}{self._of}")

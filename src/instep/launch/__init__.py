@@ -1,0 +1,15 @@
+"""What brings processes up: the table of launchers.
+
+To add one: write a class that keeps the promises of `base.Launcher` in a file
+of its own, and add its line here.
+"""
+
+from instep.registry import Registry
+
+LAUNCHERS = Registry(
+    "launcher",
+    {
+        "local": "instep.launch.local:LocalLauncher",
+        "hosts": "instep.launch.hosts:HostsLauncher",
+    },
+)

@@ -1,0 +1,34 @@
+"""What a launcher is: it brings up host processes, and ends whatever it brought up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from instep.comm.endpoint import Seat
+
+
+class Launcher(Protocol):
+    """Starts a host on each machine; it starts the workers there, at the master's word."""
+
+    def start(self, seat: Seat, logs: Path) -> None:
+        """Bring up the host of number `seat.host`. Returns at once; it calls the master itself.
+
+        Args:
+            seat: where the master is.
+            logs: existing folder for what the processes print.
+        """
+
+    def ended(self, host: int = 0) -> int | None:
+        """The exit code of the host that was started last under this number, negative for a
+        signal; None while it runs. Another that it has brought up may have taken its place."""
+
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Kill the host that was started last under this number, and nothing of what it has
+        started, if it was stopped (SIGSTOP), as far as that can be seen from here."""
+
+    def stop(self) -> None:
+        """End the host and all it has started, now, and wait until they are gone.
+
+        A second call does nothing.
+        """

@@ -1,0 +1,471 @@
+"""The fork server of a machine: imports torch once, then forks a worker at every word.
+
+Importing torch takes seconds, a fork takes milliseconds. Whatever a fork
+would break must not exist here: no thread, no store, no CUDA context. The
+user's recipe file is imported before the fork too, so that its own imports are
+paid once; if that leaves threads or CUDA behind, the server starts itself
+again and leaves that import to the workers.
+
+It may be killed: a spare that it forked first, and that waits until then,
+takes its place at once, and watches over the workers that are there. The two look after
+each other: one that was stopped, or does not go on, is killed by the other. Both end,
+and end all workers, when the client has them, or once no master can come any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn
+
+from instep.comm.channel import Address
+from instep.comm.endpoint import Seat
+from instep.comm.messages import (
+    Adopt,
+    Emit,
+    Exited,
+    Hello,
+    KillAll,
+    Pulse,
+    Refused,
+    Signal,
+    StartWorker,
+    Welcome,
+)
+from instep.comm.tie import PULSE_S, Tie
+from instep.data.breadcrumb import Pages, leave_in
+from instep.errors import PeerError
+from instep.plain_file import plain
+from instep.run.lease import Lease
+from instep.run.watch import FLOOR_S
+from instep.system.environment import END, SETTINGS
+from instep.system.processes import (
+    SPARE,
+    Watched,
+    call_itself,
+    die_with_parent,
+    exit_code_of,
+    is_stopped,
+    machine,
+)
+from instep.system.stacks import send
+
+_NO_PRELOAD = "INSTEP_NO_PRELOAD"
+_SEAT = "INSTEP_SEAT"
+
+MOST_PAGES = 256
+"""Workers of one host that leave word of where they are."""
+
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
+"""How long to wait before each further attempt at a fork that failed."""
+
+ADOPTED_S = 0.05
+"""How often a server looks after workers that it did not start itself."""
+
+
+def main() -> None:
+    """Serve one run."""
+    began = time.time()
+    die_with_parent(END)
+    note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
+    seen = json.loads(note)
+    seat = Seat(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
+    _settle(seen["folder"])
+    tie = _call(seat)
+    _import_torch()  # while the master gets ready to answer
+    preloading = time.time()
+    welcome = tie.welcome()
+    if not isinstance(welcome, Welcome):
+        return
+    phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
+    job = tomllib.loads(welcome.job)
+    recipe = Path(job["recipe"].rpartition(":")[0])
+    if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
+        _start_again(note)
+    phases["import recipe"] = time.time() - preloading
+    several = bool(job.get("launch", {}).get("hosts"))
+    Server(tie, seat, phases, several=several).serve()
+
+
+def _settle(folder: str) -> None:
+    """Be where the run was started, also if a command such as ssh has begun us elsewhere."""
+    os.environ.update(SETTINGS)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+
+
+def _call(seat: Seat) -> Tie:
+    hello = Hello(
+        token=seat.token, role="host", number=seat.host, pid=os.getpid(), machine=machine()
+    )
+    tie = Tie(seat.address, hello)
+    tie.lasting = True
+    return tie
+
+
+def _import_torch() -> None:
+    gc.disable()  # an import makes no garbage, and looking for it takes a tenth of the time
+    import torch
+
+    from instep.recipe.quick_start import spare_dynamo
+
+    spare_dynamo()
+    torch.set_num_threads(1)
+    import instep.run.worker  # noqa: F401  what a worker needs, imported before the fork
+
+    gc.freeze()  # nor does any process forked from this one look at all this again
+    gc.enable()
+
+
+def _preload(recipe: Path) -> bool:
+    """Import the recipe's file; False if a fork would now be unsafe."""
+    import torch
+
+    from instep.recipe.build import load_module
+
+    try:
+        load_module(recipe)
+    except (Exception, SystemExit):
+        pass  # each worker meets the same error, and reports it
+    return threading.active_count() == 1 and not torch.cuda.is_initialized()
+
+
+def _start_again(note: str) -> NoReturn:
+    environment = {**os.environ, _NO_PRELOAD: "1", _SEAT: note}
+    command = [sys.executable, "-P", "-m", "instep.launch.fork_server"]
+    os.execve(sys.executable, command, environment)
+
+
+class _Late(NamedTuple):
+    """A worker that could not be forked yet."""
+
+    order: StartWorker
+    tries: int
+    due: float
+
+
+class Server:
+    """Forks, reaps, reports; and has a spare of itself.
+
+    Args:
+        tie: to the master.
+        seat: where that is, for the workers.
+        phases: seconds that parts of the start took.
+        several: whether it is one of several hosts, which may lose the master from sight.
+        left: number and handle by process, of the server whose place this one takes.
+        pages: where workers leave word of where they are; shared with a spare.
+    """
+
+    def __init__(
+        self,
+        tie: Tie,
+        seat: Seat,
+        phases: dict[str, float],
+        *,
+        several: bool = False,
+        left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
+        pages: Pages | None = None,
+    ) -> None:
+        self._pages = pages or Pages(MOST_PAGES)
+        self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
+        self._workers: dict[int, int] = {}
+        self._given_up: set[int] = set()  # workers that are being ended
+        self._adopted = dict(left)
+        self._late: dict[int, _Late] = {}  # by number, workers that could not be forked yet
+        self._wake_read, self._wake_write = _wake_pipe()
+        self._ending = False
+        self._life = -1  # open as long as this server lives; its workers are told there
+        self._spare = 0
+        self._spare_stopped_at: float | None = None
+        self._shown_at = 0.0
+
+    def serve(self) -> None:
+        """Until no master can come any more."""
+        self._have_a_spare()
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(END, self._end)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._several:
+            self._tie.keep()
+        try:
+            while not self._ending:
+                self._reap()
+                self._look_after_adopted()
+                self._look_after_spare()
+                self._fork_late()
+                self._tie.show(self._pulse)
+                self._obey()  # before waiting: messages may have come together with the welcome
+                self._wait()
+        except PeerError:
+            pass
+        finally:
+            self._kill_all()
+
+    def _pulse(self) -> Pulse:
+        return Pulse(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
+
+    def _wait(self) -> None:
+        """For a message, a signal, or the time to look after something."""
+        tick_s = ADOPTED_S if self._adopted or self._late else PULSE_S / 2
+        ends = [end for end in (self._tie.fileno(), self._wake_read) if end >= 0]
+        select.select(ends, [], [], tick_s)
+
+    def _have_a_spare(self) -> None:
+        """Fork one that sleeps until this process has ended, and then serves in its place."""
+        theirs, self._life = os.pipe()
+        server, self._spare_stopped_at = os.getpid(), None
+        self._spare = 0  # the one before is gone, and its number may be another's
+        try:
+            self._spare = os.fork()
+        except OSError:  # it has to do without
+            os.close(theirs)
+            return
+        if self._spare:
+            os.close(theirs)
+            os.set_blocking(self._life, False)
+            adopted = {pid: number for pid, (number, _) in self._adopted.items()}
+            for pid, number in {**adopted, **self._workers}.items():
+                self._tell_spare(pid, number)
+            return
+        try:
+            os.close(self._life)
+            signal.set_wakeup_fd(-1)
+            signal.signal(END, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._tie.close()
+            name = call_itself(SPARE)
+            left = _hear_of_workers(theirs, server)
+            os.close(theirs)
+            call_itself(name)
+            for each in (self._wake_read, self._wake_write):
+                os.close(each)
+            tie = _call(self._seat)
+            several, pages = self._several, self._pages
+            Server(tie, self._seat, self._phases, several=several, left=left, pages=pages).serve()
+        except PeerError:
+            pass  # no master is left either
+        finally:
+            os._exit(0)
+
+    def _look_after_spare(self) -> None:
+        """Show it that this process lives; end it where it was stopped, for another to be forked.
+
+        It only waits, so it can hang in no other way.
+        """
+        now = time.monotonic()
+        if not self._spare or now - self._shown_at < PULSE_S:
+            return
+        self._shown_at = now
+        self._tell_spare(0, _GONE)
+        if not is_stopped(self._spare):
+            self._spare_stopped_at = None
+        elif self._spare_stopped_at is None:
+            self._spare_stopped_at = now
+        elif now - self._spare_stopped_at > FLOOR_S:
+            os.kill(self._spare, signal.SIGKILL)  # our child, which nobody has reaped yet
+
+    def _tell_spare(self, pid: int, number: int) -> None:
+        """Have the spare know of a worker; of one that has ended, by the number `_GONE`."""
+        with contextlib.suppress(OSError):  # it is gone, or stopped
+            os.write(self._life, _WORKER.pack(pid, number))
+
+    def _end(self, *_: object) -> None:
+        self._ending = True
+
+    def _obey(self) -> None:
+        while (message := self._tie.poll()) is not None:
+            match message:
+                case StartWorker(number=number):
+                    there = self._workers.items()
+                    if number not in {n for pid, n in there if pid not in self._given_up}:
+                        self._fork(message)
+                case Signal(pid=pid, signals=signals):
+                    self._signal(pid, signals)
+                case Adopt(workers=workers):
+                    self._adopt(workers)
+                case KillAll():
+                    self._kill_all(wait=False)
+                case Refused():
+                    self._ending = True
+
+    def _adopt(self, workers: Iterable[tuple[int, int]]) -> None:
+        """Look after processes, number and pid each, that another server has forked."""
+        for number, pid in workers:
+            if pid not in self._workers and pid not in self._adopted:
+                self._adopted[pid] = number, Watched(pid)
+                self._tell_spare(pid, number)
+
+    def _signal(self, pid: int, signals: Iterable[int]) -> None:
+        """Send signals to a worker, and to no other process."""
+        for number in signals:
+            if pid in self._workers:
+                send(pid, number)
+            elif pid in self._adopted:
+                self._adopted[pid][1].signal(number)
+            if number == signal.SIGKILL:
+                self._given_up.add(pid)
+
+    def _fork(self, order: StartWorker) -> None:
+        forked, page = time.time(), self._pages.free()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or no process, for the moment
+            self._try_again(order, error)
+            return
+        self._late.pop(order.number, None)
+        if pid:
+            self._pages.give(page, pid)
+            self._workers[pid] = order.number
+            self._tell_spare(pid, order.number)
+            return
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, END):
+                signal.signal(number, signal.SIG_DFL)
+            self._tie.close()
+            os.close(self._life)
+            _redirect(Path(order.log))
+            leave_in(page)
+            from instep.run.worker import main as work
+
+            code = work(self._seat, order.number, {**self._phases, "forked": forked})
+        finally:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)  # nothing of the server's is run down in its child
+
+    def _try_again(self, order: StartWorker, error: OSError) -> None:
+        """Have a worker forked once more, after a pause that grows; give it up in the end."""
+        tries = self._late[order.number].tries + 1 if order.number in self._late else 1
+        if tries > len(PAUSES_S):
+            del self._late[order.number]
+            why = f"{error.strerror}, tried {tries} times"
+            self._tie.send(Exited(number=order.number, pid=0, code=None, error=why))
+            return
+        pause_s = PAUSES_S[tries - 1]
+        self._late[order.number] = _Late(order, tries, time.monotonic() + pause_s)
+        text = (
+            f"worker {order.number} could not be forked ({error.strerror}); it is tried again "
+            f"in {pause_s:g} s."
+        )
+        self._tie.send(Emit(name="warning", fields={"text": text}))
+
+    def _fork_late(self) -> None:
+        """Those that could not be forked, and whose pause is over."""
+        now = time.monotonic()
+        for late in list(self._late.values()):
+            if now >= late.due:
+                self._fork(late.order)
+
+    def _reap(self) -> None:
+        while self._wake_read in select.select([self._wake_read], [], [], 0)[0]:
+            os.read(self._wake_read, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                pid = 0
+            if not pid:
+                return
+            number = self._workers.pop(pid, None)
+            self._given_up.discard(pid)
+            if number is not None:
+                self._tell_end(number, pid, exit_code_of(status))
+            elif pid == self._spare and not self._ending:
+                os.close(self._life)
+                self._have_a_spare()
+
+    def _look_after_adopted(self) -> None:
+        for pid, (number, process) in list(self._adopted.items()):
+            if process.ended:
+                del self._adopted[pid]
+                process.close()
+                self._tell_end(number, pid, None)
+
+    def _tell_end(self, number: int, pid: int, code: int | None) -> None:
+        """To the master first: where this server is killed in between, its spare tells again."""
+        place = self._pages.take(pid)
+        self._tie.send(Exited(number=number, pid=pid, code=code, place=place))
+        self._tell_spare(pid, _GONE)
+
+    def _kill_all(self, *, wait: bool = True) -> None:
+        self._late.clear()
+        for pid in self._workers:
+            os.kill(pid, signal.SIGKILL)
+        for _, process in self._adopted.values():
+            process.signal(signal.SIGKILL)
+        if not wait:
+            return
+        self._ending = True
+        if self._spare:
+            os.kill(self._spare, signal.SIGKILL)
+        for pid in [*self._workers, *([self._spare] if self._spare else [])]:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+_WORKER, _GONE = struct.Struct("ii"), -1
+"""What a server tells its spare: a process, and the number of the worker that it is."""
+
+
+def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
+    """Wait until the server at the other end has ended; its workers then, by process.
+
+    With handles made at that moment: until a master answers, a number may be another's. A
+    server that says nothing for too long is ended.
+    """
+    workers: dict[int, int] = {}
+    lease = Lease(server, time.monotonic())
+    while True:
+        if not select.select([pipe], [], [], PULSE_S)[0]:
+            if lease.turn(time.monotonic()) and os.getppid() == server:
+                os.kill(server, signal.SIGKILL)
+            continue
+        data = os.read(pipe, 512 * _WORKER.size)
+        if not data:
+            break
+        lease.hears(time.monotonic())
+        for pid, number in _WORKER.iter_unpack(data):
+            workers[pid] = number
+    return {pid: (n, Watched(pid)) for pid, n in workers.items() if n != _GONE}
+
+
+def _wake_pipe() -> tuple[int, int]:
+    """Written to by the interpreter at every signal, so that a wait ends."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    return read, write
+
+
+def _redirect(log: Path) -> None:
+    """Standard output and error to a file, standard input from nowhere."""
+    try:
+        output = plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:  # a full disk, or no file: then where the server's own output goes
+        output = os.dup(2)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(output)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Processes on this machine: one fork server, told by the master whom to fork."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.comm.endpoint import Seat
+from instep.errors import RunError
+from instep.plain_file import plain
+from instep.store.folder import host_log
+from instep.system.environment import END, SETTINGS
+from instep.system.processes import end_group, is_stopped, start_patiently
+
+PATIENCE_S = 5.0
+"""How long a fork server may take to end its workers and itself, before it is killed."""
+
+
+class LocalLauncher:
+    """Starts the fork server of this machine.
+
+    It is a fresh interpreter and not a fork of this one: a program that calls
+    `instep.train` may have threads or a CUDA context, which a fork breaks.
+
+    Args:
+        before: words of a command that runs the one after it, elsewhere or otherwise.
+    """
+
+    def __init__(self, before: Sequence[str] = ()) -> None:
+        self._before = list(before)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._groups: list[int] = []
+
+    def start(self, seat: Seat, logs: Path) -> None:
+        """Start the fork server in a session of its own, so that Ctrl-C reaches only us.
+
+        Raises:
+            RunError: the command before it is none.
+        """
+        with open(host_log(logs, seat.host), "ab", opener=plain) as log:
+            command = [*self._before, sys.executable, "-P", "-m", "instep.launch.fork_server"]
+            try:
+                self._process = start_patiently(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, **SETTINGS},
+                )
+            except OSError as error:
+                if not self._before:
+                    raise RunError(
+                        f"the fork server could not be started: {error.strerror}. End other "
+                        "processes of this machine, or raise its limits."
+                    ) from None
+                raise RunError(
+                    f"{command[0]!r} cannot be run: {error.strerror}. launch.hosts has commands "
+                    "of this machine that run another command on a host."
+                ) from None
+        self._groups.append(self._process.pid)  # all that comes of it stays in its group
+        assert self._process.stdin is not None
+        note = {
+            "host": seat.address.host,
+            "port": seat.address.port,
+            "token": seat.token,
+            "number": seat.host,
+            "folder": os.getcwd(),
+        }
+        try:
+            self._process.stdin.write(json.dumps(note).encode() + b"\n")  # not seen by `ps`
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already; `ended` says so
+
+    def ended(self, host: int = 0) -> int | None:
+        """The exit code of the fork server that was started last, or None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def end_if_stopped(self, host: int = 0) -> None:
+        """Kill the fork server that was started last, if it was stopped."""
+        if self._process is not None and is_stopped(self._process.pid):
+            self._process.kill()
+
+    def ask_to_stop(self) -> None:
+        """Have the fork server kill its workers and end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(END)
+
+    def stop(self) -> None:
+        """Ask, and wait; SIGKILL ends what is left."""
+        process = self._process
+        if process is None:
+            return
+        self.ask_to_stop()
+        if process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+        for group in self._groups:
+            end_group(group, PATIENCE_S)
+        process.wait()
+        self._process = None

@@ -1,0 +1,245 @@
+"""One forward pass of the user's model, and what can be checked about it.
+
+It knows the recipe's way from a batch to a loss, the device and the
+precision, and nothing of workers or steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.errors import RecipeError
+from instep.recipe.build import Recipe, a_or_an
+from instep.recipe.rehearsal import loss_of
+from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
+
+
+class Found(NamedTuple):
+    """The loss of a batch, and how much it counts."""
+
+    loss: Tensor
+    """The mean over the batch, a scalar that can be differentiated; its total at weight 0."""
+    weight: float
+    """Of what the loss is a mean of, so much is in the batch; 0 or more."""
+
+    @property
+    def factor(self) -> float:
+        """What makes of the loss its total."""
+        return self.weight or 1.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a loss: of weight 0, where all is masked out, 0 or 0 / 0 is left."""
+        if self.weight:
+            return True
+        total = float(self.loss.detach())
+        return math.isfinite(total) and total != 0.0
+
+
+class Measured(NamedTuple):
+    """Loss and metrics of one batch."""
+
+    values: dict[str, float]
+    """The loss as its total, the metrics as means."""
+    weight: float
+    """Of the loss; the metrics count by samples."""
+
+
+class Losses(NamedTuple):
+    """How a recipe comes from a batch to a loss: one of the two."""
+
+    loss: Callable[[Any, Any], Any] | None
+    compute_loss: Callable[[nn.Module, Any], Any] | None
+
+
+class Forward:
+    """From a batch to a loss.
+
+    Args:
+        recipe: says how.
+        model: on `device`.
+        precision: `float32`, or the type to which autocast casts.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, device: torch.device, precision: str
+    ) -> None:
+        self.recipe, self.model, self.device = recipe, model, device
+        self.precision = precision
+        self.losses = Losses(recipe.loss, recipe.compute_loss)
+        self._weigh = weighing(recipe.weight, recipe.loss).weigh
+        self.weighs_itself = False
+        """Whether `compute_loss` has given a `WeightedLoss`."""
+        self.phase = "forward"
+        """What is being done: `forward`, `loss` or a metric's name."""
+        self.batches = 0
+        """That were begun so far: a sign of life."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the forward pass, as a context."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
+
+    def derive(self, name: str) -> None:
+        """Weigh batches by one of `weights.DERIVED`; by samples where the name is empty."""
+        self._weigh = DERIVED[name] if name else self._weigh
+
+    @contextmanager
+    def on(self, model: nn.Module, precision: str, losses: Losses | None = None) -> Iterator[None]:
+        """For a while, compute with another model, in another precision, and by other losses."""
+        before = self.model, self.precision, self.losses
+        self.model, self.precision, self.losses = model, precision, losses or self.losses
+        try:
+            yield
+        finally:
+            self.model, self.precision, self.losses = before
+
+    def loss(self, batch: Any, samples: int) -> Found | None:
+        """The mean loss of a batch and its weight; None where it holds nothing that counts.
+
+        Args:
+            batch: as the loader gave it.
+            samples: in it.
+
+        Raises:
+            RecipeError: the batch is no (inputs, target), or the loss no such scalar, or the
+                weight no number of 0 or more.
+        """
+        weight = self._weight(batch, samples)
+        if not weight:
+            return None
+        loss, own, _, _ = self._outputs(batch)
+        found = Found(loss, weight if own is None else own)
+        return found if found.counts else None
+
+    def _weight(self, batch: Any, samples: int) -> float:
+        if self._weigh is None:
+            return float(samples)
+        if self.losses.loss is not None:
+            _pair(batch)
+        return self._weigh(batch)
+
+    def _outputs(self, batch: Any) -> tuple[Tensor, float | None, Any, Any]:
+        """Loss, the weight that it brings along, outputs and target."""
+        self.phase = "forward"
+        self.batches += 1
+        batch = to_device(batch, self.device)
+        with self.autocast():
+            if self.losses.compute_loss is not None:
+                self.phase = "compute_loss"
+                found = self.losses.compute_loss(self.model, batch)
+                if not isinstance(found, WeightedLoss):
+                    return checked(found, "compute_loss"), None, None, None
+                self.weighs_itself = True
+                weight = as_weight(found.weight, "WeightedLoss.weight")
+                total = checked(found.total, "compute_loss")
+                return total / (weight or 1.0), weight, None, None
+            inputs, target = _pair(batch)
+            outputs = self.model(inputs)
+            self.phase = "loss"
+            assert self.losses.loss is not None
+            found = loss_of(self.losses.loss, outputs, target)
+            return checked(found, "loss"), None, outputs, target
+
+    def measure(self, batch: Any, samples: int) -> Measured:
+        """Loss and metrics of one batch, in the order of the recipe."""
+        weight = self._weight(batch, samples)
+        with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
+            loss, own, outputs, target = self._outputs(batch)
+        found = Found(loss.detach(), weight if own is None else own)
+        values = {"loss": float(found.loss) * found.factor if found.counts else 0.0}
+        for name, metric in self.recipe.metrics.items():
+            self.phase = f"metric {name}"
+            values[name] = _number(metric(outputs, target), name)
+        return Measured(values, found.weight)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else ""
+        raise RecipeError(
+            f"a batch is {a_or_an(batch)}{size}, but (inputs, target) is wanted. For other batches "
+            "give compute_loss=lambda model, batch: ... instead of loss."
+        )
+    return batch[0], batch[1]
+
+
+def checked(loss: Any, name: str) -> Tensor:
+    """The loss itself, if it is one that can be trained on.
+
+    Raises:
+        RecipeError: it is no tensor, no scalar, no floating-point number, or
+            (while gradients are recorded) does not depend on the parameters.
+    """
+    if not isinstance(loss, Tensor):
+        hint = (
+            " A loss that is a mean of something else than samples is an "
+            "instep.WeightedLoss(total, weight)."
+            if name == "compute_loss" and isinstance(loss, tuple)
+            else ""
+        )
+        raise RecipeError(
+            f"Recipe.{name} returned {a_or_an(loss)}, but a scalar tensor is wanted.{hint}"
+        )
+    if loss.numel() != 1:
+        raise RecipeError(
+            f"Recipe.{name} returned a tensor of shape {list(loss.shape)}, but a scalar is wanted: "
+            "the mean over the samples of the batch."
+        )
+    if not loss.is_floating_point():
+        raise RecipeError(
+            f"Recipe.{name} returned {loss.dtype}, but a floating-point loss is wanted."
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise RecipeError(
+            f"the loss that Recipe.{name} returned does not depend on the model's parameters: "
+            "something detached it (no_grad, .item(), .data, or a new torch.tensor)."
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise RecipeError(
+            f"Recipe.metrics[{name!r}] returned a tensor of shape {list(value.shape)}, "
+            "but one number is wanted: the mean over the samples of the batch."
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RecipeError(
+            f"Recipe.metrics[{name!r}] returned {a_or_an(value)}, but one number is wanted."
+        ) from None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Every tensor of a nested batch on `device`; the rest as it is."""
+    if device.type == "cpu":
+        return batch
+    return on_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nested batch with every tensor changed; the rest as it is."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        changed = {key: on_tensors(value, change) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return changed
+        other = copy.copy(batch)  # one that has more than its items, as Hugging Face's has
+        other.update(changed)
+        return other
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_tensors(value, change) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(on_tensors(value, change) for value in batch)
+    return batch

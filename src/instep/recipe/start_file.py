@@ -1,0 +1,50 @@
+"""Which file a run starts from, and whether it can be one; looked at before any process starts.
+
+It imports no torch: a client asks it first, and each worker again. What is
+done with the file is for `tuning.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from instep.errors import SpecError, near_miss
+from instep.spec import StartSpec
+from instep.state.header import check_header
+from instep.state.manifest import FOLDER, read_manifest
+from instep.store.folder import ID
+
+IN_A_FOLDER = "model.safetensors"
+"""What the model is called in the folder of a run, and in that of a checkpoint."""
+
+
+def start_file(start: StartSpec) -> Path | None:
+    """The safetensors file of `start.model`, its head checked; None where none is asked for.
+
+    Raises:
+        SpecError: there is no such file, or the folder has no model in it.
+        RunError: the folder is of a run of another format.
+        CheckpointError: it is no sound safetensors file, or of a checkpoint of another format.
+    """
+    if not start.model:
+        return None
+    path = Path(start.model)
+    if path.is_dir():
+        if not (path / IN_A_FOLDER).is_file():
+            raise SpecError(
+                f"start.model = {start.model!r}: this folder holds no {IN_A_FOLDER}. "
+                "Give the folder of a run that has ended, or a safetensors file."
+            )
+        if all((path / name).is_file() for name in ("job.toml", ID)):
+            from instep.store.run_folder import check_format  # which imports numpy
+
+            check_format(path)
+        elif FOLDER.fullmatch(path.name):
+            read_manifest(path)
+        path = path / IN_A_FOLDER
+    if not path.exists():
+        beside = [each.name for each in path.parent.glob("*.safetensors")]
+        near = near_miss(path.name, beside) if beside else "It is relative to the job file."
+        raise SpecError(f"start.model = {start.model!r}: there is no such file. {near}")
+    check_header(path)
+    return path

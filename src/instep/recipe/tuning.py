@@ -1,0 +1,249 @@
+"""What a run starts from, and what of it moves: a file's tensors, frozen parameters, rates.
+
+Patterns are those of `fnmatch` on the names of parameters, where `*` also
+crosses dots; a pattern that does nothing is a mistake and refused. Matching
+is pure (`frozen_by`, `rated_by`: names in, numbers and patterns out). Way in:
+`begin` once the model is built, `groups` for the optimizer, `check_rates`
+once it is made. It knows nothing of processes, steps or generations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from instep.errors import RecipeError, SpecError
+from instep.recipe.start_file import start_file
+from instep.spec import StartSpec
+from instep.state.load import LoadReport, load_model
+
+Names = Sequence[str]
+"""Every name of one parameter; a tied one has several."""
+
+_SHOWN = 8  # names in a message; a model may have thousands
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a model was loaded from, and how well it fitted."""
+
+    path: Path
+    report: LoadReport
+
+    def fields(self) -> dict[str, Any]:
+        """Those of the event `model_loaded`; reads the file once, for its hash."""
+        report = self.report
+        with self.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {
+            "path": str(self.path),
+            "matched": len(report.matched),
+            "missing": list(report.missing),
+            "unexpected": list(report.unexpected),
+            "wrong": report.wrong,
+            "sha256": digest,
+            "text": str(report),
+        }
+
+
+def begin(start: StartSpec, model: nn.Module, *, load: bool) -> Loaded | None:
+    """Load the file that a job starts from, and freeze what it wants frozen.
+
+    A module all of whose parameters are frozen by the job stays in eval mode,
+    whoever calls `train()`: its running statistics keep the values of the
+    file, and it computes the same for a sample in training as in validation.
+
+    Args:
+        start: says what.
+        model: on any device; changed in place.
+        load: whether to take values from the file; not where a checkpoint has them.
+
+    Raises:
+        SpecError: there is no such file, or a pattern matches nothing, or nothing is left to train.
+        CheckpointError: the file is not sound, or does not fit the model.
+    """
+    path = start_file(start) if load else None
+    loaded = None if path is None else Loaded(path, load_model(path, model, not start.partial))
+    if start.freeze:
+        _freeze(start.freeze, model)
+    return loaded
+
+
+def _freeze(patterns: Sequence[str], model: nn.Module) -> None:
+    named = names_of(model)
+    numbers = frozen_by(patterns, list(named.values()))
+    frozen = {parameter for number, parameter in enumerate(named) if number in numbers}
+    if not any(parameter.requires_grad for parameter in named if parameter not in frozen):
+        raise SpecError(
+            f"start.freeze = {list(patterns)} leaves nothing to train: it matches "
+            f"{len(frozen)} of the model's {len(named)} parameters. Leave some of them out."
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for module in model.modules():
+        own = set(module.parameters())
+        if own and own <= frozen:
+            # on the module itself, as `train()` of the whole model calls that of each part
+            module.__dict__["train"] = MethodType(_stay_in_eval_mode, module)
+            module.train()
+
+
+def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    return type(module).train(module, False)
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter once, in the order of the model, with every name it has."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def groups(
+    start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
+) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """What the optimizer is given: the parameters, or groups of them with rates of their own.
+
+    Args:
+        start: has the patterns.
+        model: whose names they match.
+        parameters: those to train, in the order of the model.
+
+    Returns:
+        `parameters`, where no rates are asked for. Otherwise a first group
+        without `lr` for those that no pattern matches, if any; then one group
+        for each pattern, in the order of the job.
+
+    Raises:
+        SpecError: a pattern does nothing, or two have an equal claim to a parameter.
+    """
+    rates = start.learning_rates
+    if not rates:
+        return parameters
+    named = names_of(model)
+    frozen = [names for parameter, names in named.items() if not parameter.requires_grad]
+    chosen = rated_by(rates, [named[parameter] for parameter in parameters], frozen)
+    parts: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in (None, *rates)}
+    for parameter, pattern in zip(parameters, chosen, strict=True):
+        parts[pattern].append(parameter)
+    made: list[dict[str, Any]] = [{"params": parts[None]}] if parts[None] else []
+    return made + [{"params": parts[pattern], "lr": rate} for pattern, rate in rates.items()]
+
+
+def check_rates(given: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:
+    """Look whether the optimizer took the rates of `groups`, before any scheduler changes them.
+
+    Raises:
+        RecipeError: it has another rate for a parameter.
+    """
+    rates = {p: group.get("lr") for group in optimizer.param_groups for p in group["params"]}
+    named = names_of(model)
+    for group in given:
+        if "lr" not in group:
+            continue
+        rate = float(group["lr"])
+        for parameter in group["params"]:
+            found = rates.get(parameter)
+            if found is None or not math.isclose(float(found), rate, rel_tol=1e-6):
+                raise RecipeError(
+                    f"start.learning_rates gives {rate:g} to {named[parameter][0]!r}, but the "
+                    f"optimizer has {found} for it. Recipe.optimizer "
+                    "must use the groups that it is given: "
+                    "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+                )
+
+
+# ---- on names alone
+
+
+def frozen_by(patterns: Iterable[str], named: Sequence[Names]) -> set[int]:
+    """Numbers of the parameters that any pattern matches by any of their names.
+
+    Raises:
+        SpecError: a pattern matches none.
+    """
+    found: set[int] = set()
+    for pattern in patterns:
+        hits = {number for number, names in enumerate(named) if _matches(pattern, names)}
+        if not hits:
+            raise _matches_nothing("start.freeze", pattern, named)
+        found |= hits
+    return found
+
+
+def rated_by(
+    patterns: Iterable[str], trained: Sequence[Names], frozen: Sequence[Names] = ()
+) -> list[str | None]:
+    """For each trained parameter, the pattern that decides on its rate; None where none matches.
+
+    Of several that match, the one with the most letters decides, wildcards not
+    counted; so the order in which they are written does not matter.
+
+    Raises:
+        SpecError: a pattern matches none, or only frozen ones, or is overruled
+            everywhere; or two with equally many letters match a parameter.
+    """
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not any(_matches(pattern, names) for names in trained):
+            if any(_matches(pattern, names) for names in frozen):
+                raise SpecError(
+                    f"start.learning_rates has {pattern!r}, which matches frozen parameters only. "
+                    "Leave it out, or freeze less."
+                )
+            raise _matches_nothing("start.learning_rates", pattern, trained)
+    chosen = [_deciding(patterns, names) for names in trained]
+    for pattern in patterns:
+        if pattern not in chosen:
+            raise SpecError(
+                f"start.learning_rates has {pattern!r}, which longer patterns overrule for every "
+                "parameter that it matches. Leave it out."
+            )
+    return chosen
+
+
+def _deciding(patterns: Iterable[str], names: Names) -> str | None:
+    claims = sorted(
+        (pattern for pattern in patterns if _matches(pattern, names)), key=_letters, reverse=True
+    )
+    if len(claims) > 1 and _letters(claims[0]) == _letters(claims[1]):
+        raise SpecError(
+            f"start.learning_rates: {claims[0]!r} and {claims[1]!r} both match {names[0]!r}, with "
+            "equally many letters. Make the one that should decide longer."
+        )
+    return claims[0] if claims else None
+
+
+def _matches(pattern: str, names: Names) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _letters(pattern: str) -> int:
+    """Characters that are no wildcard: how much a pattern says."""
+    return len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", pattern))
+
+
+def _matches_nothing(key: str, pattern: str, named: Sequence[Names]) -> SpecError:
+    names = [name for each in named for name in each]
+    parts = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)
+    whole = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names if "." in name)
+    known = list(dict.fromkeys([*whole, *parts, *names]))
+    near = [p for p in known if p == f"{pattern}.*"] or get_close_matches(pattern, known, n=1)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return SpecError(
+        f"{key} has {pattern!r}, which matches no parameter of the model. {guess}"
+        f"Known: {', '.join(names[:_SHOWN])}{more}."
+    )

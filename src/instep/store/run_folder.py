@@ -1,0 +1,457 @@
+"""What a run left in its folder, as plain data.
+
+`RunFolder` reads the job, the events, the ledger and the step records once,
+and answers the questions that every report asks of them. It draws nothing and
+never writes. A folder of a run that is still going on, or that a crash cut
+short, reads as far as it got. Where a session began at an earlier checkpoint,
+or the workers went back because of corruption, what was done beyond was taken
+back, and is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instep.errors import RunError, SpecError, near_miss
+from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
+from instep.formats import FORMAT, other_format
+from instep.spec_file import build, read_table
+from instep.store.audit import Audit, audit
+from instep.store.skipped import skipped_in
+from instep.words import command
+
+Event = dict[str, Any]
+Records = np.ndarray[Any, np.dtype[Any]]
+Floats = NDArray[np.float64]
+
+PARTS = ("load", "forward", "backward", "wait", "wire", "update", "save")
+"""Parts of a step, in the order in which they are spent; `NAME_s` in `STEPS`."""
+
+_MOST_WORKERS, _MOST_S = 1 << 20, 1e11  # what is beyond was never written by us
+_WINDOW = 4096  # ledger records at the end among which the last whole step is sought
+
+
+class Traffic(NamedTuple):
+    """Bytes one worker moved in the whole run, over all its processes."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+class RunFolder:
+    """Everything that one run recorded, read now.
+
+    Args:
+        path: the folder, such as `runs/digits`.
+
+    Raises:
+        RunError: there is no such folder, it is not the folder of a run, or that run is
+            of another format.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = _existing(Path(path))
+        job_file = self.path / "job.toml"
+        try:
+            self.job = _job(self.path)
+            self.spec = build(self.job, source=str(job_file))
+        except SpecError as error:
+            raise RunError(f"{self.path} cannot be read as a run: {error}") from None
+        self.events = _events(self.path / "events.jsonl")
+        self.ledger = _records(self.path / "ledger.bin", LEDGER)
+        steps = _records(self.path / "steps.bin", STEPS)
+        _check_steps(steps, self.path / "steps.bin")
+        self._computed = steps  # those too that were taken back
+        # in which session a step was recorded is told by clocks alone, that of the worker and
+        # that of the master; where two hosts' differ, a step that was taken back may be left in
+        for event, resumed_step in _goings_back(self.events):
+            kept = steps["step"] <= resumed_step
+            steps = steps[kept | (steps["begin"] >= event["time"])]
+        self.steps = _in_order(steps)
+        self.events = _of_one_course(self.events)
+
+    def named(self, event: str) -> list[Event]:
+        """Every event of one name, oldest first."""
+        return [each for each in self.events if each["event"] == event]
+
+    def last(self, event: str) -> Event:
+        """The newest event of one name; an empty dict if there is none."""
+        newest: Event = {}
+        for each in self.named(event):
+            newest = each
+        return newest
+
+    @property
+    def generations(self) -> list[Event]:
+        """`generation_started` events: each change of the members."""
+        return self.named("generation_started")
+
+    @property
+    def validations(self) -> list[Event]:
+        """`validated` events."""
+        return self.named("validated")
+
+    @property
+    def checkpoints(self) -> list[Event]:
+        """`checkpoint_saved` events."""
+        return self.named("checkpoint_saved")
+
+    @property
+    def failures(self) -> list[Event]:
+        """`worker_failed` events."""
+        return self.named("worker_failed")
+
+    @cached_property
+    def ending(self) -> Event:
+        """The `run_finished` event of the latest session; empty while there is none."""
+        ending: Event = {}
+        for event in self.events:
+            if event["event"] in ("run_started", "run_finished"):
+                ending = event
+        return ending if ending.get("event") == "run_finished" else {}
+
+    @property
+    def stop_requests(self) -> list[Event]:
+        """`stop_requested` events of the latest session."""
+        asked: list[Event] = []
+        for event in self.events:
+            if event["event"] == "run_started":
+                asked = []
+            elif event["event"] == "stop_requested":
+                asked.append(event)
+        return asked
+
+    @property
+    def joined(self) -> bool:
+        """Whether its processes were started by others, and called `instep.join`."""
+        return bool(self.last("run_started").get("started_by") == "join")
+
+    @property
+    def way_on(self) -> str:
+        """How to go on with it: a command, or what is to be started again."""
+        if self.joined:
+            name = self.path.resolve().name
+            return f"start its script again with instep.join(..., name={name!r}, resume=True)"
+        return command("resume", self.path)
+
+    @property
+    def outcome(self) -> str:
+        """`completed`, `stopped`, `failed`, `interrupted`; `unfinished` without a recorded end."""
+        return str(self.ending.get("outcome") or "unfinished")
+
+    @cached_property
+    def workers(self) -> list[int]:
+        """Every worker that is mentioned anywhere, in order of number."""
+        recorded = {int(w) for w in np.unique(self.steps["worker"])}
+        recorded |= {int(w) for w in np.unique(self.ledger["worker"])}
+        met = {"worker_joined", "worker_ready", "worker_failed", "traffic"}
+        return sorted(recorded | {int(e["worker"]) for e in self.events if e["event"] in met})
+
+    @cached_property
+    def team(self) -> int:
+        """How many workers computed at the end: the last generation's members."""
+        members = self.last("generation_started").get("members")
+        if isinstance(members, int):
+            return members
+        return len(members) if members else self.spec.workers
+
+    @cached_property
+    def epoch_samples(self) -> int:
+        """Samples of the training set; 0 until a worker said so."""
+        return int(self.last("worker_ready").get("samples") or 0)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of one epoch; 0 while the size of the training set is unknown."""
+        return -(-self.epoch_samples // self.spec.train.global_batch)
+
+    @cached_property
+    def traffic(self) -> dict[int, Traffic]:
+        """Bytes of each worker; a counter that falls belongs to a new process and is added."""
+        totals: dict[int, Traffic] = {}
+        seen: dict[int, Traffic] = {}
+        for event in self.named("traffic"):
+            worker = int(event["worker"])
+            now = Traffic(int(event["sent_bytes"]), int(event["received_bytes"]))
+            before, total = seen.get(worker, Traffic(0, 0)), totals.get(worker, Traffic(0, 0))
+            if now.sent_bytes < before.sent_bytes or now.received_bytes < before.received_bytes:
+                before = Traffic(0, 0)
+            totals[worker] = Traffic(
+                total.sent_bytes + now.sent_bytes - before.sent_bytes,
+                total.received_bytes + now.received_bytes - before.received_bytes,
+            )
+            seen[worker] = now
+        return totals
+
+    @cached_property
+    def last_step(self) -> int:
+        """The highest step that counts: as the run said at its end, or the last whole one.
+
+        While a run goes on, or after a crash, some workers may have recorded a
+        step that others have not; such steps at the very end are in flight.
+        """
+        return max(int(self.ending.get("step") or 0), self._last_whole_step())
+
+    def _last_whole_step(self) -> int:
+        tail = self.ledger[-_WINDOW:]
+        if not len(tail):
+            return 0
+        if not self.epoch_steps:
+            return int(self.ledger["step"].max())
+        steps, where = np.unique(tail["step"], return_inverse=True)
+        taken = np.bincount(where, weights=tail["stop"] - tail["first"])
+        batch = self.spec.train.global_batch
+        first = (steps - 1) % self.epoch_steps * batch
+        planned = self.last("worker_ready").get("last_step")
+        possible = planned or 2 * len(self.ledger)  # a damaged record may say anything
+        whole = steps[
+            (taken >= np.minimum(batch, self.epoch_samples - first)) & (steps <= possible)
+        ]
+        return int(whole.max(initial=0))
+
+    @cached_property
+    def committed(self) -> Records:
+        """The ledger up to `last_step`, [records] of `LEDGER`."""
+        kept: Records = self.ledger[self.ledger["step"] <= self.last_step]
+        return kept
+
+    @cached_property
+    def skipped(self) -> list[Event]:
+        """`sample_skipped` events of committed steps; validations are not among them."""
+        return skipped_in(self.named("sample_skipped"), self.committed)
+
+    def left_out(self, dataset: str) -> set[tuple[int, int]]:
+        """Step and index of each sample of `training` or `validation` that was not read."""
+        told = self.skipped if dataset == "training" else self.named("sample_skipped")
+        return {(int(e["step"]), int(e["index"])) for e in told if e["dataset"] == dataset}
+
+    @cached_property
+    def audit(self) -> Audit:
+        """How often each sample stands in the committed ledger, epoch by epoch."""
+        batch = self.spec.train.global_batch
+        return audit(self.committed, self.epoch_samples, batch, last_step=self.last_step)
+
+    def steps_of(self, worker: int) -> Records:
+        """One worker's step records, [steps] of `STEPS`, in order of step."""
+        return self._steps_by_worker.get(worker, self.steps[:0])
+
+    @cached_property
+    def _steps_by_worker(self) -> dict[int, Records]:
+        ordered = self.steps[np.argsort(self.steps["worker"], kind="stable")]
+        workers, begins = np.unique(ordered["worker"], return_index=True)
+        parts = np.split(ordered, begins[1:]) if len(workers) else []
+        return {int(worker): part for worker, part in zip(workers, parts, strict=True)}
+
+    @cached_property
+    def sessions(self) -> list[tuple[float, float]]:
+        """Begin and end of each time the run was started, Unix seconds."""
+        begins = [float(e["time"]) for e in self.named("run_started")]
+        times = np.array([float(e["time"]) for e in self.events])
+        times = np.sort(np.concatenate([times, step_ends(self.steps)]))
+        if not begins:
+            return [(float(times[0]), float(times[-1]))] if len(times) else []
+        after = [*begins[1:], np.inf]
+        last = times[np.maximum(np.searchsorted(times, after) - 1, 0)]
+        return [(b, max(b, float(end))) for b, end in zip(begins, last, strict=True)]
+
+    def elapsed(self, times: Floats | float) -> Floats:
+        """Unix times as seconds of this run; time between two sessions does not count."""
+        moments = np.asarray(times, dtype=np.float64)
+        spent = np.zeros_like(moments)
+        for begin, end in self.sessions:
+            spent = spent + np.clip(moments, begin, end) - begin
+        return spent
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, start-up and end included, all sessions together."""
+        return sum(end - begin for begin, end in self.sessions)
+
+    @cached_property
+    def unrecorded(self) -> Records:
+        """Committed steps of which no step record is left, [steps] in order.
+
+        Those at the very end of a run that has not ended are under way to the file.
+        """
+        steps: Records = np.setdiff1d(self.committed["step"], self.steps["step"])
+        if self.outcome == "unfinished" and len(self.steps):
+            steps = steps[steps < self.steps["step"].max()]
+        return steps
+
+    @cached_property
+    def timed_samples(self) -> int:
+        """Samples of the committed steps that lie within `training_seconds`."""
+        ledger = self.committed
+        timed = np.zeros(len(ledger), np.bool_)
+        for steps in self._computed_by_session():
+            first, last = steps["step"].min(), steps["step"].max()
+            timed |= (ledger["step"] >= first) & (ledger["step"] <= last)
+        return self.audit.used - int((ledger["stop"] - ledger["first"])[~timed].sum())
+
+    def training_seconds(self, worker: int | None = None) -> float:
+        """From the begin of the first step to the end of the last, for each session, summed.
+
+        Steps that were taken back, and computed again, count: their time was spent.
+        """
+        total = 0.0
+        for mine in self._computed_by_session(worker):
+            total += float(step_ends(mine).max() - mine["begin"].min())
+        return total
+
+    def _computed_by_session(self, worker: int | None = None) -> list[Records]:
+        steps = self._computed
+        if worker is not None:
+            steps = steps[steps["worker"] == worker]
+        session = np.searchsorted([begin for begin, _ in self.sessions[1:]], steps["begin"])
+        return [steps[session == number] for number in np.unique(session)]
+
+
+def step_ends(steps: Records) -> Floats:
+    """When each step was over, Unix seconds, [records]: its begin and all its parts."""
+    ends: Floats = steps["begin"] + sum(steps[f"{part}_s"].astype(np.float64) for part in PARTS)
+    return ends
+
+
+def _check_steps(steps: Records, path: Path) -> None:
+    """Refuse records that no worker can have written.
+
+    Raises:
+        RunError: names the first of them.
+    """
+    good = (steps["step"] > 0) & (steps["worker"] >= 0) & (steps["worker"] < _MOST_WORKERS)
+    good &= (steps["samples"] >= 0) & (steps["begin"] > 0) & (steps["begin"] < _MOST_S)
+    for part in PARTS:
+        good &= (steps[f"{part}_s"] > -1) & (steps[f"{part}_s"] < _MOST_S)
+    if not good.all():
+        number = int(np.argmin(good)) + 1
+        raise RunError(
+            f"{path} is damaged: record {number} of {len(steps)} is none that a worker writes. "
+            "It tells how long steps took, and their losses: remove it to read what else there is."
+        )
+
+
+def _in_order(steps: Records) -> Records:
+    ordered: Records = steps[np.lexsort((steps["begin"], steps["worker"], steps["step"]))]
+    return ordered
+
+
+def check_format(run: Path) -> None:
+    """Refuse the folder of a run that another version of instep reads.
+
+    Raises:
+        RunError: the text says which.
+        SpecError: its `job.toml` cannot be read.
+    """
+    _job(run)
+
+
+_OF_A_RUN = ("run.id", "events.jsonl", "ledger.bin", "journal.sqlite")
+
+
+def _job(run: Path) -> dict[str, Any]:
+    """The raw tables of a run's job; runs of format 1 did not say which they were of."""
+    table = read_table(run / "job.toml")
+    found = table.get("format", 1 if "recipe" in table else FORMAT)  # else it is no job at all
+    if "format" not in table and not any((run / name).exists() for name in _OF_A_RUN):
+        raise RunError(
+            f"{str(run)!r} is not the folder of a run: its job.toml is one that a run can be made "
+            "of, and there is nothing that a run leaves. Give the run's own folder, runs/NAME."
+        )
+    if found != FORMAT and type(found) is int:
+        raise RunError(other_format(f"the run in {run}", found, _written_by(run)))
+    return table
+
+
+def _written_by(run: Path) -> object:
+    """The version of instep that began the newest session of a run, if its events say so."""
+    try:
+        begun = [e for e in _events(run / "events.jsonl") if e["event"] == "run_started"]
+        return begun[-1]["versions"]["instep"]
+    except (RunError, LookupError, TypeError):
+        return None
+
+
+def _events(path: Path) -> list[Event]:
+    events: list[Event] = []
+    try:
+        for event in read_events(path):
+            events.append(event)
+            if wrong := wrong_in(event):
+                raise RunError(f"{path} is damaged: in line {len(events)} {wrong}.")
+    except (ValueError, RecursionError) as error:
+        line = f"line {len(events) + 1} is no JSON: {error}"
+        what = str(error) if isinstance(error, UnicodeDecodeError) else line  # it reads ahead
+        raise RunError(f"{path} is damaged: {what}.") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from None
+    return events
+
+
+def _records(path: Path, dtype: np.dtype[Any]) -> Records:
+    try:
+        return read_records(path, dtype)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+_OF_A_STEP = frozenset(
+    ["epoch_finished", "sample_skipped", "validated", "checkpoint_saved", "model_saved"]
+)
+
+
+def _of_one_course(events: list[Event]) -> list[Event]:
+    """Without those of a step that was taken back further down, when the run went back."""
+    kept: list[Event] = []
+    reached = math.inf  # the lowest step that was gone back to after this event
+    back = {id(event): step for event, step in _goings_back(events)}
+    for event in reversed(events):
+        if event["event"] not in _OF_A_STEP or (event.get("step") or 0) <= reached:
+            kept.append(event)
+        reached = min(reached, back.get(id(event), math.inf))
+    return kept[::-1]
+
+
+def _goings_back(events: list[Event]) -> list[tuple[Event, int]]:
+    """Events with which the run went back, oldest first, and to which step each.
+
+    Corruption that was found is one where the workers then formed a group again by
+    themselves; else the run ended, or it went back to a checkpoint, which says so.
+    """
+    back: list[tuple[Event, int]] = []
+    formed = False  # a group was, further down, before the run began anew
+    for event in reversed(events):
+        clean = event.get("clean_step")
+        if event.get("resumed_step") is not None:
+            back.append((event, event["resumed_step"]))
+            formed = False
+        elif event["event"] == "generation_started":
+            formed = True
+        elif event["event"] == "corruption_found" and formed and clean is not None and clean >= 0:
+            back.append((event, clean))
+    return back[::-1]
+
+
+def _existing(path: Path) -> Path:
+    if (path / "job.toml").is_file():
+        return path
+    siblings = [p.parent.name for p in path.absolute().parent.glob("*/job.toml")]
+    if path.is_file():
+        what = "a job file" if path.suffix == ".toml" else "a file"
+        if (path.parent / "events.jsonl").is_file():
+            give = f"Give {str(path.parent)!r}."
+        else:
+            runs = sorted(path.parent.glob("runs/*/job.toml"))
+            give = "Known: " + (", ".join(str(p.parent) for p in runs) or "none") + "."
+        raise RunError(f"{str(path)!r} is {what}, and the folder of a run is wanted. {give}")
+    if path.is_dir():
+        raise RunError(
+            f"{str(path)!r} is not the folder of a run: it holds no job.toml. "
+            f"{near_miss(path.absolute().name, siblings)}"
+        )
+    raise RunError(f"there is no run at {str(path)!r}. {near_miss(path.name, siblings)}")

@@ -1,0 +1,4 @@
+"""Facts about this machine and its processes: signals, stacks, kernels, addresses, output.
+
+Knows nothing of runs, jobs or models; everything above may ask it.
+"""

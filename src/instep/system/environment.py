@@ -1,0 +1,17 @@
+"""What every process of a run finds in its environment, and the signal that ends a host."""
+
+from __future__ import annotations
+
+import signal
+
+END = signal.SIGUSR1
+"""What has a fork server end. SIGTERM it ignores: who stops a whole service sends that to every
+process, and it is the client that decides what follows."""
+
+INSIDE = "INSTEP_INSIDE"
+"""Set in every process that a launcher starts: a recipe that starts another run is refused."""
+
+POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+SETTINGS = {INSIDE: "1", **dict.fromkeys(POOLS, "1")}
+"""Environment of a host: one thread for libraries that would start a pool before the fork."""

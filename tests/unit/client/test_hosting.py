@@ -1,0 +1,33 @@
+"""When process 0 takes a run for complete."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from instep.client.hosting import is_complete
+from instep.spec import JobSpec, TrainSpec
+
+
+@pytest.mark.parametrize(
+    ("outcome", "last_step", "length", "expected"),
+    [
+        ("completed", 14, {"epochs": 2}, True),
+        ("completed", 14, {"epochs": 1}, True),
+        ("completed", 14, {"epochs": 3}, False),
+        ("completed", 14, {"steps": 14}, True),
+        ("completed", 14, {"steps": 15}, False),
+        ("unfinished", 14, {"epochs": 2}, False),
+        ("failed", 14, {"epochs": 2}, False),
+        ("stopped", 14, {"epochs": 2}, False),
+    ],
+)
+def test_a_run_is_complete_where_it_ended_and_the_job_wants_no_more(
+    outcome, last_step, length, expected
+):
+    run = SimpleNamespace(outcome=outcome, last_step=last_step, epoch_steps=7)
+    assert is_complete(run, JobSpec(recipe="a.py:f", train=TrainSpec(**length))) is expected
+
+
+def test_a_run_whose_length_was_never_known_is_not_complete():
+    run = SimpleNamespace(outcome="completed", last_step=14, epoch_steps=0)
+    assert not is_complete(run, JobSpec(recipe="a.py:f"))

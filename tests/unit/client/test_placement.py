@@ -1,0 +1,176 @@
+"""Which process this is, as torchrun, Slurm and MPI say it, and the file at which they meet."""
+
+import stat
+import threading
+
+import pytest
+
+from instep.client.placement import (
+    check_network,
+    find,
+    host_address,
+    invite,
+    meeting_file,
+    placement,
+)
+from instep.comm.channel import Address
+from instep.comm.endpoint import Seat
+from instep.errors import RunError, SpecError
+from instep.system.addresses import address_towards
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-77@1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 0, 1)),
+        ({"RANK": "1"}, (0, 1, 0, 1)),
+        (TORCHRUN, (3, 4, 1, 2)),
+        (TORCHRUN | SLURM, (3, 4, 1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, (1, 2, 1, 2)),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}, (5, 8, 1, 4)),
+        (SLURM | {"SLURM_NNODES": "2"}, (5, 8, 1, 4)),
+        (SLURM, (5, 8, 1, 8)),
+        (MPI, (0, 2, 0, 2)),
+    ],
+)
+def test_a_process_finds_its_place_in_the_environment(environment, expected):
+    assert placement(environment)[:4] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"RANK": "three"}, ["RANK='three'", "torchrun gives a number"]),
+        ({"WORLD_SIZE": ""}, ["WORLD_SIZE=''"]),
+        ({"RANK": "4"}, ["RANK=4 with WORLD_SIZE=4", "below the size"]),
+        ({"RANK": "-1"}, ["RANK=-1"]),
+        ({"LOCAL_WORLD_SIZE": "x"}, ["LOCAL_WORLD_SIZE='x'"]),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(change, words):
+    with pytest.raises(SpecError) as error:
+        placement(TORCHRUN | change)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_NNODES": "x"}, "SLURM_NNODES='x' in the environment: Slurm gives a number there"),
+        ({"SLURM_JOB_NUM_NODES": ""}, "SLURM_JOB_NUM_NODES=''"),
+        ({"SLURM_NNODES": "0"}, "SLURM_NNODES=0"),
+    ],
+)
+def test_a_number_of_nodes_that_makes_no_sense_is_refused(change, words):
+    with pytest.raises(SpecError, match=words):
+        placement(SLURM | change)
+
+
+def test_processes_of_one_start_share_a_key_and_those_of_the_next_do_not():
+    mine = placement(TORCHRUN).key
+    assert placement(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).key == mine
+    assert placement(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}).key != mine
+    assert placement(TORCHRUN | {"MASTER_PORT": "29501"}).key != mine
+    assert placement(SLURM).key != placement(SLURM | {"SLURM_STEP_ID": "1"}).key
+
+
+def test_processes_that_nothing_tells_from_those_of_another_start_are_refused():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    with pytest.raises(SpecError, match=r"WORLD_SIZE=4, and nothing .* Set MASTER_PORT to the"):
+        placement({name: TORCHRUN[name] for name in names})
+
+
+def test_a_key_is_fit_for_a_file_name(tmp_path):
+    place = placement(TORCHRUN | {"TORCHELASTIC_RUN_ID": "../a b/c"})
+    assert meeting_file(tmp_path, place).parent == tmp_path
+
+
+def test_one_host_listens_on_loopback_and_several_need_a_private_network():
+    check_network(placement({}), "loopback")
+    check_network(placement(TORCHRUN), "private")
+    assert host_address(placement({})) == "127.0.0.1"
+    with pytest.raises(SpecError, match="network='private'"):
+        check_network(placement(TORCHRUN), "loopback")
+
+
+def test_loopback_is_reached_from_loopback():
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+SEAT = Seat(Address("127.0.0.1", 4567), "a token")
+
+
+def test_an_invitation_is_found_and_is_for_the_users_eyes_only(tmp_path):
+    file = tmp_path / "runs" / "meeting"
+    invite(file, SEAT)
+    assert find(file) == SEAT
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [f.name for f in file.parent.iterdir()] == ["meeting"]
+
+
+def test_a_stale_invitation_is_waited_out(tmp_path):
+    file = tmp_path / "meeting"
+    invite(file, SEAT)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(find(file, {"a token"})))
+    waiting.start()
+    fresh = Seat(Address("127.0.0.1", 1234), "another token")
+    invite(file, fresh)
+    waiting.join()
+    assert found == [fresh]
+
+
+def test_who_comes_first_waits_for_the_invitation(tmp_path):
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(find(tmp_path / "meeting")))
+    waiting.start()
+    invite(tmp_path / "meeting", SEAT)
+    waiting.join()
+    assert found == [SEAT]
+
+
+def test_an_invitation_that_does_not_come_is_not_waited_for_without_end(tmp_path):
+    with pytest.raises(RunError, match=r"process 0 has not written .*meeting in 10 ms"):
+        find(tmp_path / "meeting", patience_s=0.01)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        "null",
+        '{"host": 5, "port": 4567, "token": "x"}',
+        '{"host": "127.0.0.1", "port": "a", "token": "x"}',
+        '{"host": "127.0.0.1", "port": 70000, "token": "x"}',
+        '{"host": "127.0.0.1", "port": 4567, "token": []}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
+    file = tmp_path / "meeting"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RunError, match="process 0 has not written"):
+        find(file, patience_s=0.01)
+    invite(file, SEAT)
+    assert find(file) == SEAT

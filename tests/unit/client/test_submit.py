@@ -1,0 +1,193 @@
+"""What a client does before a process starts: names the recipe, checks the job, makes a folder."""
+
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save_file
+
+from instep import spec_file
+from instep.client.submit import about, check_job, failure, open_switchboard, reference_to
+from instep.comm.messages import Failed
+from instep.errors import CheckpointError, RecipeError, RunError, SpecError
+from instep.spec import JobSpec
+from instep.store.folder import make_run_folder
+
+
+def top_level():
+    """A recipe that another process could import."""
+
+
+def job(**changes):
+    table = {"recipe": f"{__file__}:top_level", "name": "mine", **changes}
+    return spec_file.build(table, source="test")
+
+
+def test_a_function_at_the_top_level_of_a_file_has_a_reference():
+    assert reference_to(top_level) == f"{__file__}:top_level"
+
+
+def inner():
+    def nested():
+        """Not to be had from outside."""
+
+    return nested
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: None, inner(), len, functools.partial(top_level), JobSpec.__init__]
+)
+def test_a_function_that_others_cannot_import_is_refused(function):
+    with pytest.raises(RecipeError, match=r"at the top level of a \.py file"):
+        reference_to(function)
+
+
+def test_a_run_folder_has_the_job_as_run_and_a_place_for_logs(tmp_path):
+    folder = make_run_folder(tmp_path / "runs", job(seed=5), named=False)
+    assert folder == tmp_path / "runs" / "mine"
+    assert (folder / "logs").is_dir()
+    assert spec_file.load(folder / "job.toml") == job(seed=5)
+
+
+def test_a_second_run_is_numbered_unless_its_name_was_asked_for(tmp_path):
+    names = [make_run_folder(tmp_path, job(), named=False).name for _ in range(3)]
+    assert names == ["mine", "mine-2", "mine-3"]
+    with pytest.raises(RunError, match=r"already a run at .*mine.*--name"):
+        make_run_folder(tmp_path, job(), named=True)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunError, match="cannot be made"):
+        make_run_folder(tmp_path / "runs", job(), named=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
+        ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
+        ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
+        ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
+        ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(changes, error, words):
+    with pytest.raises(error) as refused:
+        check_job(job(**changes))
+    assert words in str(refused.value)
+
+
+def test_processes_are_started_before_anything_large_is_imported():
+    code = (
+        "import sys, instep.cli, instep.spec_file, instep.client.submit, instep.launch.local\n"
+        "assert not {'torch', 'numpy', 'psutil'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_job_that_can_be_run_is_not_refused():
+    check_job(job())
+
+
+@pytest.mark.parametrize("model", ["mine.safetensors", "a_run", "torch.safetensors"])
+def test_a_sound_model_to_start_from_is_not_refused(tmp_path, model):
+    (tmp_path / "a_run").mkdir()
+    save_file({}, tmp_path / "mine.safetensors")
+    save_file({"a": np.ones(3)}, tmp_path / "a_run" / "model.safetensors", {"step": "3"})
+    torch_save_file({"b": torch.ones(3)}, tmp_path / "torch.safetensors")
+    check_job(job(start={"model": str(tmp_path / model)}))
+
+
+def test_a_job_that_goes_on_needs_its_first_file_no_longer(tmp_path):
+    gone = job(start={"model": str(tmp_path / "gone.safetensors")})
+    check_job(gone, resumed=True)
+    with pytest.raises(SpecError, match="there is no such file"):
+        check_job(gone)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        bytes(8),
+        b"\x02" + bytes(7) + b"[]",
+        b"\xff" * 99,
+        b"\x02" + bytes(7) + b"{}x",
+    ],
+)
+def test_a_file_that_cannot_be_a_model_is_refused_before_anything_starts(tmp_path, data):
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"m\.safetensors is no (sound )?safetensors file"):
+        check_job(job(start={"model": str(file)}))
+
+
+def test_a_run_tells_where_and_how_it_was_made():
+    facts = about(job())
+    assert len(facts["recipe_sha256"]) == 64
+    assert facts["versions"].keys() >= {"python", "instep", "torch", "numpy"}
+    assert facts["host"]["memory_bytes"] > 0
+
+
+def blamed(worker, **changes):
+    words = {
+        "kind": "error",
+        "cause": "ValueError: no",
+        "where": "",
+        "line": "",
+        "step": 0,
+        "phase": "",
+        "exit_code": 5,
+    }
+    return worker, Failed(**{**words, **changes})
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("worker-1.log", "host.log"):
+        (tmp_path / "logs" / name).touch()
+    return tmp_path
+
+
+def test_a_failed_run_names_worker_step_phase_cause_line_and_log(run_folder):
+    blame = blamed(1, step=7, phase="loss", where="a.py:3 in f", line="return 1", exit_code=3)
+    error = failure(*blame, run_folder)
+    assert str(error).splitlines() == [
+        "worker 1 failed at step 7, in loss: ValueError: no",
+        "  a.py:3 in f: return 1",
+        f"  everything else: {run_folder / 'logs' / 'worker-1.log'}",
+    ]
+    assert error.exit_code == 3
+
+
+def test_a_failed_launcher_is_named_as_such(run_folder):
+    assert str(failure(*blamed(-1), run_folder)).startswith("the launcher failed: ValueError: no")
+    assert "host.log" in str(failure(*blamed(-1), run_folder))
+
+
+def test_a_log_that_somebody_else_keeps_is_not_promised(tmp_path):
+    assert str(failure(*blamed(1), tmp_path)) == "worker 1 failed: ValueError: no"
+
+
+def test_a_run_with_hosts_listens_where_they_reach_this_machine(monkeypatch):
+    launch = {"hosts": ["ssh node1"], "address": "127.0.0.1"}
+    board = open_switchboard(job(network="private", launch=launch))
+    assert board.seat.address.host == "127.0.0.1"
+    board.close()
+    for wild in ("0.0.0.0", "::", "0"):
+        launch["address"] = wild
+        with pytest.raises(SpecError, match=r"every address of this machine.*such as 10\.0\.0\.1"):
+            open_switchboard(job(network="private", launch=launch))
+    launch["address"] = "203.0.113.7"  # kept for documents: nobody has it
+    with pytest.raises(SpecError, match=r"launch\.address = '203.*an address of this machine"):
+        check_job(job(network="private", launch=launch))
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    with pytest.raises(SpecError, match=r"leads to 127.*Say launch\.address"):
+        check_job(job(network="private", launch={"hosts": ["ssh node1"]}))

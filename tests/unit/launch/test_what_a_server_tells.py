@@ -1,0 +1,185 @@
+"""What a fork server tells of its processes, to whom and in which order."""
+
+import errno
+import os
+import select
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from instep.comm.channel import Address
+from instep.comm.endpoint import Seat
+from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
+from instep.data import breadcrumb
+from instep.launch import fork_server
+from instep.launch.fork_server import Server
+
+SEAT = Seat(Address("127.0.0.1", 1), "token", 0)
+
+
+class Tie:
+    """Keeps what was said, and what the spare had been told by then."""
+
+    def __init__(self):
+        self.said, self.pipe, self.orders = [], -1, []
+
+    def send(self, message):
+        self.said.append((message, bool(select.select([self.pipe], [], [], 0)[0])))
+
+    def poll(self):
+        return self.orders.pop(0) if self.orders else None
+
+
+@pytest.fixture
+def served():
+    """A server that has a spare, as far as it knows: what it tells that one can be read."""
+    tie = Tie()
+    server = Server(tie, SEAT, {})
+    tie.pipe, server._life = os.pipe()
+    yield server, tie
+    for end in (tie.pipe, server._life, server._wake_read, server._wake_write):
+        os.close(end)
+
+
+@contextmanager
+def child():
+    """A process that waits until it is killed."""
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+        os._exit(0)
+    try:
+        yield pid
+    finally:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass  # the test has done it
+
+
+def ended(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the server is to reap it
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_the_master_hears_of_an_end_before_the_spare_forgets_the_worker(served, adopted):
+    server, tie = served
+    with child() as pid:
+        if adopted:
+            tie.orders.append(Adopt(workers=[(3, pid)]))
+            server._obey()
+            os.read(tie.pipe, 4096)
+        else:
+            server._workers[pid] = 3
+        ended(pid)
+        server._look_after_adopted() if adopted else server._reap()
+    code = None if adopted else -signal.SIGKILL
+    assert tie.said == [(Exited(number=3, pid=pid, code=code), False)]
+    assert os.read(tie.pipe, 4096) == fork_server._WORKER.pack(pid, fork_server._GONE)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="handles of Linux")
+def test_a_spare_has_handles_of_the_workers_as_soon_as_its_server_has_ended():
+    with child() as pid, child() as gone:
+        read, write = os.pipe()  # after the forks, which would keep it open
+        for told in ((gone, 2), (pid, 3), (gone, fork_server._GONE)):
+            os.write(write, fork_server._WORKER.pack(*told))
+        os.close(write)
+        left = fork_server._hear_of_workers(read, pid)
+        os.close(read)
+        [(number, process)] = left.values()
+        assert (list(left), number, process.ended) == ([pid], 3, False)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)  # from here on the number may be another's
+        assert process._handle >= 0
+        assert process.ended
+        process.close()
+
+
+def test_a_server_that_cannot_fork_forgets_the_spare_that_it_had(served, monkeypatch):
+    server, tie = served
+    with child() as pid:
+        server._spare = pid
+
+        def full():
+            raise BlockingIOError
+
+        ended(pid)
+        monkeypatch.setattr(os, "fork", full)
+        server._reap()
+        assert server._spare == 0
+        server._kill_all()
+    assert tie.said == []
+
+
+class Full:
+    """A system that has no room for another process, so many times."""
+
+    def __init__(self, times):
+        self.times, self.fork, self.now = times, os.fork, 100.0
+
+    def __call__(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return 4711  # as the parent sees it
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize("times", [3, len(fork_server.PAUSES_S) + 1])
+def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, monkeypatch, times):
+    server, tie = served
+    full = Full(times)
+    monkeypatch.setattr(os, "fork", full)
+    monkeypatch.setattr(fork_server.time, "monotonic", full.monotonic)
+    tie.orders.append(StartWorker(number=3, log="log"))
+    server._obey()
+    pauses = []
+    while server._late:
+        before = full.times
+        server._fork_late()
+        assert full.times == before  # not before its time
+        pauses.append(server._late[3].due - full.now)
+        full.now += pauses[-1]
+        server._fork_late()
+    assert pauses == pytest.approx(fork_server.PAUSES_S[: len(pauses)])
+    words = [message for message, _ in tie.said if isinstance(message, Emit)]
+    assert len(words) == len(pauses)
+    assert "worker 3 could not be forked (Resource temporarily unavailable)" in str(words[0])
+    assert "tried again in 0.1 s" in str(words[0])
+    ends = [message for message, _ in tie.said if isinstance(message, Exited)]
+    if times == 3:
+        assert (ends, server._workers) == ([], {4711: 3})
+        server._workers.clear()
+        return
+    (end,) = ends
+    assert (end.number, end.pid) == (3, 0)
+    assert "tried 10 times" in end.error
+
+
+def test_where_a_process_ended_is_told_with_its_end(served):
+    server, tie = served
+    page = server._pages.free()
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        breadcrumb.leave_in(page)
+        breadcrumb.at_step(7)
+        breadcrumb.trail("training").begins_named(512, "a/b.png")
+        os.write(write, b".")
+        signal.pause()
+    server._pages.give(page, pid)
+    server._workers[pid] = 3
+    os.read(read, 1)
+    ended(pid)
+    server._reap()
+    [(end, _)] = tie.said
+    assert end.place == Whereabouts(step=7, dataset="training", sample=512, file="a/b.png")
+    assert server._pages.take(pid) is None  # it is told once, and the page is another's
+    for one in (read, write):
+        os.close(one)
