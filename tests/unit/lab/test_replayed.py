@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from made_up_runs import make_run
 
 from instep.events import STEPS
 from instep.lab.replay_words import lines
 from instep.lab.replayed import TOLERANCE, judge
 from instep.store.run_folder import RunFolder
+from made_up_runs import make_run
 
 BITS = {"determinism": "bits", "steps": 20}
 

@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from made_up_runs import BEGIN_S, START_UP_S, make_run
 
 from instep.events import LEDGER, STEPS, ledger_header, read_records
 from instep.lab.verdict import Fall, Injected, judge
 from instep.lab.verdict_words import lines
 from instep.store.run_folder import RunFolder
+from made_up_runs import BEGIN_S, START_UP_S, make_run
 
 BITS = {"determinism": "bits", "steps": 20}
 MIDDLE = BEGIN_S + START_UP_S + 9.5 * 0.02  # in the tenth step

@@ -1,8 +1,7 @@
-from made_up_runs import make_run
-
 from instep.report.compare import differing_settings, figures
 from instep.report.summary import summarise
 from instep.store.run_folder import RunFolder
+from made_up_runs import make_run
 
 
 def test_only_settings_that_differ_are_listed():

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from made_up_runs import make_run
 
 from instep.report.curves import POINTS, charts, thin, throughput
 from instep.store.run_folder import RunFolder
+from made_up_runs import make_run
 
 
 def thinned(values):

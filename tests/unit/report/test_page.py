@@ -3,13 +3,13 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events, write_ledger
 
 from instep.events import LEDGER, read_events, read_records
 from instep.report.markup import Html, embedded_json, tag
 from instep.report.page import write_report
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count
+from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events, write_ledger
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\""
 VOID = {"input", "path", "line"}

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up_runs import make_ledger, make_run, write_events, write_ledger
 
 from instep.cli import main
 from instep.data.order import position
@@ -17,6 +16,7 @@ from instep.report.proof import prove, untiled
 from instep.report.summary import summarise
 from instep.store.audit import Stretch, audit
 from instep.store.run_folder import RunFolder
+from made_up_runs import make_ledger, make_run, write_events, write_ledger
 
 unhurried = settings(
     deadline=None,

@@ -2,13 +2,13 @@ import json
 
 import numpy as np
 import pytest
-from made_up_runs import make_run, stopped_by, write_ledger
 
 from instep.events import LEDGER, read_records
 from instep.report.screen import notice
 from instep.report.sections import changes_and_failures
 from instep.report.summary import summarise, time_split, verdict
 from instep.store.run_folder import PARTS, RunFolder
+from made_up_runs import make_run, stopped_by, write_ledger
 
 
 def summary_of(path, **how):

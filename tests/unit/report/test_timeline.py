@@ -3,11 +3,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from made_up_runs import START_UP_S, make_run
 
 from instep.events import STEPS
 from instep.report.timeline import write_trace
 from instep.store.run_folder import PARTS, RunFolder
+from made_up_runs import START_UP_S, make_run
 
 
 def trace_of(path):

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_runs import make_ledger
 
 from instep.store.audit import audit
+from made_up_runs import make_ledger
 
 unhurried = settings(deadline=None, max_examples=60)
 shapes = st.tuples(

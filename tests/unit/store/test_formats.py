@@ -5,7 +5,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from made_up_runs import make_run, write_events
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
@@ -19,6 +18,7 @@ from instep.spec import StartSpec
 from instep.state.manifest import Manifest, encode
 from instep.store.folder import ID
 from instep.store.run_folder import RunFolder
+from made_up_runs import make_run, write_events
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from made_up_runs import make_run, write_ledger
 
 from instep.cli import main
 from instep.client.submit import finish
 from instep.errors import RunError
 from instep.events import LEDGER, read_records
+from made_up_runs import make_run, write_ledger
 
 
 def test_runs_are_neither_begun_nor_gone_on_with_nor_reported(frail_disk, tmp_path, capsys):

@@ -3,7 +3,6 @@ import math
 
 import numpy as np
 import pytest
-from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
 
 from disks import KINDS, put
 from instep.errors import RunError
@@ -11,6 +10,7 @@ from instep.events import LEDGER, STEPS, read_events, read_records
 from instep.report.page import render
 from instep.report.summary import gap_words, summarise, verdict
 from instep.store.run_folder import RunFolder, Traffic
+from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
 
 
 def test_a_folder_gives_back_what_the_run_wrote(tmp_path):

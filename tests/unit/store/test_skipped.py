@@ -3,13 +3,13 @@
 import json
 
 import numpy as np
-from made_up_runs import make_ledger, make_run, write_events
 
 from instep.report.page import write_report
 from instep.report.proof import prove
 from instep.report.summary import summarise, verdict
 from instep.store.run_folder import RunFolder
 from instep.store.skipped import skipped_in
+from made_up_runs import make_ledger, make_run, write_events
 
 LEDGER = make_ledger(2, 100, 10, 8)
 LEDGER["generation"][LEDGER["step"] > 4] = 2
