@@ -20,6 +20,7 @@ import torch
 from turns import HERE, in_words, over, summed_up, write
 
 from instep.comm.alone import AloneComm
+from instep.run.gradients import Gradients
 from instep.sync.all_reduce import AllReduce
 
 sys.path.insert(0, str(HERE / "recipes"))
@@ -34,17 +35,17 @@ def stepper(name: str, passes: int, parts: int) -> Callable[[], None]:
     parameters = list(recipe.model.parameters())
     optimizer, sums, notes = recipe.optimizer(parameters), AllReduce(), torch.zeros(0)
     sums.start(parameters, AloneComm(), notes=0, parts=parts)
+    Gradients(parameters, sums.gradient)
 
     def step() -> None:
         agreed = None
         while agreed is None:  # the first step computes its passes twice
             for number, (inputs, target) in enumerate(batches):
                 loss = recipe.loss(recipe.model(inputs), target)
-                sums.before_backward(1 / passes, last=number == passes - 1)
+                sums.begin_pass(1 / passes, last=number == passes - 1)
                 loss.backward()
-            agreed = sums.after_backward(notes)
-        optimizer.step()
-        sums.after_step(1)
+            agreed = sums.exchange(notes)
+        sums.apply(optimizer.step)
 
     return step
 

@@ -14,6 +14,7 @@ from torch import nn
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Order, position, steps_in_epoch
 from instep.run.buffers import Buffers
+from instep.run.gradients import Gradients
 from instep.run.passes import share_of
 from instep.sync.base import make_strategy
 
@@ -128,6 +129,7 @@ def train(
     parts = micro_batches if exact else 0
     buffers, agree = Buffers(model, parts=parts), make_strategy(strategy, options or {})
     agree.start(parameters, comm, notes=micro_batches + len(buffers), parts=parts)
+    gradients = Gradients(parameters, agree.gradient)
     order, losses = Order(len(table), 0), []
 
     def passes(where, share):
@@ -138,11 +140,18 @@ def train(
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = nn.functional.mse_loss(model(inputs), targets)
             notes[part.number] = weight * float(loss.detach())
-            agree.before_backward(weight, last=number == len(share.passes) - 1)
+            agree.begin_pass(weight, last=number == len(share.passes) - 1)
             loss.backward()
             buffers.after_pass(weight, part.number)
         notes[micro_batches:] = torch.tensor(buffers.marks(), dtype=torch.float64)
-        return agree.after_backward(notes)
+        return agree.exchange(notes)
+
+    def update():
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
 
     for step in range(1, steps + 1):
         where = position(step, len(table), global_batch)
@@ -154,13 +163,9 @@ def train(
             agreed = passes(where, share)
         buffers.exchange(agreed[micro_batches:].tolist(), comm)
         buffers.apply()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        if scheduler:
-            scheduler.step()
-        agree.after_step(step)
+        agree.apply(update)
         losses.append(sum(agreed[:micro_batches].tolist()))
+    gradients.close()
     agree.stop()
     return {k: v.detach().clone() for k, v in model.state_dict().items()}, losses
 

@@ -16,6 +16,7 @@ import torch
 from instep import cli, errors, events, spec_file
 from instep.comm.memory import run_ranks
 from instep.data import SOURCES
+from instep.run.gradients import Gradients
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
 
@@ -170,11 +171,12 @@ def agreed(strategy: Any) -> list[torch.Tensor]:
         model = copy.deepcopy(whole)
         parameters, mine = list(model.parameters()), strategy()
         mine.start(parameters, comm, notes=1)
-        mine.before_backward((comm.rank + 1) / 6, last=True)
+        listening = Gradients(parameters, mine.gradient)
+        mine.begin_pass((comm.rank + 1) / 6, last=True)
         model(torch.full((5, 4), float(comm.rank))).square().mean().backward()
-        notes = mine.after_backward(torch.tensor([float(comm.rank)], dtype=torch.float64))
-        gradients = [parameter.grad.clone() for parameter in parameters]
-        mine.after_step(1)
+        notes = mine.exchange(torch.tensor([float(comm.rank)], dtype=torch.float64))
+        gradients = mine.apply(lambda: [parameter.grad.clone() for parameter in parameters])
+        listening.close()
         mine.stop()
         return [*gradients, notes]
 

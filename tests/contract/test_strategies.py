@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
+from instep.run.gradients import Gradients
 from instep.sync import STRATEGIES
 from instep.sync.base import make_strategy
 
@@ -69,15 +70,19 @@ def one_step(comm, name, options, steps=1):
     model, names, parameters = model_and_parameters()
     strategy = make_strategy(name, options)
     strategy.start(parameters, comm, notes=2)
-    for step in range(1, steps + 1):
+    gradients = Gradients(parameters, strategy.gradient)
+    for _ in range(steps):
         own = passes_of(comm.rank, comm.size)
         for number, (weight, rows, rarely) in enumerate(own):
-            strategy.before_backward(weight, last=number == len(own) - 1)
+            strategy.begin_pass(weight, last=number == len(own) - 1)
             model(rows, rarely=rarely).backward()
         notes = torch.tensor([float(len(own)), 0.25 * comm.rank], dtype=torch.float64)
-        notes = strategy.after_backward(notes)
-        grads = {n: _copy(p.grad) for n, p in zip(names, parameters, strict=True)}
-        strategy.after_step(step)
+        notes = strategy.exchange(notes)
+        assert all(parameter.grad is None for parameter in parameters)
+        named = dict(zip(names, parameters, strict=True))
+        grads = strategy.apply(lambda named=named: {n: _copy(p.grad) for n, p in named.items()})
+        assert all(parameter.grad is None for parameter in parameters)
+    gradients.close()
     strategy.stop()
     return grads, notes
 
@@ -182,10 +187,10 @@ def test_a_rank_may_have_no_pass_at_all_and_still_gets_the_gradient(name):
         strategy = make_strategy(name, {})
         strategy.start([weight], comm, notes=1)
         if comm.rank == 0:
-            strategy.before_backward(1.0, last=True)
-            (weight * torch.tensor([2.0, 3.0])).sum().backward()
-        strategy.after_backward(torch.zeros(1, dtype=torch.float64))
-        return weight.grad.tolist()
+            strategy.begin_pass(1.0, last=True)
+            strategy.gradient(0, torch.tensor([2.0, 3.0]))
+        strategy.exchange(torch.zeros(1, dtype=torch.float64))
+        return strategy.apply(lambda: weight.grad.tolist())
 
     assert run_ranks(3, body) == [[2.0, 3.0]] * 3
 
@@ -196,8 +201,8 @@ def test_a_step_in_which_nobody_has_a_pass_leaves_no_gradient(name):
         weight = nn.Parameter(torch.ones(2))
         strategy = make_strategy(name, {})
         strategy.start([weight], comm, notes=1)
-        notes = strategy.after_backward(torch.ones(1, dtype=torch.float64))
-        return weight.grad, notes.tolist()
+        notes = strategy.exchange(torch.ones(1, dtype=torch.float64))
+        return strategy.apply(lambda: weight.grad), notes.tolist()
 
     assert run_ranks(2, body) == [(None, [2.0])] * 2
 

@@ -9,7 +9,7 @@ from started import Start, slow
 import instep
 from conftest import instep_run
 from instep.events import STEPS, read_records
-from instep.run.repeats import repeats_every
+from instep.integrity.repeats import repeats_every
 
 pytestmark = pytest.mark.process
 

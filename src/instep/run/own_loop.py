@@ -210,7 +210,7 @@ class OwnLoop:
             return read
         part = self._pending[0]
         set_generators(key(self.job.seed, OF_PASS, self.step + 1, part.number))
-        self.replica.before_backward(self._weight, last=len(self._pending) == 1)
+        self.replica.begin_pass(part, self._weight, last=len(self._pending) == 1)
         self._in_pass = True
         return read
 
@@ -251,10 +251,10 @@ class OwnLoop:
         if not self._in_pass:
             raise SpecError("optimizer.step() was called twice for one batch of the loader.")
         self._in_pass = False
-        part = self._pending[0].number
-        self._losses.setdefault(part, Weighed(0.0, self._count))
+        part = self._pending[0]
+        self._losses.setdefault(part.number, Weighed(0.0, self._count))
         self.replica.clock.lap(self._since, "forward")
-        self.replica.after_pass(self._weight, part)
+        self.replica.end_pass(part, self._weight)
         self._pass_over()
 
     def _pass_over(self) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +29,15 @@ from instep.errors import RecipeError, SpecError, Unrepeatable
 from instep.events import Kind
 from instep.run.buffers import Buffers
 from instep.run.dealing import Dealing, Speeds
+from instep.run.gradients import Gradients
 from instep.run.member import Member
 from instep.run.notes import Notes
-from instep.run.passes import parts_of, ranges_of
+from instep.run.observers import Observer
+from instep.run.passes import Pass, parts_of, ranges_of
 from instep.run.skipping import scale_gradients, share_read
 from instep.run.update import Update
 from instep.store.ledger import Ledger
 from instep.sync.base import Strategy
-
-if TYPE_CHECKING:  # it builds on checkpoints, and those on this
-    from instep.run.corruption import Guard
 
 
 class Weighed(NamedTuple):
@@ -106,7 +107,7 @@ class Replica:
         compare: whether to make sure that all hold the same; not where they have
             just been given it.
         by_speed: whether a slow worker is dealt less.
-        guard: looks out for corruption, if the job wants that.
+        observers: by name; they watch the steps, and may object to one.
 
     Raises:
         RecipeError: the workers built different parameters.
@@ -122,9 +123,9 @@ class Replica:
         *,
         compare: bool = True,
         by_speed: bool = False,
-        guard: Guard | None = None,
+        observers: Mapping[str, Observer] = MappingProxyType({}),
     ) -> None:
-        self.guard = guard
+        self._observers, self._to_strategy = observers, True
         self.member, self.model, self.strategy, self.comm = member, model, strategy, comm
         if compare:
             _check_equal(model, comm)
@@ -137,8 +138,8 @@ class Replica:
             if comm.rank == 0
             else None
         )
-        if guard is not None:
-            guard.attach(parameters, comm)
+        for observer in observers.values():
+            observer.generation(parameters, comm)
         self._notes = Notes(
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
@@ -149,7 +150,7 @@ class Replica:
             losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
             weights=self._parts,
             buffers=len(self.buffers),  # who moved each
-            corruption=guard.size if guard is not None else 0,
+            **{name: observer.size for name, observer in observers.items()},
         )
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
@@ -157,17 +158,48 @@ class Replica:
         self._computing = [0.0] * comm.size
         self.dealing = Dealing(comm.size, by_speed=by_speed)
         strategy.start(parameters, comm, notes=self._notes.size, parts=exact)
+        self.gradients = Gradients(parameters, self._hear)
+        self._scale = 1.0
 
-    def before_backward(self, weight: float, *, last: bool) -> None:
+    def _hear(self, slot: int, gradient: Tensor) -> None:
+        for observer in self._observers.values():
+            observer.gradient(slot, gradient)
+        if self._to_strategy:
+            self.strategy.gradient(slot, gradient)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Passes that are run meanwhile are heard by observers alone, and leave nothing."""
+        self.buffers.undo()
+        self._to_strategy = False
+        try:
+            yield
+        finally:
+            self._to_strategy = True
+            self.buffers.undo()
+
+    def begin_step(self, step: int, where: Position) -> None:
+        """The passes of a step are about to run, or to run once more."""
+        for observer in self._observers.values():
+            observer.begin_step(step, where)
+
+    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
         """A backward pass is about to run that counts `weight`, over the samples of the step."""
-        self.strategy.before_backward(weight, last=last)
+        self.strategy.begin_pass(weight, last=last)
+        for observer in self._observers.values():
+            observer.begin_pass(part)
 
-    def after_pass(self, share: float, number: int) -> None:
-        """A pass is over, of micro-batches from `number` on, with this share of the samples.
+    def end_pass(self, part: Pass, share: float) -> None:
+        """It is over.
 
-        At 0 it leaves nothing: it was another's, repeated, or nothing in it counts.
+        Args:
+            part: the pass.
+            share: what it has of the samples; at 0 it leaves nothing: it was another's,
+                repeated, or nothing in it counts, and then no backward pass was run.
         """
-        self.buffers.after_pass(share, number)
+        for observer in self._observers.values():
+            observer.end_pass(part)
+        self.buffers.after_pass(share, part.number)
 
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""
@@ -205,8 +237,8 @@ class Replica:
             RecipeError: nothing in the global batch counts.
             PeerError: another worker went away.
         """
-        if self.guard is not None:
-            self.guard.check_memory()
+        for observer in self._observers.values():
+            observer.passes_done()
         since = self._passes_done()
         arrived = time.time()
         own = self._notes.blank()
@@ -218,13 +250,13 @@ class Replica:
         for number, (total, weight) in passes.items():
             own["losses"][number], own["weights"][number] = total, weight
         own["buffers"] = self.buffers.marks()
-        if self.guard is not None:
-            own["corruption"] = self.guard.notes()
+        for name, observer in self._observers.items():
+            own[name] = observer.notes()
         try:
-            summed = self.strategy.after_backward(self._notes.pack(own))
+            summed = self.strategy.exchange(self._notes.pack(own))
         except Unrepeatable as error:
-            if self.guard is not None:
-                self.guard.unrepeatable(error)
+            for observer in self._observers.values():
+                observer.unrepeatable(error)
             raise
         if summed is None:
             self.buffers.forget()
@@ -237,8 +269,8 @@ class Replica:
                 f"{left:.0f} of {ranks} left while the others had another step. "
                 "Leave the loop at the same step everywhere, or use train.stop_after_steps."
             )
-        if self.guard is not None:
-            self.guard.judge(agreed["corruption"], self.strategy.state)
+        for name, observer in self._observers.items():
+            observer.judge(agreed[name], self.strategy.state)
         missed = round(agreed["skipped"][0])
         share = share_read(missed, samples)
         weight = sum(agreed["weights"])
@@ -248,8 +280,7 @@ class Replica:
                 "in it that the loss could be a mean of (all targets are ignored, say). Leave such "
                 "samples out of the dataset, or use a larger train.global_batch."
             )
-        if weight != samples:
-            scale_gradients(self.model.parameters(), samples / weight)
+        self._scale = samples / weight if weight != samples else 1.0
         self.buffers.exchange(agreed["buffers"], self.comm, read=share)
         blocked = time.perf_counter() - since
         latest = self._base + max(agreed["arrived"])
@@ -282,13 +313,18 @@ class Replica:
         self.member.check_lease()  # before anything moves
         since = time.perf_counter()
         self.buffers.apply()
-        norm = update.apply(step)
+        norm = self.strategy.apply(lambda: self._move(update, step))
         self.buffers.after_update()
-        if self.guard is not None:
-            self.guard.committed()
+        for observer in self._observers.values():
+            observer.committed()
         self.clock.lap(since, "update")
         self.commit(step, position, samples, loss, norm)
         return norm
+
+    def _move(self, update: Update, step: int) -> float | None:
+        if self._scale != 1.0:
+            scale_gradients(self.model.parameters(), self._scale)
+        return update.apply(step)
 
     def commit(
         self,
@@ -310,7 +346,6 @@ class Replica:
             loss: mean over the global batch.
             gradient_norm: of the agreed gradient, if it was computed.
         """
-        self.strategy.after_step(step)
         self._last = (step, position, self.dealing.speeds)
         done = b""
         if self._ledger is not None and not self.member.fenced:
@@ -364,6 +399,7 @@ class Replica:
     def abandon(self) -> None:
         """The step under way will not be: undo what its passes did to buffers and gradients."""
         self.buffers.undo()
+        self.strategy.abandon()
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -374,9 +410,10 @@ class Replica:
 
     def close(self) -> None:
         """Let go of model and group."""
+        self.gradients.close()
         self.strategy.stop()
-        if self.guard is not None:
-            self.guard.detach()
+        for observer in self._observers.values():
+            observer.over()
         self.comm.close()
         if self._ledger is not None:
             self._ledger.close()

@@ -31,13 +31,12 @@ from instep.recipe.build import Recipe, build, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.run import knowing
-from instep.run.clean_copy import CleanCopy
-from instep.run.corruption import Guard
 from instep.run.early_reads import EarlyReads
 from instep.run.endings import NOT_FINITE, TOLD
 from instep.run.evaluate import evaluate
 from instep.run.loader_watch import LoaderWatch
 from instep.run.member import Member
+from instep.run.observers import Observed, make_observers
 from instep.run.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.run.replica import Agreement, Replica, Weighed, check_lengths, make_comm
 from instep.run.sameness import (
@@ -140,12 +139,17 @@ class Training:
         self._comm: Comm | None = None  # of a group that forms, or has
         self._regroups = False
         self._standing = Standing(member, built.model, self._update)
-        self._guard: Guard | None = None
-        if self.job.check.corruption:
-            copy = CleanCopy(built.model, self._update, self._standing)
-            self._guard = Guard(
-                member, built.model, self._update, copy, self._repeat, self._set_aside
+        self._observers = make_observers(
+            Observed(
+                member=member,
+                model=built.model,
+                update=self._update,
+                standing=self._standing,
+                run_pass=self._repeat,
+                set_aside=self._set_aside,
+                drop_after=self._drop_after,
             )
+        )
 
     def _make_loader(self, name: str) -> Loader:
         recipe, job, train = self.recipe, self.job, name == "train"
@@ -206,7 +210,7 @@ class Training:
     def _pulse(self) -> Pulse:
         """What this worker is at; asked for by another thread."""
         replica = self._replica
-        taken = replica.strategy.progress if replica is not None else 0
+        taken = replica.gradients.count if replica is not None else 0
         done = self._forward.batches + taken
         if pids := [pid for loader in self._loaders for pid in loader.pids]:
             waits = self.phase in ("loading", "validation")
@@ -250,10 +254,9 @@ class Training:
             self._standing.leave(self._replica)
         self._replica = self._comm = None
         self._regroups = False
-        if self._guard is not None and self._guard.going_back:
-            self._guard.go_back()
-            if self._stopping is not None:
-                self._stopping.go_back(self._standing.carried.step)
+        went_back = [observer.go_back() for observer in self._observers.values()]
+        if any(went_back) and self._stopping is not None:
+            self._stopping.go_back(self._standing.carried.step)
         self.step = self._standing.carried.step
         self.member.broken(error)
 
@@ -284,7 +287,7 @@ class Training:
                 comm,
                 compare=not given,
                 by_speed=self.job.train.deal == "speed",
-                guard=self._guard,
+                observers=self._observers,
             )
         except PeerError:
             comm.close()
@@ -301,16 +304,13 @@ class Training:
             self._saver = None
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, built.model, self._update, self._best)
-        if self._guard is not None:
-            self._begin_guarded(self._guard)
+        anew = member.form is not None and member.form.checkpoint is not None
+        for observer in self._observers.values():
+            observer.formed(strategy.state(), anew=anew)
 
-    def _begin_guarded(self, guard: Guard) -> None:
-        form = self.member.form
-        if form is not None and form.checkpoint is not None:
-            guard.begin_anew(self.replica.strategy.state())
-        guard.agree()
+    def _drop_after(self, step: int) -> None:
         if self._saver is not None:
-            self._saver.drop_after(self.step)  # what was saved since a clean copy may be wrong
+            self._saver.drop_after(step)
 
     def _set_aside(self, step: int) -> None:
         """No checkpoint of a later step is taken up."""
@@ -610,9 +610,9 @@ class Training:
             merge=self._trial.merge,
             speeds=self.replica.dealing.speeds,
         )
-        if self._guard is None:
-            return planned
-        return self._guard.with_repeats(planned, first, self.replica.dealing.speeds)
+        for observer in self._observers.values():
+            planned = observer.plan(planned, first, self.replica.dealing.speeds)
+        return planned
 
     def _one_step(self, where: Position, share: Share, loads: Iterator[Read]) -> Committed:
         """From samples to a commit."""
@@ -634,12 +634,11 @@ class Training:
 
     def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
         """Run this worker's passes, and agree on what came of them."""
-        replica, clock, guard = self.replica, self.replica.clock, self._guard
+        replica, clock = self.replica, self.replica.clock
         batch_size = where.stop - where.first
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
-        if guard is not None:
-            guard.begin(self.step, where)
+        replica.begin_step(self.step, where)
         for number, part in enumerate(share.passes):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
@@ -651,12 +650,12 @@ class Training:
             if not read.size:
                 continue
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-            self.phase, taken = "forward", replica.strategy.progress
+            self.phase, taken = "forward", replica.gradients.count
             found = self._forward.loss(read.batch, read.size)
-            if replica.strategy.progress != taken:  # the trial may see other samples, or none
+            if replica.gradients.count != taken:  # the trial may see other samples, or none
                 raise called_backward()
             if found is None:  # nothing in it counts: as if it had not been
-                replica.after_pass(0.0, part.number)
+                replica.end_pass(part, 0.0)
                 continue
             factor = 0.0 if part.repeats else found.factor
             if not part.repeats:
@@ -664,13 +663,10 @@ class Training:
                 losses[part.number] = Weighed(total, found.weight)
             since = clock.lap(since, "forward")
             self.phase = "backward"
-            replica.before_backward(factor / batch_size, last=number == len(share.passes) - 1)
-            if guard is not None:
-                guard.hear(part)
+            last = number == len(share.passes) - 1
+            replica.begin_pass(part, factor / batch_size, last=last)
             self._update.scaler.scale(found.loss).backward()
-            if guard is not None:
-                guard.heard(part)
-            replica.after_pass(0.0 if part.repeats else read.size / batch_size, part.number)
+            replica.end_pass(part, 0.0 if part.repeats else read.size / batch_size)
             clock.lap(since, "backward")
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
         self._waits()
@@ -679,14 +675,12 @@ class Training:
 
     def _repeat(self, part: Pass, factor: float) -> None:
         """One more pass of the present step, its loss times a factor, of which nothing stays."""
-        self.replica.abandon()
-        (read,) = self._loader.read([part.samples])
-        set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-        found = self._forward.loss(read.batch, read.size)
-        assert found is not None, "a pass in which nothing counts has no gradient to repeat"
-        self.replica.before_backward(0.0, last=False)
-        self._update.scaler.scale(found.loss * factor).backward()
-        self.replica.abandon()
+        with self.replica.aside():
+            (read,) = self._loader.read([part.samples])
+            set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+            found = self._forward.loss(read.batch, read.size)
+            assert found is not None, "a pass in which nothing counts has no gradient to repeat"
+            self._update.scaler.scale(found.loss * factor).backward()
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:

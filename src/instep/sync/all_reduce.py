@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, lay_out
 from instep.errors import SpecError, WorkerError
-from instep.sync.base import Price
+from instep.sync.base import Price, Result
 from instep.sync.sums import Exact, Plain, Sums
 
 _SPARSE = 2.0**-12
@@ -49,14 +48,12 @@ class AllReduce:
             raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
-        self._hooks: list[RemovableHandle] = []
-        self.progress = 0
         self._loaded: Mapping[str, Tensor] = {}
 
     def start(
         self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
     ) -> None:
-        """Lay out the buckets and listen for gradients."""
+        """Lay out the buckets."""
         self._parameters, self._comm = list(parameters), comm
         self._sums: Sums = Exact(self._parameters, comm, parts) if parts else Plain()
         if self._loaded:
@@ -69,10 +66,6 @@ class AllReduce:
         }
         self._seen = [0.0] * len(self._parameters)
         self._begin_step()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._catcher(index))
-            for index, parameter in enumerate(self._parameters)
-        ]
 
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and at the end of the last one room for notes in full precision."""
@@ -91,38 +84,28 @@ class AllReduce:
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._work: list[Work] = []
         self._weight, self._sending = 0.0, False
+        self._agreed: list[float] = []  # of each parameter, whether a rank had a gradient
 
-    def before_backward(self, weight: float, *, last: bool) -> None:
+    def begin_pass(self, weight: float, *, last: bool) -> None:
         """Remember the weight; on the last pass, full buckets may leave."""
         self._weight = weight
         self._sums.begin_pass()
         self._sending = last and self._overlap and self._comm.size > 1
 
-    def _catcher(self, index: int) -> Callable[[Tensor], None]:
-        number, view = self._home[index]
-
-        def catch(parameter: Tensor) -> None:
-            if number < len(self._work):
-                raise WorkerError(
-                    "a parameter received a second gradient in one backward pass, after its first "
-                    "was sent. Set sync.options.overlap = false for models that do so "
-                    "(re-entrant activation checkpointing)."
-                )
-            self._take(index, parameter, view)
-            if self._sending:
-                self._missing[number] -= 1
-                self._send_full()
-
-        return catch
-
-    def _take(self, index: int, parameter: Tensor, view: Tensor) -> None:
-        """Move a fresh gradient into its bucket, weighted."""
-        gradient = parameter.grad
-        assert gradient is not None
-        self._sums.add(index, gradient, self._weight, view, not self._seen[index])
-        self.progress += 1
-        self._seen[index] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
-        parameter.grad = None
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Move a fresh gradient into its bucket, weighted; send what is full."""
+        number, view = self._home[slot]
+        if number < len(self._work):
+            raise WorkerError(
+                "a parameter received a second gradient in one backward pass, after its first "
+                "was sent. Set sync.options.overlap = false for models that do so "
+                "(re-entrant activation checkpointing)."
+            )
+        self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
+        self._seen[slot] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
+        if self._sending:
+            self._missing[number] -= 1
+            self._send_full()
 
     def _send_full(self) -> None:
         """Start the buckets that are full, in order; the last one waits for the notes."""
@@ -137,8 +120,8 @@ class AllReduce:
         self._work.append(self._comm.all_reduce(bucket.flat))
 
     @torch.no_grad()
-    def after_backward(self, notes: Tensor) -> Tensor | None:
-        """Send what is left, wait for all of it, and hand out the agreed gradients."""
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """Send what is left, and wait for all of it; what was agreed on stays in the buckets."""
         told = torch.tensor([*self._seen, *self._sums.raised()], dtype=torch.float64)
         spare, count = self._buckets[-1].spare, len(self._parameters)
         spare[: len(told)].copy_(told)
@@ -149,31 +132,42 @@ class AllReduce:
             work.wait()
         agreed = spare.to("cpu", torch.float64, copy=True)
         settled = self._sums.settle(agreed[count : len(told)].tolist())
-        if settled:
-            self._hand_out(agreed[:count].tolist())
         self._begin_step()
-        return agreed[len(told) :] if settled else None
+        if not settled:
+            return None
+        self._agreed = agreed[:count].tolist()
+        return agreed[len(told) :]
 
-    def _hand_out(self, marks: list[float]) -> None:
+    def apply(self, update: Callable[[], Result]) -> Result:
+        """Hand out what the buckets hold; the next pass starts from none."""
+        self._hand_out()
+        result = update()
+        self._sums.end_step()  # not before: a step that does not happen must teach nothing
+        self._forget()
+        return result
+
+    def abandon(self) -> None:
+        """The next step starts from what the last one left."""
+        self._sums.abandon()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._begin_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _hand_out(self) -> None:
         """Give each parameter its agreed gradient, if any rank had one."""
-        for index, mark in enumerate(marks):
+        assert self._agreed, "exchange comes first"
+        for index, mark in enumerate(self._agreed):
             grad = None
             if mark:
                 grad = self._sums.gradient(index, self._home[index][1])
                 grad = grad if mark == int(mark) else grad.to_sparse(1)
             self._parameters[index].grad = grad
 
-    def after_step(self, step: int) -> None:
-        """Gradients have been used; the next pass starts from none."""
-        self._sums.end_step()  # not before: a step that does not happen must teach nothing
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def stop(self) -> None:
-        """Stop listening."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Nothing to let go of."""
 
     def state(self) -> dict[str, Tensor]:
         """What the sums remember: nothing, or how fine their lattices are."""

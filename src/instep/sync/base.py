@@ -1,15 +1,16 @@
-"""What a strategy is: a few moments in a step at which replicas may talk.
+"""What a strategy is: how replicas come from their own gradients to a common step.
 
 A strategy sees the parameters that this rank owns and a `Comm` to the ranks
-that own the same ones in the other replicas. It knows nothing of models,
-data or optimizers. Every rank reaches the same moments in the same order.
+that own the same ones in the other replicas. It is given gradients, one by one,
+and knows nothing of models, hooks, data or optimizers. A step is a transaction:
+after `exchange` nobody else is needed, and `apply` or `abandon` ends it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,6 +18,8 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.errors import SpecError, near_miss
 from instep.sync import STRATEGIES
+
+Result = TypeVar("Result")
 
 
 class Price(NamedTuple):
@@ -31,11 +34,9 @@ class Strategy(Protocol):
 
     In each step a rank runs any number of backward passes, also none. Each is
     announced with its weight: the share of the global batch that it stands
-    for. Over all ranks and passes of a step the weights add up to 1.
+    for. Over all ranks and passes of a step the weights add up to 1. Every rank
+    exchanges and applies the same steps in the same order.
     """
-
-    progress: int
-    """Gradients taken in so far: a sign of life."""
 
     def start(
         self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
@@ -52,15 +53,26 @@ class Strategy(Protocol):
                 at most about its share of the weight.
         """
 
-    def before_backward(self, weight: float, *, last: bool) -> None:
-        """A backward pass is about to run whose gradient counts `weight`.
+    def begin_pass(self, weight: float, *, last: bool) -> None:
+        """A backward pass is about to run whose gradients count `weight`.
 
         `last` says that this rank runs no other in this step, so what is
         ready may be sent while the pass goes on.
         """
 
-    def after_backward(self, notes: Tensor) -> Tensor | None:
-        """This rank's passes are done; parameters have not moved.
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """A gradient of the present pass is complete, and is the strategy's to keep.
+
+        Args:
+            slot: which of the parameters that `start` was given.
+            gradient: like that parameter; dense or sparse.
+
+        Raises:
+            WorkerError: it is the second of the pass, and the first is on its way.
+        """
+
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """This rank's passes are done: talk with the others. Parameters do not move.
 
         Args:
             notes: [notes] float64 on the CPU, whatever the roles want summed.
@@ -68,8 +80,6 @@ class Strategy(Protocol):
         Returns:
             The notes, summed over the ranks (to about 1e-7 relative; where
             there are `parts`, to that of float64), the same bits on each.
-            When this returns, each parameter's `.grad` is the agreed gradient,
-            or None if no rank had one.
 
             Or None, on every rank, where there are `parts`: the same passes
             must run once more. It takes no more than one repetition.
@@ -78,8 +88,18 @@ class Strategy(Protocol):
             PeerError: a rank went away; the step did not happen.
         """
 
-    def after_step(self, step: int) -> None:
-        """Parameters have moved. `step` counts from 1."""
+    def apply(self, update: Callable[[], Result]) -> Result:
+        """The step happens. Give each parameter the agreed gradient as its `.grad`, or None where
+        no rank had one; call `update`, which moves parameters; and take the gradients away.
+
+        Nobody is talked to, and what is raised ends this process.
+
+        Returns:
+            What `update` gave.
+        """
+
+    def abandon(self) -> None:
+        """The step does not happen: forget its gradients, and what they have taught."""
 
     def stop(self) -> None:
         """Let go of the parameters; a second call does nothing."""

@@ -46,6 +46,9 @@ class Sums(Protocol):
     def end_step(self) -> None:
         """All gradients of the step have been handed out."""
 
+    def abandon(self) -> None:
+        """The step does not happen: it must teach nothing."""
+
     def state(self) -> dict[str, Tensor]:
         """What has to survive a restart."""
 
@@ -84,6 +87,9 @@ class Plain:
         return agreed
 
     def end_step(self) -> None:
+        """Nothing is remembered between steps."""
+
+    def abandon(self) -> None:
         """Nothing is remembered between steps."""
 
     def state(self) -> dict[str, Tensor]:
@@ -182,6 +188,12 @@ class Exact:
     def end_step(self) -> None:
         """Learn how fine the lattices of the next step may be."""
         self._lattice.learn()
+        self._lattice.begin_step()
+
+    def abandon(self) -> None:
+        """The lattices are those of the last step that happened."""
+        self._again = False
+        self._lattice.load_state(self._lattice.state())
         self._lattice.begin_step()
 
     def state(self) -> dict[str, Tensor]:

@@ -13,10 +13,12 @@ from instep.comm.channel import LARGEST, Hub
 from instep.comm.endpoint import Seat
 from instep.comm.messages import Broken, Built, Form, Heard, Hello, Pulse, Refused, Welcome
 from instep.comm.tie import LEASE_S
+from instep.data.loader import Slice
 from instep.data.order import position
 from instep.errors import PeerError, RunError
 from instep.events import LEDGER, read_records
 from instep.run.member import Member
+from instep.run.passes import Pass
 from instep.run.replica import Replica, Weighed
 from instep.run.update import Update
 from instep.store.ledger import Ledger
@@ -24,6 +26,7 @@ from instep.sync.base import make_strategy
 
 PATIENCE_S = 20.0
 HOSTS = {"hosts": ["ssh node1"]}
+WHOLE = Pass(Slice(0, 0, 64), 0)
 
 
 class Master:
@@ -99,17 +102,19 @@ class Worker:
         self.replica = Replica(self.member, self.model, self.parameters, strategy, comm)
 
     def advance(self, step):
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
+        self.replica.begin_pass(WHOLE, 1.0, last=True)
+        for slot, parameter in enumerate(self.parameters):
+            self.replica.strategy.gradient(slot, torch.ones_like(parameter))
+        self.replica.agree({0: Weighed(64.0, 64)}, stop=False, samples=64)
         where = position(step, 640, 64)
         self.replica.advance(self.update, step, where, 64, 1.0)
 
     def agree(self):
         """The passes of a step, and what comes of them: all but the update."""
-        self.replica.before_backward(1.0, last=True)
+        self.replica.begin_pass(WHOLE, 1.0, last=True)
         loss = self.model(torch.arange(64.0)[:, None]).square().mean()
         loss.backward()
-        self.replica.after_pass(1.0, 0)
+        self.replica.end_pass(WHOLE, 1.0)
         self.replica.agree({0: Weighed(64 * float(loss.detach()), 64)}, stop=False, samples=64)
 
     @property

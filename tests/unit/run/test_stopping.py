@@ -245,10 +245,14 @@ def went_back(master, step):
     """The worker has found corruption, and leaves its group for its clean copy."""
     training, standing = Training.__new__(Training), SimpleNamespace()
     standing.carried = SimpleNamespace(step=9)
-    guard = SimpleNamespace(going_back=True)
-    guard.go_back = lambda: setattr(standing, "carried", SimpleNamespace(step=step))
+
+    def go_back():
+        standing.carried = SimpleNamespace(step=step)
+        return True
+
     training.member, training._replica, training._regroups = master.member, None, False
-    training._standing, training._guard, training._stopping = standing, guard, master.stopping
+    training._standing, training._stopping = standing, master.stopping
+    training._observers = {"corruption": SimpleNamespace(go_back=go_back)}
     master.member.broken = lambda error: None
     training._leave()
     assert training.step == step

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
+from instep.run.gradients import Gradients
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Price, make_strategy
 
@@ -55,11 +56,14 @@ MODEL = Twice()
 def trained_twice(comm, overlap):
     model = copy.deepcopy(MODEL)
     strategy = make_strategy("all_reduce", {"overlap": overlap, "bucket_mb": 1e-6})
-    strategy.start([nn.Parameter(torch.ones(1)), *model.parameters()], comm, notes=1)
-    strategy.before_backward(1 / comm.size, last=True)
+    parameters = [nn.Parameter(torch.ones(1)), *model.parameters()]
+    strategy.start(parameters, comm, notes=1)
+    gradients = Gradients(parameters, strategy.gradient)
+    strategy.begin_pass(1 / comm.size, last=True)
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    strategy.after_backward(torch.zeros(1, dtype=torch.float64))
-    return model.layer.weight.grad.clone()
+    gradients.close()
+    strategy.exchange(torch.zeros(1, dtype=torch.float64))
+    return strategy.apply(lambda: model.layer.weight.grad.clone())
 
 
 def test_a_second_gradient_after_the_first_was_sent_is_refused_with_the_way_out():

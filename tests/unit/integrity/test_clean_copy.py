@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.run.clean_copy import CleanCopy
+from instep.integrity.clean_copy import CleanCopy
 from instep.run.saving import TakenUp, gather
 from instep.run.standing import Committed
 from instep.run.update import Update

@@ -11,7 +11,9 @@ from instep import spec_file
 from instep.comm.memory import run_ranks
 from instep.data.order import position
 from instep.errors import PeerError, Unrepeatable, WorkerError
-from instep.run.corruption import MOST_IN_DOUBT, Guard
+from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
+from instep.run.gradients import Gradients
+from instep.run.observers import Observed
 from instep.run.passes import parts_of, share_of
 from instep.run.update import Update
 from instep.sync.all_reduce import AllReduce
@@ -67,6 +69,7 @@ class Rank:
 
     def __init__(self, comm, fault, told, recovers=False):
         self.comm, self.fault, self.step, self.asked = comm, fault, 0, False
+        self.aside = False
         self.model = copy.deepcopy(MODEL)
         self.parameters = list(self.model.parameters())
         self.update = Update(
@@ -85,22 +88,43 @@ class Rank:
         self.enter()
 
     def new_guard(self):
-        return Guard(
-            self.member, self.model, self.update, self.copy, self.run_pass, self.dropped.append
+        observed = Observed(
+            member=self.member,
+            model=self.model,
+            update=self.update,
+            standing=SimpleNamespace(carried=SimpleNamespace(step=self.step)),
+            run_pass=self.run_aside,
+            set_aside=self.dropped.append,
+            drop_after=lambda step: None,
         )
+        return CorruptionCheck(observed, self.copy)
 
     def enter(self):
-        self.guard.attach(self.parameters, self.comm)
+        self.guard.generation(self.parameters, self.comm)
         self.strategy.start(self.parameters, self.comm, notes=self.guard.size, parts=PARTS)
+        self.gradients = Gradients(self.parameters, self.hear)
 
-    def run_pass(self, part, factor=1.0, weight=0.0, last=False):
+    def leave(self):
+        self.gradients.close()
+        self.guard.over()
+        self.strategy.stop()
+
+    def hear(self, slot, gradient):
+        self.guard.gradient(slot, gradient)
+        if not self.aside:
+            self.strategy.gradient(slot, gradient)
+
+    def run_aside(self, part, factor):
+        self.aside = True
+        self.run_pass(part, factor)
+        self.aside = False
+
+    def run_pass(self, part, factor=1.0):
         self.part = part
         for parameter in self.parameters:
             parameter.grad = None
         rows = INPUTS[part.samples.first : part.samples.stop]
-        loss = self.model(rows).square().mean() * factor
-        self.strategy.before_backward(weight, last=last)
-        loss.backward()
+        (self.model(rows).square().mean() * factor).backward()
 
     def train(self, steps):
         for _ in range(steps):
@@ -109,7 +133,7 @@ class Rank:
             share = share_of(
                 where, parts_of(where, JOB.train), self.comm.size, self.comm.rank, merge=False
             )
-            plan = self.guard.with_repeats(iter([(where, share)]), self.step)
+            plan = self.guard.plan(iter([(where, share)]), self.step, None)
             self.one_step(where, next(plan)[1].passes)
         return self.step
 
@@ -117,24 +141,27 @@ class Rank:
         self.fault(self, "begin", None)
         notes = None
         while notes is None:
-            self.guard.begin(self.step, where)
+            self.guard.begin_step(self.step, where)
             for part in passes:
-                self.guard.hear(part)
                 weight = 0.0 if part.repeats else 1 / PARTS
-                self.run_pass(part, weight=weight, last=part is passes[-1])
-                self.guard.heard(part)
-            self.guard.check_memory()
+                self.strategy.begin_pass(weight, last=part is passes[-1])
+                self.guard.begin_pass(part)
+                self.run_pass(part)
+                self.guard.end_pass(part)
+            self.guard.passes_done()
             own = torch.tensor(self.guard.notes(), dtype=torch.float64)
             try:
-                notes = self.strategy.after_backward(own)
+                notes = self.strategy.exchange(own)
             except Unrepeatable as error:
                 self.guard.unrepeatable(error)
                 raise
         self.guard.judge(notes.tolist(), self.strategy.state)
+        self.strategy.apply(self.move)
+        self.guard.committed()
+
+    def move(self):
         self.fault(self, "agreed", None)
         self.update.apply(self.step)
-        self.strategy.after_step(self.step)
-        self.guard.committed()
 
 
 def sound(rank, moment, gradient):
@@ -247,7 +274,9 @@ NAMED, DOUBT = [10 * (FAULTY + 1)], [10, 20]
 def test_a_fault_is_found_within_ten_steps_and_its_worker_named(
     fault, size, what, where, workers, found_in, monkeypatch
 ):
-    monkeypatch.setattr("instep.run.corruption.WATCH_SHARE", 1e9)  # threads take turns at any speed
+    monkeypatch.setattr(
+        "instep.integrity.corruption.WATCH_SHARE", 1e9
+    )  # threads take turns at any speed
     told = []
     done = run_ranks(size, train, fault, told)
     if what is None:
@@ -277,8 +306,7 @@ def go_on(comm, fault, told):
             return rounds, rank.copy.given
         except PeerError:
             rounds += 1
-            rank.guard.detach()
-            rank.strategy.stop()
+            rank.leave()
             rank.guard.go_back()
             rank.step -= rank.step % 10 or 10
             rank.enter()
@@ -316,12 +344,11 @@ def lose_the_state(comm, fault, told, copied):
     rank = Rank(comm, fault, told, recovers=True)
     rank.copy.step = 0 if copied else -1
     rank.train(12)
-    rank.guard.detach()
-    rank.strategy.stop()
+    rank.leave()
     if comm.rank < comm.size - 1:
         rank.guard = rank.new_guard()
     rank.enter()
-    rank.guard.agree()
+    rank.guard.formed({}, anew=False)
     with pytest.raises(PeerError):
         rank.train(40)
     at_once = list(rank.dropped)

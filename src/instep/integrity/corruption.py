@@ -11,8 +11,7 @@ Where wrong gradients may have been committed meanwhile, the others go back to
 a copy from before, and checkpoints that were saved since are set aside before
 anybody ends itself, also where nobody could take its place and the run ends.
 Where nobody has a copy, the run begins again from the newest checkpoint that is
-left. The moments, in the order of a step: `begin`,
-`hear` for each pass, `check_memory`, `notes`, `judge`, `committed`.
+left. When it is called is said in `run/observers.py`.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Slice
 from instep.data.order import Position, micro_batch
 from instep.errors import PeerError, Unrepeatable, WorkerError
-from instep.run.clean_copy import CleanCopy
-from instep.run.dealing import Speeds
-from instep.run.member import Member
-from instep.run.passes import Pass, Share, parts_of
-from instep.run.repeats import (
+from instep.integrity.clean_copy import CleanCopy
+from instep.integrity.repeats import (
     STATE_EVERY,
     Repeat,
     Trial,
@@ -46,7 +41,9 @@ from instep.run.repeats import (
     repeats_every,
     repeats_of,
 )
-from instep.run.update import Update
+from instep.run.dealing import Speeds
+from instep.run.observers import Observed
+from instep.run.passes import Pass, Share, parts_of
 from instep.spec import TrainSpec
 from instep.state.digest import Watch, combined, digests
 
@@ -84,26 +81,19 @@ class Found(NamedTuple):
 class Hearing:
     """Digests of the gradients of one pass, taken as each gradient is complete.
 
-    Made before the strategy listens, which takes gradients away.
+    Args:
+        parameters: how many there are.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._heard: list[list[int]] = [[] for _ in parameters]
+    def __init__(self, parameters: int) -> None:
+        self._heard: list[list[int]] = [[] for _ in range(parameters)]
         self._zero = self._on = False
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._catcher(heard))
-            for parameter, heard in zip(parameters, self._heard, strict=True)
-        ]
 
-    def _catcher(self, heard: list[int]) -> Callable[[Tensor], None]:
-        def catch(parameter: Tensor) -> None:
-            if self._on:
-                gradient = parameter.grad
-                assert gradient is not None
-                heard.extend(digests([gradient]))
-                self._zero = self._zero and not gradient.to_dense().any()
-
-        return catch
+    def hear(self, slot: int, gradient: Tensor) -> None:
+        """A gradient is complete."""
+        if self._on:
+            self._heard[slot].extend(digests([gradient]))
+            self._zero = self._zero and not gradient.to_dense().any()
 
     def begin(self) -> None:
         """A pass begins, whose gradients count."""
@@ -116,97 +106,77 @@ class Hearing:
         self._on = False
         return combined([combined(heard) for heard in self._heard]), self._zero
 
-    def close(self) -> None:
-        """Stop listening."""
-        for hook in self._hooks:
-            hook.remove()
 
-
-class Guard:
-    """One worker's part in looking out.
+class CorruptionCheck:
+    """One worker's part in looking out: an observer of its steps.
 
     Args:
-        member: its tie to the run.
-        model: of this worker.
-        update: moves it; has the optimizer.
+        observed: what is known of the worker.
         copy: to go back to.
-        run_pass: runs a micro-batch once more, its loss times a factor, and leaves no trace.
-        set_aside: sees to it that no checkpoint of a later step than this is taken up; what
-            this worker is saving is over when it returns.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        model: nn.Module,
-        update: Update,
-        copy: CleanCopy,
-        run_pass: Callable[[Pass, float], None],
-        set_aside: Callable[[int], None],
-    ) -> None:
-        self._member, self._model, self._optimizer = member, model, update.optimizer
-        self._copy, self._run_pass, self._set_aside = copy, run_pass, set_aside
+    def __init__(self, observed: Observed, copy: CleanCopy | None = None) -> None:
+        model, update = observed.model, observed.update
+        self._observed, self._member = observed, observed.member
+        self._model, self._optimizer = model, update.optimizer
+        self._copy = copy or CleanCopy(model, update, observed.standing)
         self._right = -1  # the last step whose state is known to be right; -1 if none is
         self._watch = Watch(model.named_parameters(), WATCH_SHARE)
         self._doubts = 0
         self._hearing: Hearing | None = None
-        self._nobody_has_a_copy = False
-        self.going_back = False
-        """Whether this worker has to go back before it joins the next group."""
+        self._nobody_has_a_copy = self._going_back = False
 
     # ---- generations
 
-    def attach(self, parameters: Sequence[nn.Parameter], comm: Comm) -> None:
-        """A generation begins; call it before the strategy starts."""
+    def generation(self, parameters: Sequence[nn.Parameter], comm: Comm) -> None:
+        """A generation begins."""
         self._comm, self._parameters = comm, list(parameters)
-        self._hearing = Hearing(parameters) if comm.size > 1 else None
+        self._hearing = Hearing(len(parameters)) if comm.size > 1 else None
         self._every = repeats_every(self._member.job.train.micro_batches, comm.size)
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
         self._kept = False  # whether a copy was made in this generation
         self._watch.take()
 
-    def detach(self) -> None:
+    def over(self) -> None:
         """The generation is over; a second call does nothing."""
-        if self._hearing is not None:
-            self._hearing.close()
         self._hearing = None
 
-    def begin_anew(self, strategy: dict[str, Tensor]) -> None:
-        """All hold the state of a beginning, or of a checkpoint: it is the first to go back to."""
-        self._copy.keep(strategy)
-        self._right, self._kept = self._copy.step, True
+    def formed(self, strategy: dict[str, Tensor], *, anew: bool) -> None:
+        """Learn from the others up to which step all is known to be right.
 
-    def agree(self) -> None:
-        """Learn from the others up to which step all is known to be right; all call it.
-
-        Raises:
-            PeerError: a member went away meanwhile.
+        The state of a beginning, or of a checkpoint, is the first to go back to.
         """
+        if anew:
+            self._copy.keep(strategy)
+            self._right, self._kept = self._copy.step, True
         if self._comm.size > 1:
             self._right = max(known for (known,) in self._shared([self._right + 1])) - 1
+        # what was saved since a clean copy may be wrong
+        self._observed.drop_after(self._observed.standing.carried.step)
 
-    def go_back(self) -> None:
-        """Take up the copy; who has none leaves its place to a process that takes a peer's state.
+    def go_back(self) -> bool:
+        """Take up the copy, if corruption was found.
 
-        Does nothing unless corruption was found.
+        Who has none leaves its place to a process that takes a peer's state.
         """
-        if not self.going_back:
-            return
-        self.going_back = False
+        if not self._going_back:
+            return False
+        self._going_back = False
         if self._copy.step < 0:
             if self._nobody_has_a_copy:  # once more: rank 0 may have been lost before it did
-                self._set_aside(max(0, self._right))
+                self._observed.set_aside(max(0, self._right))
             text = f"worker {self._member.number} has nothing to go back to, and is replaced."
             self._member.emit("warning", text=text)
             self._end_myself()
         self._copy.give_back()
         self._right = min(self._right, self._copy.step)
+        return True
 
     # ---- a step
 
-    def with_repeats(
-        self, planned: Iterator[tuple[Position, Share]], first: int, speeds: Speeds | None = None
+    def plan(
+        self, planned: Iterator[tuple[Position, Share]], first: int, speeds: Speeds | None
     ) -> Iterator[tuple[Position, Share]]:
         """The same plan; in some steps with a pass before all others that repeats another's.
 
@@ -230,18 +200,23 @@ class Guard:
     def _pass(self, where: Position, number: int) -> Pass:
         return repeated_pass(where, number, self._member.job.train)
 
-    def begin(self, step: int, where: Position) -> None:
+    def begin_step(self, step: int, where: Position) -> None:
         """A step begins, or begins once more."""
         self._step, self._where = step, where
         self._repeats = self._repeats_of(step, where)
         self._own = self._other = 0
 
-    def hear(self, part: Pass) -> None:
+    def begin_pass(self, part: Pass) -> None:
         """The backward pass of `part` is about to run."""
         if self._hearing is not None and self._counts(part):
             self._hearing.begin()
 
-    def heard(self, part: Pass) -> None:
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Its digest is taken, where the pass is one that is compared."""
+        if self._hearing is not None:
+            self._hearing.hear(slot, gradient)
+
+    def end_pass(self, part: Pass) -> None:
         """The backward pass of `part` is over."""
         if self._hearing is None or not self._counts(part):
             return
@@ -255,7 +230,7 @@ class Guard:
         rank, number = self._comm.rank, part.number
         return part.repeats or any((r.owner, r.number) == (rank, number) for r in self._repeats)
 
-    def check_memory(self) -> None:
+    def passes_done(self) -> None:
         """This worker's passes are done: its parameters must be what its last update made them.
 
         Raises:
@@ -371,7 +346,7 @@ class Guard:
         part, answers = self._pass(self._where, repeat.number), list[int]()
         for factor in (1.0, 1.0, 0.0):
             self._hearing.begin()
-            self._run_pass(part, factor)
+            self._observed.run_pass(part, factor)
             digest, zero = self._hearing.end()
             answers.append(digest if factor else int(zero))
         return [Trial(first, second, bool(zero)) for first, second, zero in self._shared(answers)]
@@ -405,7 +380,7 @@ class Guard:
         self._nobody_has_a_copy = clean_step < 0
         if rank in verdict.named:
             self._end_myself()
-        self.going_back = True
+        self._going_back = True
         raise PeerError("corruption was found in the state or the gradient of a worker.")
 
     def _let_no_wrong_checkpoint_be_taken_up(self, clean_step: int) -> None:
@@ -414,7 +389,7 @@ class Guard:
         Rank 0 does it, which saves; nobody goes on before it has.
         """
         if self._comm.rank == 0:
-            self._set_aside(clean_step if clean_step >= 0 else max(0, self._right))
+            self._observed.set_aside(clean_step if clean_step >= 0 else max(0, self._right))
         with suppress(PeerError):  # who is lost ends nothing by it
             self._shared([0])
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.data.balance import deal
-from instep.run.repeats import Repeat, Trial, by_majority, by_trial, repeats_every, repeats_of
+from instep.integrity.repeats import Repeat, Trial, by_majority, by_trial, repeats_every, repeats_of
 
 SIZES = st.tuples(st.integers(2, 9), st.integers(1, 40)).filter(lambda size: size[1] >= size[0])
 """Workers, and micro-batches of a step."""

@@ -1,0 +1,43 @@
+"""Where gradients leave the backward pass: each is given on as soon as it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+
+class Gradients:
+    """Listens to parameters, until `close`.
+
+    Args:
+        parameters: each has a slot, its place among them.
+        hear: called with slot and gradient, while the backward pass goes on. The gradient is
+            its own to keep, and the parameter has none afterwards.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], hear: Callable[[int, Tensor], None]
+    ) -> None:
+        self.count = 0
+        """Heard so far: a sign of life."""
+        self._hear = hear
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._of(slot))
+            for slot, parameter in enumerate(parameters)
+        ]
+
+    def _of(self, slot: int) -> Callable[[Tensor], None]:
+        def hear(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self.count += 1
+            self._hear(slot, gradient)
+
+        return hear
+
+    def close(self) -> None:
+        """Stop listening; a second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
