@@ -1,5 +1,6 @@
 """A run goes on where it stopped, however it was stopped and at whatever size, or says why not."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 from started import RECIPES, SOON_S, Start, distance
@@ -142,7 +144,8 @@ def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_k
     program.until(lambda: RunFolder(run).last_step > 10, "beyond step 10")
     assert not (run / "model.safetensors").exists()
     for process in program.processes():
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # some end with those before them
+            process.send_signal(signal.SIGKILL)
     program.check_no_process_is_left(soon_s=SOON_S)
     target = run.parent / "m.safetensors"
     assert main(["export", str(run), "--to", str(target)]) == 6
