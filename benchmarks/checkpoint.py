@@ -7,7 +7,7 @@ flat piece of memory, so that one `copy_` of that piece into memory that is
 mapped already moves the very bytes that a save moves. Copies and saves take
 turns in one process, each just after a training step, and each save is
 finished before the next begins; a busy machine slows both. `held` is the whole
-time that training stands still: gathering the state (`run/saving.py`) and
+time that training stands still: gathering the state (`worker/saving.py`) and
 taking it (`state/save.py`). Then the same steps are timed with and without a
 checkpoint being written beside them, in turns. Figures are medians.
 """
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from instep.data.order import Position
-from instep.run.replica import Clock
-from instep.run.saving import Saver
-from instep.run.update import Update
 from instep.spec import CheckpointSpec, JobSpec
 from instep.units import readable_bytes, readable_seconds
+from instep.worker.replica import Clock
+from instep.worker.saving import Saver
+from instep.worker.update import Update
 
 
 class Trained:

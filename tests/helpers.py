@@ -13,10 +13,10 @@ from torch import nn
 
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Order, position, steps_in_epoch
-from instep.run.buffers import Buffers
-from instep.run.gradients import Gradients
-from instep.run.passes import share_of
 from instep.sync.base import make_strategy
+from instep.worker.buffers import Buffers
+from instep.worker.gradients import Gradients
+from instep.worker.passes import share_of
 
 PATIENCE_S = 60
 

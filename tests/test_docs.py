@@ -16,9 +16,9 @@ import torch
 from instep import cli, errors, events, spec_file
 from instep.comm.memory import run_ranks
 from instep.data import SOURCES
-from instep.run.gradients import Gradients
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
+from instep.worker.gradients import Gradients
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}

@@ -39,7 +39,7 @@ def test_the_public_names_are_these_and_can_be_imported():
         "from instep.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "from instep.cli import main\ntry: main(['run', '--help'])\nexcept SystemExit: pass",
         "from instep.cli import main\nassert main(['run', 'nowhere.toml']) == 2",
-        "import instep.run.master, instep.client.submit",
+        "import instep.control.master, instep.client.submit",
     ],
     ids=["import", "help", "help of run", "a job that is not there", "master and client"],
 )
@@ -120,7 +120,7 @@ def test_no_file_speaks_of_one_machine():
 def test_whoever_waits_for_others_does_not_import_torch():
     """Client and master: it would take both cores of a small machine while the workers start."""
     modules = (
-        "instep.client.guard, instep.client.submit, instep.run.master_process, instep.lab.chaos"
+        "instep.client.guard, instep.client.submit, instep.control.master_process, instep.lab.chaos"
     )
     program = f"import {modules}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == 0

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
-from instep.run.gradients import Gradients
 from instep.sync import STRATEGIES
 from instep.sync.base import make_strategy
+from instep.worker.gradients import Gradients
 
 NAMES = list(STRATEGIES)
 OPTIONS = {"all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}]}

@@ -29,7 +29,7 @@ from pairs import PAIRS
 
 import instep
 import instep.client.session
-import instep.run.training
+import instep.worker.training
 from instep.errors import InstepError
 from instep.events import STEPS as STEP_RECORDS
 from instep.events import read_events, read_records

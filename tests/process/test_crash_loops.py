@@ -9,9 +9,9 @@ import pytest
 from deadly import BATCH, FIRST, KNOWN_BY, MARKED, SAMPLES, SEED
 from started import PATIENCE_S, Start, Started, long, slow
 
-from instep.run.crash_loop import MOST_APART
-from instep.run.watch import UNKNOWN_S
+from instep.control.crash_loop import MOST_APART
 from instep.store.run_folder import RunFolder
+from instep.system.limits import UNKNOWN_S
 
 pytestmark = pytest.mark.process
 

@@ -124,7 +124,7 @@ def test_a_disk_that_gives_up_in_the_middle_ends_the_run_with_a_sentence(
     run.goes_on(start, undisturbed)
 
 
-@pytest.mark.slow  # tests/unit/run/test_saving.py has the same without processes
+@pytest.mark.slow  # tests/unit/worker/test_saving.py has the same without processes
 def test_where_only_checkpoints_find_no_room_training_goes_on_and_its_end_says_what_is_missing(
     start: Start, tmp_path: Path, small_disk: Disk, undisturbed: RunFolder
 ) -> None:

@@ -15,8 +15,8 @@ from started import RECIPES, Start, Started, distance, slow
 from instep.cli import main
 from instep.client.submit import failure
 from instep.comm.messages import Failed
+from instep.control.resume import prepare
 from instep.errors import SpecError
-from instep.run.resume import prepare
 from instep.spec import StopSpec
 from instep.store.run_folder import RunFolder
 

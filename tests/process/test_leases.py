@@ -15,8 +15,8 @@ from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
 
+from instep.control.lease import HUNG_S
 from instep.events import read_events
-from instep.run.lease import HUNG_S
 from instep.system.processes import SPARE
 
 pytestmark = pytest.mark.process
@@ -117,7 +117,7 @@ def of_a_master(program: Started) -> set[int]:
     found = set()
     for process in program.processes():
         with contextlib.suppress(psutil.Error):
-            if "instep.run.master_process" in process.cmdline():
+            if "instep.control.master_process" in process.cmdline():
                 found.add(process.pid)
     return found
 

@@ -36,7 +36,7 @@ def test_a_master_that_dies_at_once_each_time_ends_the_run_after_a_few(
     (tmp_path / "early").mkdir()
     (tmp_path / "early" / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
-        "if 'instep.run.master_process' in sys.orig_argv:\n"
+        "if 'instep.control.master_process' in sys.orig_argv:\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     job = tmp_path / "job.toml"

@@ -10,8 +10,8 @@ from started import RECIPES, Start
 from test_joining import slurm_task, summary_of
 from test_leases import LONG, joined, stop
 
+from instep.control.silence import SILENT_S
 from instep.events import read_events
-from instep.run.silence import SILENT_S
 
 pytestmark = pytest.mark.process
 

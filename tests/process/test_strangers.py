@@ -41,7 +41,7 @@ def masters(program: Started) -> list[tuple[str, int]]:
     found = []
     for process in program.processes():
         with suppress(psutil.Error):
-            if "instep.run.master_process" in process.cmdline():
+            if "instep.control.master_process" in process.cmdline():
                 found += [
                     (each.laddr.ip, each.laddr.port)
                     for each in process.net_connections("inet")

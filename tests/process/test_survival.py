@@ -16,7 +16,7 @@ from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undis
 
 from instep.data.choose import cores
 from instep.events import STEPS, read_records
-from instep.run.watch import UNKNOWN_S
+from instep.system.limits import UNKNOWN_S
 
 pytestmark = pytest.mark.process
 

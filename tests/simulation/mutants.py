@@ -14,11 +14,11 @@ from unittest import mock
 
 from instep.comm.messages import Broken, Done, Formed
 from instep.comm.tie import Tie
-from instep.run import decide as mind
-from instep.run.catch_up import Beginning
-from instep.run.news import GoBack, Kill, State
-from instep.run.stop_rules import Rules
-from instep.run.watch import Watch
+from instep.control import decide as mind
+from instep.control.news import GoBack, Kill, State
+from instep.control.stop_rules import Rules
+from instep.control.watch import Watch
+from instep.worker.catch_up import Beginning
 
 from . import workers
 from .truth import Truth

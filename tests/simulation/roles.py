@@ -21,12 +21,12 @@ from instep.comm import messages as m
 from instep.comm import tie as tie_module
 from instep.comm.messages import Form, Hello
 from instep.comm.tie import Tie
+from instep.control import books, questions
+from instep.control import master as master_module
+from instep.control.master import Master
+from instep.control.news import State
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.run import books, questions
-from instep.run import master as master_module
-from instep.run.master import Master
-from instep.run.news import State
 from instep.store.folder import Origin
 
 from .engine import TIME, Channel, Death, Hub, Listener, Peer, Process, Suspend, Violation

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from instep.comm import messages as m
+from instep.comm.messages import TOLD
 from instep.comm.tie import PULSE_S
+from instep.control.watch import WAITING
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.run.catch_up import NOWHERE, Place, beginning
-from instep.run.endings import TOLD
-from instep.run.member import FLUSH_S
-from instep.run.watch import WAITING
+from instep.worker.catch_up import NOWHERE, Place, beginning
+from instep.worker.member import FLUSH_S
 
 from .engine import TIME, Death, Process, Violation
 from .groups import End, Wait

@@ -12,8 +12,8 @@ from typing import Any
 
 from instep import spec_file
 from instep.comm import messages as m
-from instep.run.master import Outcome
-from instep.run.news import Finish
+from instep.control.master import Outcome
+from instep.control.news import Finish
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation
 from .groups import End, Wait

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from disks import KINDS, put
+from instep.control.journal import FILE, Journal
 from instep.data.contents import Record
 from instep.errors import RunError
 from instep.events import STEPS, EventLog, cut_torn_record
 from instep.plain_file import NotPlain, check_plain, plain, read_plain, write_plain
-from instep.run.journal import FILE, Journal
 from instep.store.folder import held
 from instep.store.ledger import Ledger
 

@@ -21,9 +21,9 @@ from instep.client.placement import Placement
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Refused
 from instep.errors import InstepError
-from instep.run.member import Member
 from instep.system import blame
 from instep.system.processes import started_at
+from instep.worker.member import Member
 
 BRIEFLY_S = 3.0
 """How long a process that fails so early looks for somebody to tell."""

@@ -25,11 +25,11 @@ from typing import Any
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
 from instep.comm.tie import Tie
+from instep.control.endings import signal_name
+from instep.control.lease import Lease
 from instep.errors import RunError
 from instep.launch.base import Launcher
 from instep.plain_file import read_plain
-from instep.run.endings import signal_name
-from instep.run.lease import Lease
 from instep.store.folder import gone, host_log
 from instep.system.blame import as_error
 from instep.system.processes import on_signals, start_patiently
@@ -103,7 +103,7 @@ class Guard:
         self._signs, signs = os.pipe()
         os.set_blocking(self._signs, False)
         master = start_patiently(
-            [sys.executable, "-P", "-m", "instep.run.master_process"],
+            [sys.executable, "-P", "-m", "instep.control.master_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener, signs],

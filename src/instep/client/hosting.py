@@ -30,10 +30,9 @@ from instep.client.placement import Placement
 from instep.client.submit import about, failure, finish, recipe_sha256, refused
 from instep.comm.endpoint import Seat, Switchboard
 from instep.comm.messages import Over, Welcome
+from instep.control.journal import Begin, Journal
+from instep.control.resume import check_changes, prepare
 from instep.errors import InstepError, PeerError, RunError
-from instep.run.journal import Begin, Journal
-from instep.run.member import Member
-from instep.run.resume import check_changes, prepare
 from instep.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
@@ -46,6 +45,7 @@ from instep.store.folder import (
 from instep.store.run_folder import RunFolder
 from instep.system import blame
 from instep.words import some_workers
+from instep.worker.member import Member
 
 AGAIN_S = 10.0
 """How long a master that was reached and lost before its first word is called again."""

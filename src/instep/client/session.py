@@ -30,13 +30,13 @@ from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.recipe.build import Recipe, call, seed_everything
 from instep.recipe.quick_start import spare_dynamo
-from instep.run.member import Member
-from instep.run.own_loop import OwnLoader, OwnLoop, OwnOptimizer
-from instep.run.training import Step, Training, check_device, choose_device
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system import blame
 from instep.system.kernels import set_kernels
+from instep.worker.member import Member
+from instep.worker.own_loop import OwnLoader, OwnLoop, OwnOptimizer
+from instep.worker.training import Step, Training, check_device, choose_device
 
 Model = TypeVar("Model", bound=nn.Module)
 Moves = TypeVar("Moves", bound=Optimizer)

@@ -179,7 +179,7 @@ def resume_run(
     Raises:
         InstepError: it cannot go on, or a worker failed; the text says why.
     """
-    from instep.run.resume import changed, prepare
+    from instep.control.resume import changed, prepare
     from instep.store.run_folder import RunFolder
 
     before = RunFolder(path)
@@ -271,7 +271,7 @@ def _follow(
     """See to it that the run has a master and a host until it is over."""
     from instep.client.guard import Guard
     from instep.client.live_run import seated
-    from instep.run.journal import Begin, Journal
+    from instep.control.journal import Begin, Journal
 
     Journal(folder, Begin(began, origin)).close()
     note = {"about": about(job), "quiet": audience.quiet, "json": audience.json_output}

@@ -200,6 +200,11 @@ class Over(Message, frozen=True):
 # ---- both ways, of processes that outlive their master
 
 
+READING = "loading"
+"""What a worker is at in every step, and may wait in; before it is ready too, at each read of a
+sample."""
+
+
 class Pulse(Message, frozen=True):
     """From a worker or host: it lives, and is at this; a few times a second.
 
@@ -360,6 +365,13 @@ class Stop(Message, frozen=True):
     rule: str
     after: int | None = None
     """The step that is the last but one, wherever training stands; None if any may be the last."""
+
+
+NOT_FINITE = "diverged"
+"""The rule of a worker that stopped since a figure of its last step was no finite number."""
+
+TOLD = "told"
+"""The rule of a worker that stopped because the master wanted it to."""
 
 
 class Done(Message, frozen=True):

@@ -33,7 +33,7 @@ _SILENT_S = 5.0
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 """How long to wait before each further attempt at a fork that failed; in all less than who
-trains may wait for a read (`run/watch.py`)."""
+trains may wait for a read (`control/watch.py`)."""
 
 Say = Callable[[str], object]
 """Takes a sentence for whoever watches the run."""

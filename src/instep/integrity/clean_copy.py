@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from instep.run.saving import TakenUp, aside, gather, take_up
-from instep.run.standing import Committed, Standing
-from instep.run.update import Update
 from instep.state.snapshot import Packer, Snapshot, tied_names
+from instep.worker.saving import TakenUp, aside, gather, take_up
+from instep.worker.standing import Committed, Standing
+from instep.worker.update import Update
 
 
 class CleanCopy:

@@ -19,10 +19,10 @@ import msgspec
 
 from instep import spec_file
 from instep.client.submit import about, recipe_sha256, run_job
+from instep.control.resume import check_own
 from instep.errors import INTERRUPTED, CheckpointError, InstepError, RunError, SpecError
 from instep.lab.replayed import Replayed, judge
 from instep.lab.trial import Progress, folder_for_runs, without_folder
-from instep.run.resume import check_own
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
 from instep.state.export import asked_for, check_target, copy_own

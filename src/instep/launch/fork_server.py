@@ -45,12 +45,12 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.comm.tie import PULSE_S, Tie
+from instep.control.lease import Lease
 from instep.data.breadcrumb import Pages, leave_in
 from instep.errors import PeerError
 from instep.plain_file import plain
-from instep.run.lease import Lease
-from instep.run.watch import FLOOR_S
 from instep.system.environment import END, SETTINGS
+from instep.system.limits import FLOOR_S
 from instep.system.processes import (
     SPARE,
     Watched,
@@ -123,7 +123,7 @@ def _import_torch() -> None:
 
     spare_dynamo()
     torch.set_num_threads(1)
-    import instep.run.worker  # noqa: F401  what a worker needs, imported before the fork
+    import instep.worker.process  # noqa: F401  what a worker needs, imported before the fork
 
     gc.freeze()  # nor does any process forked from this one look at all this again
     gc.enable()
@@ -341,7 +341,7 @@ class Server:
             os.close(self._life)
             _redirect(Path(order.log))
             leave_in(page)
-            from instep.run.worker import main as work
+            from instep.worker.process import main as work
 
             code = work(self._seat, order.number, {**self._phases, "forked": forked})
         finally:

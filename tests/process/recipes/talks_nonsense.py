@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.comm.messages import Records
-from instep.run.member import Member
+from instep.worker.member import Member
 
 AFTER = 20
 

@@ -9,7 +9,7 @@ from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, Refused, Welcome
 from instep.errors import CheckpointError, PeerError, WorkerError
-from instep.run.member import Member
+from instep.worker.member import Member
 
 REFUSED = Refused(kind="CheckpointError", text="it is damaged.", exit_code=7)
 

@@ -14,9 +14,9 @@ from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Form, Hello, Release, Stop, StoreGet
 from instep.comm.tie import Tie
 from instep.comm.torch_comm import TorchComm
+from instep.control.master import Master
 from instep.errors import PeerError
-from instep.run.master import Master
-from instep.run.member import Member
+from instep.worker.member import Member
 
 HELLO = Hello(token="", role="worker", number=0, pid=1)
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from instep.integrity.clean_copy import CleanCopy
-from instep.run.saving import TakenUp, gather
-from instep.run.standing import Committed
-from instep.run.update import Update
 from instep.state.snapshot import Packer
+from instep.worker.saving import TakenUp, gather
+from instep.worker.standing import Committed
+from instep.worker.update import Update
 
 
 class Standing:

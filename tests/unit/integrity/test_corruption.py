@@ -12,11 +12,11 @@ from instep.comm.memory import run_ranks
 from instep.data.order import position
 from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
-from instep.run.gradients import Gradients
-from instep.run.observers import Observed
-from instep.run.passes import parts_of, share_of
-from instep.run.update import Update
 from instep.sync.all_reduce import AllReduce
+from instep.worker.gradients import Gradients
+from instep.worker.observers import Observed
+from instep.worker.passes import parts_of, share_of
+from instep.worker.update import Update
 
 PARTS, BATCH, SAMPLES = 24, 24, 120
 FAULTY = 1

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
-from instep.run.gradients import Gradients
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Price, make_strategy
+from instep.worker.gradients import Gradients
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,306 @@
+"""What the master knows of its hosts: who lives, who has which worker, and whom to give up.
+
+A run on this machine has one host. One on several knows a process of another
+machine by its host's word only: the master asks the host to signal it, hears
+from the host that it has ended, and where the host itself is silent, counts
+the process as lost once it cannot commit any more (`comm/tie.py`, LEASE_S).
+What follows for the run is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from instep.comm import messages as m
+from instep.comm.channel import Peer
+from instep.control.watch import away_s
+from instep.system.limits import FLOOR_S
+
+GATHER_S = 10.0
+"""How long the first workers wait for hosts that have not come."""
+
+QUIET_S = 0.6
+"""A host that says nothing for so long will hardly tell how a process of its has ended."""
+
+FIRST_PULSE_S = 60.0
+"""How long a host may take to import what workers need; it says nothing meanwhile."""
+
+BALANCE_S = 3.0
+"""How long all hosts must have been there before a worker moves to one that has fewer."""
+
+LAST_S = 30.0
+"""How long those who alone hold the run's state are waited for; then it goes back."""
+
+BACK_S = 2.0
+"""How long a host must have been there before workers are given up that may be back as well."""
+
+
+class Process(Protocol):
+    """A worker's process, as the master sees it."""
+
+    pid: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, as far as can be seen."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped, as by SIGSTOP, as far as can be seen."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it can be reached."""
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+
+
+@dataclass
+class _Host:
+    """One that is connected."""
+
+    peer: Peer
+    pid: int
+    since: float
+    heard: float
+    stopped: Collection[int] = ()
+    """Processes of its that were stopped, as it said last."""
+
+
+class Hosts:
+    """The hosts of a run.
+
+    Args:
+        count: how many it has; 0 where all workers are on this machine.
+        send: says something to one of them.
+        gather_s: how long the first that comes waits for the others.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        send: Callable[[Peer, m.AnyMessage], None],
+        *,
+        gather_s: float = GATHER_S,
+    ) -> None:
+        self.count, self._send, self._gather_s = count, send, gather_s
+        self._there: dict[int, _Host] = {}
+        self._underway: dict[int, int] = {}  # worker to the host that was told to start it
+        self._spoke: set[tuple[int, int]] = set()  # host and pid: those that say they live
+        self._given_up: set[tuple[int, int]] = set()  # host and pid
+        self._left: dict[int, float] = {}  # when a host that is not there was lost
+        self._failed: set[int] = set()  # who has ended by itself, and not come since
+        self._first: float | None = None
+        self._ready = False
+        self._now = 0.0
+
+    @property
+    def several(self) -> bool:
+        """Whether the run is on machines that may lose each other."""
+        return self.count > 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Who is not there."""
+        return [number for number in range(max(1, self.count)) if number not in self._there]
+
+    @property
+    def now(self) -> float:
+        """The time of the last turn."""
+        return self._now
+
+    # ---- who comes, speaks and goes
+
+    def turn(self, now: float) -> list[Peer]:
+        """The time; who has been silent for too long."""
+        away, self._now = away_s(self._now or None, now), now
+        for host in self._there.values():
+            host.heard += away
+        if not self.several:
+            return []
+        return [
+            host.peer
+            for number, host in self._there.items()
+            if now - host.heard > (FLOOR_S if self._speaks(number) else FIRST_PULSE_S)
+        ]
+
+    def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
+        """A host is there; it ends what was given up while it was not.
+
+        Returns:
+            Its former connection, where the same process had another.
+        """
+        self._first = self._first or now
+        self._failed.discard(number)
+        self._left.pop(number, None)
+        before = self._there.get(number)
+        self._there[number] = _Host(peer, pid, now, now)
+        self._forget_starts(number)  # told on a connection that is lost, it may never have heard
+        for host, given_up in self._given_up:
+            if host == number:
+                self._send(peer, m.Signal(pid=given_up, signals=[signal.SIGKILL]))
+        return before.peer if before is not None and before.pid == pid else None
+
+    def fails(self, number: int) -> bool:
+        """A host has ended by itself; whether there is none left that has not."""
+        self._failed.add(number)
+        return len(self._failed) >= max(1, self.count)
+
+    def hears(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
+        """A host lives, and these processes of its were stopped."""
+        host = self._there.get(number)
+        if host is not None and host.peer is peer:
+            host.heard, host.stopped = now, stopped
+            self._spoke.add((number, host.pid))
+
+    def goes(self, number: int, peer: Peer) -> bool:
+        """A host's connection is lost; whether there is none by its number now."""
+        host = self._there.get(number)
+        if host is None or host.peer is not peer:
+            return False
+        del self._there[number]
+        self._left[number] = self._now
+        self._forget_starts(number)
+        return True
+
+    def _forget_starts(self, number: int) -> None:
+        self._underway = {w: h for w, h in self._underway.items() if h != number}
+
+    def _speaks(self, number: int) -> bool:
+        """Whether a host's process has shown before that it lives, on any connection."""
+        return (number, self._there[number].pid) in self._spoke
+
+    # ---- where workers are
+
+    def ready(self, now: float) -> bool:
+        """Whether workers may be started: all hosts have come, or have had their time."""
+        late = self._first is not None and now - self._first > self._gather_s
+        self._ready |= late or (self._first is not None and not (self.several and self.missing))
+        return self._ready
+
+    def start(self, worker: int, log: str, placed: Iterable[int]) -> None:
+        """Have a worker started where the fewest are, unless it has just been.
+
+        Args:
+            worker: its number.
+            log: takes its output.
+            placed: the host of each worker that is there.
+        """
+        if not self.ready(self._now) or (self.several and worker in self._underway):
+            return
+        workers = Counter([*placed, *self._underway.values()])
+        living = [number for number in self._there if not self.is_quiet(number)]
+        host = min(living, key=lambda number: (workers[number], number), default=None)
+        if host is not None:
+            self._underway[worker] = host
+            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log))
+
+    def started(self, worker: int, host: int) -> bool:
+        """A worker has come, or has ended before it could; whether it was to be started there."""
+        if self._underway.get(worker) != host:
+            return not self.several
+        del self._underway[worker]
+        return True
+
+    def crowded(self, placed: Mapping[int, int]) -> int | None:
+        """A worker that had better be on another host; None where they are spread evenly.
+
+        Args:
+            placed: worker to its host.
+        """
+        if not self.several or any(map(self.is_quiet, self._there)):
+            return None
+        if any(self._now - host.since < BALANCE_S for host in self._there.values()):
+            return None
+        workers = Counter(placed.values())
+        fullest = max(self._there, key=lambda number: workers[number], default=0)
+        fewest = min((workers[number] for number in self._there), default=0)
+        if workers[fullest] - fewest < 2:
+            return None
+        return max(worker for worker, host in placed.items() if host == fullest)
+
+    # ---- processes on other machines
+
+    def signal(self, host: int, pid: int, number: int) -> None:
+        """Have a host send a signal to a process, if it is there."""
+        if host in self._there:
+            self._send(self._there[host].peer, m.Signal(pid=pid, signals=[number]))
+
+    def is_stopped(self, host: int, pid: int) -> bool:
+        """Whether a host has said that a process of its was stopped."""
+        return host in self._there and pid in self._there[host].stopped
+
+    def is_quiet(self, number: int) -> bool:
+        """Whether a host is not there, or has just not been heard from."""
+        host = self._there.get(number)
+        return host is None or (self._speaks(number) and self._now - host.heard > QUIET_S)
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a host has not been there for so long that it will hardly be in a moment."""
+        return number in self._left and self._now - self._left[number] > BACK_S
+
+    @property
+    def all_quiet(self) -> bool:
+        """Whether it is the master that has been cut off, as far as can be seen."""
+        return self.several and all(map(self.is_quiet, range(self.count)))
+
+    @property
+    def can_do_without(self) -> bool:
+        """Whether a host is there, and has been for long enough, that could take others' work."""
+        living = [n for n in self._there if not self.is_quiet(n)]
+        return any(self._now - self._there[number].since > BACK_S for number in living)
+
+    def give_up(self, host: int, pid: int) -> None:
+        """The run goes on without this process; it is ended once its host can be reached."""
+        self._given_up.add((host, pid))
+        self.signal(host, pid, signal.SIGKILL)
+
+    def gave_up(self, host: int, pid: int) -> bool:
+        """Whether the run has gone on without this process."""
+        return (host, pid) in self._given_up
+
+
+class Far:
+    """A process of another machine: only its host can do something about it."""
+
+    def __init__(self, hosts: Hosts, host: int, pid: int) -> None:
+        self._hosts, self.host, self.pid = hosts, host, pid
+        self.killed_at: float | None = None
+        """When it was to be ended; from then on the master does not answer it."""
+
+    @property
+    def ended(self) -> bool:
+        """Its host tells."""
+        return False
+
+    @property
+    def stopped(self) -> bool:
+        """Its host tells."""
+        return self._hosts.is_stopped(self.host, self.pid)
+
+    def signal(self, number: int) -> None:
+        """Ask its host."""
+        if number == signal.SIGKILL:
+            if self.killed_at is not None:
+                return
+            self.killed_at = self._hosts.now
+        self._hosts.signal(self.host, self.pid, number)
+
+    def is_lost(self, now: float, silent_s: float) -> bool:
+        """Whether it cannot commit any more, though nobody has seen its end.
+
+        Args:
+            now: seconds, on the master's clock.
+            silent_s: how long it has not been heard.
+        """
+        if self.killed_at is None or not self._hosts.can_do_without:
+            return False
+        quiet = self._hosts.is_quiet(self.host) and silent_s > FLOOR_S
+        return quiet or now - self.killed_at > FLOOR_S
+
+    def close(self) -> None:
+        """There is nothing to let go of."""

@@ -1,0 +1,142 @@
+"""What the master knows, on disk: so that another can go on where one was killed.
+
+Every decision that changes the state is a row: when, what was heard, and the
+whole state after it, before anything is done about it. The next master takes
+up the last one. What the state means is `decide.py`'s affair. Beside it, what the members
+of the present generation have left for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+import msgspec
+
+from instep.control.news import News, State
+from instep.errors import RunError
+from instep.plain_file import check_plain
+from instep.store.folder import Origin, gone
+
+FILE = "journal.sqlite"
+"""In the run folder; of the latest session."""
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """What a session of a run began with."""
+
+    started: float
+    """Unix seconds at which the user's command began."""
+    origin: Origin
+
+
+class Journal:
+    """The journal of one session of a run.
+
+    Args:
+        run: the run folder.
+        begin: of a session that begins now, whose journal is empty; None to go on with
+            the one that is there.
+
+    Raises:
+        RunError: it cannot be read or written.
+    """
+
+    def __init__(self, run: Path, begin: Begin | None = None) -> None:
+        self._path = run / FILE
+        try:
+            if begin is not None:
+                self._path.unlink(missing_ok=True)
+            check_plain(self._path)  # sqlite would wait at a named pipe for ever
+            self._rows = sqlite3.connect(self._path, isolation_level=None)
+            self._rows.execute("PRAGMA journal_mode = TRUNCATE")  # also where memory is not shared
+            self._rows.execute("PRAGMA synchronous = OFF")  # outlives a process, not a host
+            self._rows.execute("CREATE TABLE IF NOT EXISTS begin (begin BLOB)")
+            self._rows.execute(
+                "CREATE TABLE IF NOT EXISTS decisions "
+                "(number INTEGER PRIMARY KEY, time REAL, news TEXT, state BLOB)"
+            )
+            self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
+            if begin is not None:
+                data = msgspec.msgpack.encode(begin, enc_hook=_plain)
+                self._rows.execute("INSERT INTO begin VALUES (?)", (data,))
+            found = self._rows.execute("SELECT begin FROM begin").fetchone()
+        except OSError as error:
+            raise self._unusable(error.strerror) from None
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+        if found is None:
+            raise RunError(
+                f"{self._path} cannot be used: it is empty, or was removed while the run went on, "
+                "and what its master knew is lost."
+            )
+        self.begin = msgspec.msgpack.decode(found[0], type=Begin, dec_hook=_made)
+
+    def write(self, news: News, state: State) -> None:
+        """Keep a decision: what was heard, and what is known after it.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        row = (time.time(), repr(news), msgspec.msgpack.encode(state))
+        try:
+            self._rows.execute("INSERT INTO decisions (time, news, state) VALUES (?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def keep(self, key: str, value: bytes) -> None:
+        """Keep what a member has left for the others.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            self._rows.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, value))
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def forget(self) -> None:
+        """Another generation: nobody looks for the keys of the one before.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            self._rows.execute("DELETE FROM keys")
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def kept(self) -> list[tuple[str, bytes]]:
+        """What members have left for each other."""
+        return [(str(key), bytes(value)) for key, value in self._rows.execute("SELECT * FROM keys")]
+
+    def last(self) -> State | None:
+        """What was known after the last decision; None where there was none."""
+        found = self._rows.execute(
+            "SELECT state FROM decisions ORDER BY number DESC LIMIT 1"
+        ).fetchone()
+        return msgspec.msgpack.decode(found[0], type=State) if found else None
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        with contextlib.suppress(sqlite3.Error):  # closed before, or no room for it
+            self._rows.execute("PRAGMA journal_mode = DELETE")  # leaves no file beside
+        self._rows.close()
+
+    def _unusable(self, error: Exception | str | None) -> RunError:
+        text = f"{self._path} cannot be used: {error}. Make room, or get access to it."
+        return RunError(gone(self._path.parent) or text)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value))
+
+
+def _made(kind: type, value: object) -> object:
+    if kind is Path:
+        return Path(str(value))
+    raise NotImplementedError(kind)

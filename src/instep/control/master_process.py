@@ -1,0 +1,145 @@
+"""The master as a process of its own: killed, another like it goes on with its journal.
+
+The client starts it (`guard.py`), and hands it the socket on which it
+listens, which outlives it, and a pipe on which it shows that it lives. Under
+`instep.join` process 0 is the client. What there is to do stands in the run folder; the
+rest comes as one line of JSON on standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from instep import spec_file
+from instep.comm.channel import Peer
+from instep.comm.endpoint import Switchboard
+from instep.control.journal import Journal
+from instep.control.lease import SignsOfLife
+from instep.control.master import Master
+from instep.errors import InstepError
+from instep.plain_file import plain
+from instep.report.live import View, make_view
+from instep.report.summary import committed_losses
+from instep.spec import JobSpec
+from instep.store.run_folder import RunFolder
+from instep.system import blame
+from instep.system.output import Output
+from instep.system.processes import Watched, die_with_parent
+
+FLUSH_S = 1.0
+"""How long the last word may take to leave."""
+
+
+def main() -> int:
+    """Be the master of a run until it is over, or this process is killed."""
+    die_with_parent(signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the client is asked, and asks us
+    note = json.loads(sys.stdin.readline())
+    signs = SignsOfLife(note["signs"])
+    signs.show()  # what follows reads the run's folder; before, there were imports
+    sys.stderr = output = Output(sys.stderr)  # whoever reads it may pause, and we must not
+    run = Path(note["run"])
+    board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
+    stale = None
+    try:
+        stale = _serve(run, note, board, signs)
+    except InstepError as error:
+        _note(run)
+        _tell(board, error)
+        return error.exit_code
+    except BaseException:
+        _note(run)
+        return 1
+    finally:
+        _flush(board)
+        output.drain(FLUSH_S)
+    if stale is not None:
+        stale.signal(signal.SIGKILL)  # where it is process 0, the kernel ends this one with it
+    return 0
+
+
+def _serve(
+    run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife
+) -> Watched | None:
+    """Returns a process of this machine that cannot end by itself."""
+    job = spec_file.load(run / "job.toml")
+    views = _views(job, run, note)
+    try:
+        journal = Journal(run)
+        master = Master(
+            job,
+            run,
+            board,
+            views=views,
+            hosted=note["hosted"],
+            started=journal.begin.started,
+            about=note["about"],
+            origin=journal.begin.origin,
+            journal=journal,
+            signs=signs,
+            why=note["why"],
+        )
+        master.serve()
+        return master.stale
+    finally:
+        for view in views:
+            view.close()
+
+
+def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
+    if note["quiet"]:
+        return []
+    before = RunFolder(run)  # of the master that was lost, or of earlier sessions
+    so_far, earlier = (before, None) if note["why"] else (None, committed_losses(before))
+    views = [make_view(job, run, json=note["json"], so_far=so_far, earlier=earlier)]
+    if job.report.tensorboard:
+        from instep.report.tensorboard import TensorBoardWriter
+
+        views.append(TensorBoardWriter(run / "tensorboard"))
+    return views
+
+
+def _note(run: Path) -> None:
+    with contextlib.suppress(OSError), open(run / "logs" / "master.log", "a", opener=plain) as log:
+        traceback.print_exc(file=log)
+
+
+def _tell(board: Switchboard, error: InstepError) -> None:
+    """Have the client end with an error of this process, also one that has yet to call."""
+    refused = blame.refused(error)
+    told: set[Peer] = set()
+    deadline = time.monotonic() + FLUSH_S
+    while time.monotonic() < deadline:
+        for peer in board.hub.peers():
+            if peer not in told:
+                told.add(peer)
+                board.hub.send(peer, refused)
+        for _ in board.hub.receive(0.05):
+            pass
+
+
+def _flush(board: Switchboard) -> None:
+    """Wait until what was said last has left."""
+    deadline = time.monotonic() + FLUSH_S
+    with contextlib.suppress(OSError):
+        while any(peer.unsent for peer in board.hub.peers()) and time.monotonic() < deadline:
+            for _ in board.hub.receive(0.05):
+                pass
+    board.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to run down

@@ -1,0 +1,339 @@
+"""Going on with a run: what is checked and put right before its processes start again.
+
+A run goes on from its newest sound checkpoint, at whatever size: the next
+global batch is a function of the step alone. Steps that were committed after
+that checkpoint are trained again, so they are taken back from the ledger.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from instep import spec_file
+from instep.control.stop_rules import recorded
+from instep.errors import CheckpointError, RunError, SpecError
+from instep.plain_file import plain
+from instep.spec import JobSpec, as_table
+from instep.state.manifest import Manifest, read_manifest
+from instep.state.sound import newest_sound, set_aside
+from instep.store.folder import ID, Origin, lock, numbered, run_id, unlock
+from instep.store.ledger import check_reaches, cut_back
+from instep.store.run_folder import RunFolder
+from instep.units import readable_seconds
+
+PATIENCE_S = 10.0
+"""How long workers whose client was killed may take to let go of the ledger."""
+
+FIXED = {
+    "name": "a run keeps its folder",
+    "seed": "the order of the data and every random draw follow from it",
+    "arguments": "the recipe would build something else",
+    "sync": "what a strategy remembers is in the checkpoint",
+    "mesh": "the checkpoint is cut along it",
+    "start.model": "the checkpoint has the model by now",
+    "start.partial": "the checkpoint has the model by now",
+    "start.freeze": "the optimizer's state is of the parameters that were trained",
+    "start.learning_rates": "the optimizer's rates are in the checkpoint",
+    "train.global_batch": "the place in the data is counted in global batches",
+    "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
+    "train.determinism": "bits would be neither those of one nor of the other",
+    "train.precision": "every value is rounded by it",
+    "train.max_grad_norm": "every step is scaled by it",
+}
+"""What may not change when a run goes on, and why."""
+
+FIXED_BITS = {
+    "train.threads": "sums are cut among threads, and round otherwise",
+    "train.device": "another kind of device rounds otherwise",
+}
+"""What else may not, where the bits must stay the same."""
+
+
+def changed(
+    run: RunFolder, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
+) -> JobSpec:
+    """The job of a run folder, with `section.key=value` and tables of changes laid over it.
+
+    It has the number of workers that the run was last scaled to, unless they give another.
+
+    Raises:
+        SpecError: an override is wrong, or changes what may not change.
+    """
+    given = list(overrides)
+    table = spec_file.read_table(run.path / "job.toml")
+    table.get("train", {}).pop("stop_after_steps", None)  # it was for the start before
+    table["workers"] = scaled_to(run)
+    spec_file.apply_overrides(table, given)
+    spec_file.lay_over(table, changes)
+    job = spec_file.build(table, source=f"resume {run.path}")
+    if "recipe" in changes or any(each.split("=")[0].strip() == "recipe" for each in given):
+        file, _, function = job.recipe.rpartition(":")
+        recipe = f"{Path(file).expanduser().resolve()}:{function}"
+        job = msgspec.structs.replace(job, recipe=recipe)
+    check_changes(run.spec, job)
+    return job
+
+
+def scaled_to(run: RunFolder) -> int:
+    """How many workers the run was last to have: those of its job, or what `instep scale` said."""
+    workers = in_job = run.spec.workers
+    began: Mapping[str, Any] = {}
+    for event in run.events:
+        if event["event"] == "run_started":
+            began = event.get("job") or {}
+            workers = in_job
+        elif event["event"] == "scaled" and began.get("workers", in_job) == in_job:
+            workers = int(event["workers"])  # else job.toml was changed by hand since
+    return workers
+
+
+def check_changes(before: JobSpec, after: JobSpec) -> None:
+    """Refuse a change of what makes a run the run that it is.
+
+    Raises:
+        SpecError: names the key, both values and the reason.
+    """
+    fixed = FIXED | (FIXED_BITS if before.train.determinism == "bits" else {})
+    old, new = as_table(before), as_table(after)
+    for key, reason in fixed.items():
+        was, given = _at(old, key), _at(new, key)
+        if was != given:
+            raise SpecError(
+                f"{key} was {_shown(was)} and cannot become {_shown(given)} when a run goes on: "
+                f"{reason}. Leave it, or begin a new run with instep run."
+            )
+
+
+def _at(table: Mapping[str, Any], key: str) -> Any:
+    value: Any = table
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def _shown(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value  # as a job file has it
+    return "not set" if plain is None else repr(plain)
+
+
+def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool = False) -> Origin:
+    """Choose where the run goes on, and take back what was committed after that.
+
+    The caller holds the folder. From here on the folder is that of `job`.
+
+    Args:
+        folder: of the run.
+        job: as it will go on.
+        recipe_sha256: of the recipe's file as it is now.
+        at_its_end: take up a run that has all its steps too: to end it, or because
+            its length is not the job's business.
+
+    Raises:
+        RunError: somebody still writes the ledger, or the folder cannot be written.
+        CheckpointError: no checkpoint can be believed, although there are some.
+        SpecError: the run is complete already, has used up its time or is to stop at a
+            step that lies behind it; or the checkpoint is of another job.
+    """
+    run = RunFolder(folder)
+    _check_time(run, job)
+    before = run.last("run_started").get("recipe_sha256")
+    origin = go_back(folder, job, check=_check_stop if at_its_end else _check_ahead)
+    warnings = list(origin.warnings)
+    if before and before != recipe_sha256:
+        warnings.append(
+            f"{job.recipe.rpartition(':')[0]} has changed since the run was started; "
+            "it goes on with what it is now."
+        )
+    _replace(folder / "job.toml", spec_file.dump(job))
+    return replace(origin, warnings=tuple(warnings))
+
+
+def go_back(
+    folder: Path, job: JobSpec, check: Callable[[RunFolder, JobSpec, int], None] = lambda *_: None
+) -> Origin:
+    """Go back to the newest checkpoint that can be believed: the ledger ends with its step again.
+
+    The model of an end that lies behind is taken away.
+
+    Args:
+        folder: of the run.
+        job: as it goes on.
+        check: given the run as it was left, the job and the step, before anything is
+            changed; may raise.
+
+    Raises:
+        RunError: somebody still writes the ledger, or the folder cannot be written.
+        CheckpointError: no checkpoint can be believed, although there are some.
+        SpecError: the checkpoint is of a job that cannot become this one.
+    """
+    with _nobody_writes(folder / "ledger.bin"):
+        run = RunFolder(folder)
+        checkpoint, refused = newest_sound(folder / "checkpoints", partial(check_own, folder))
+        step = size_bytes = 0
+        if checkpoint is None and refused:
+            raise CheckpointError(
+                f"no checkpoint in {folder / 'checkpoints'} can be believed: {refused[0]} "
+                "Put it right from a copy, or remove the checkpoints to begin again."
+            )
+        if checkpoint is not None:
+            manifest = read_manifest(checkpoint)
+            step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
+            check_changes(_job_of(checkpoint, manifest), job)
+        check(run, job, step)
+        kept = _take_model_away(run, step)
+        if checkpoint is not None:
+            set_aside(checkpoint)
+        cut_back(folder / "ledger.bin", size_bytes)
+    warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused] + kept
+    if (step or len(run.ledger)) and not run.named("run_started"):
+        warnings.append(
+            f"{folder / 'events.jsonl'} has lost the events of the sessions before: it was cut or "
+            "removed. The report will tell of what follows, and of what the ledger has."
+        )
+    watched = job.stop.by_step or job.stop.by_metric
+    heard = tuple(recorded(run.steps, run.validations, step)) if watched else ()
+    return Origin(step, checkpoint, len(run.generations), tuple(warnings), heard, run.seconds)
+
+
+def _take_model_away(run: RunFolder, step: int) -> list[str]:
+    """While a run goes on it has no model: the one there is that of an end which is none any more.
+
+    It is deleted where the checkpoint of `step` has the same, else given another name.
+
+    Returns:
+        A sentence that says so, where it was given another name.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    model, its_step = run.path / "model.safetensors", run.last("model_saved").get("step")
+    try:
+        if its_step == step:
+            model.unlink(missing_ok=True)
+        elif model.exists() and its_step is not None:
+            aside = model.replace(model.with_name(f"model-of-step-{its_step}.safetensors"))
+            return [f"the model of step {its_step}, which no sound checkpoint has, is now {aside}."]
+        elif model.exists():  # the log that would tell its step was cut, or taken away
+            names = (model.with_name(f"{name}.safetensors") for name in numbered("model-before"))
+            aside = model.replace(next(path for path in names if not path.exists()))
+            return [
+                f"the model that was in {run.path}, of a step that no event tells, is now {aside}."
+            ]
+    except OSError as error:
+        raise RunError(f"{model} cannot be moved away: {error.strerror}. Get access.") from None
+    return []
+
+
+_KEPT = ("run", "job", "ledger_bytes", "epoch_so_far", "optimizer", "scaler")
+
+
+def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of another run, of an earlier instep, or beyond the ledger."""
+    if missing := [name for name in _KEPT if name not in manifest.facts]:
+        raise CheckpointError(
+            f"{checkpoint} was saved by instep {manifest.instep}, which did not keep all that this "
+            f"one goes on from ({', '.join(missing)}): go on with that one, or begin a new run."
+        )
+    if manifest.facts["run"] != run_id(folder):
+        raise CheckpointError(
+            f"{checkpoint} is of another run: its id is not the one in {folder / ID}."
+        )
+    check_reaches(folder / "ledger.bin", int(manifest.facts["ledger_bytes"]))
+
+
+def _job_of(checkpoint: Path, manifest: Manifest) -> JobSpec:
+    return spec_file.build(tomllib.loads(manifest.facts["job"]), source=f"the job in {checkpoint}")
+
+
+def _check_ahead(run: RunFolder, job: JobSpec, step: int) -> None:
+    """Refuse to go on where no step would follow."""
+    _check_unfinished(run, job, step)
+    _check_stop(run, job, step)
+
+
+def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
+    stop = job.train.stop_after_steps
+    if 0 < stop <= step:
+        raise SpecError(
+            f"train.stop_after_steps = {stop}: {run.path} goes on from step {step}. "
+            "Name a later one, or leave it out."
+        )
+
+
+def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
+    train, samples = job.train, run.epoch_samples
+    steps = train.length(samples) if train.steps or samples else 0
+    if not 0 < steps <= step or not _has_its_model(run, step):
+        return
+    longer, per_unit = ("steps", 1) if train.steps else ("epochs", run.epoch_steps)
+    more = max(2 * (train.steps or train.passes), -(-2 * step // per_unit))
+    raise SpecError(
+        f"{run.path} is complete: it has {step} of {steps} steps. To train longer: "
+        f"instep resume {run.path} --set train.{longer}={more}"
+    )
+
+
+def _has_its_model(run: RunFolder, step: int) -> bool:
+    """Whether the model of the last step was saved; else the run goes on to do just that."""
+    saved = run.last("model_saved").get("step") == step
+    return saved and (run.path / "model.safetensors").is_file()
+
+
+def _check_time(run: RunFolder, job: JobSpec) -> None:
+    limit_s = job.stop.time_limit_s
+    if limit_s is not None and run.seconds >= limit_s:
+        more = f"stop.time_limit={2 * limit_s:g}"
+        way = f"{run.way_on} and {more}" if run.joined else f"{run.way_on} --set {more}"
+        raise SpecError(
+            f"{run.path} has taken {readable_seconds(run.seconds)}, and stop.time_limit is "
+            f"{readable_seconds(limit_s)}. To train longer: {way}"
+        )
+
+
+@contextmanager
+def _nobody_writes(ledger: Path) -> Iterator[None]:
+    """Wait for a worker that outlives its master by a moment, and keep others away."""
+    if not ledger.exists():
+        yield
+        return
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        file = open(ledger, "ab", opener=plain)  # noqa: SIM115 closed below
+    except OSError as error:
+        raise RunError(f"{ledger} cannot be written: {error.strerror}. Get access to it.") from None
+    with file:
+        while not lock(file):
+            if time.monotonic() > deadline:
+                raise RunError(f"another process still writes {ledger}. End it, then resume.")
+            time.sleep(0.05)
+        try:
+            yield
+        finally:
+            unlock(file)
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the host may leave an empty one
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}. Make room, or access."
+        ) from None

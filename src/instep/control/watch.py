@@ -1,0 +1,281 @@
+"""Who hangs: learnt from what workers show of themselves, with no limit set by anybody.
+
+A worker that computes tells a few times a second what it is at, how much it
+has got done, and for how long a processor was busy with it. It hangs when it
+falls silent (stopped, or held inside native code), or when it goes on talking
+and gets nothing done (an endless loop, a read that never ends). How long is
+too long follows from how long steps take, and from how long the same thing
+took before. Who waits for others, or for a disk, does not hang; a read that
+keeps a processor busy does not wait for a disk. Pure: times are given, and
+nothing is done about anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from instep.comm.messages import READING, Pulse
+from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
+
+STILL_S = 0.5
+"""Who has not been heard for so long may stand still as others do."""
+
+WAITING = frozenset(["joining", "exchange", "saving"])
+"""What a worker is at while it can do nothing, and is not to blame."""
+
+OF_A_STEP = frozenset(["forward", "backward", "update"])
+"""What a worker is at in every step, and computes. A read is not among them: a store may stall."""
+
+BLAMED_S = UNKNOWN_S / STEPS
+"""No more is learnt from a read that was given up: a loop has no end, and later ones are to be
+found."""
+
+_UNHEARD = Pulse(step=0, phase="joining", progress=0)
+"""Who was told to form a group, and has not been heard since."""
+
+_GETTING_READY = Pulse(phase="recipe")
+"""Who has introduced itself, and has not been heard since."""
+
+FORGET = 0.98
+"""How the longest stretch that was seen fades with each step that is committed."""
+
+FORGET_BUSY = 0.9995
+"""The same, of the longest for which a processor was busy: one slow sample in a thousand stays."""
+
+
+def away_s(before: float | None, now: float) -> float:
+    """How long whoever looks on was away itself since it looked last; 0.0 for a moment."""
+    gap_s = now - before if before is not None else 0.0
+    return gap_s if gap_s > FLOOR_S / 4 else 0.0
+
+
+def _done(pulse: Pulse) -> tuple[int, str, int]:
+    """What changes where something gets done."""
+    return pulse.step, pulse.phase, pulse.progress
+
+
+def _raise_to(longest: dict[str, float], phase: str, seconds: float) -> None:
+    longest[phase] = max(longest.get(phase, 0.0), seconds)
+
+
+class Hang(NamedTuple):
+    """A worker that hangs."""
+
+    worker: int
+    step: int
+    phase: str
+    how: str
+    loops: bool = False
+    """Whether it keeps a processor busy with a read."""
+
+
+@dataclass
+class _Seen:
+    """What a worker has shown of itself."""
+
+    heard: float
+    """When it was heard last."""
+    since: float
+    """When it got something done last, as far as is known."""
+    pulse: Pulse | None = None
+    cpu_s: float = 0.0
+    """What it had used when it got something done last."""
+    steps: int = 0
+    """That its process has committed."""
+    ready: bool = True
+    """Whether it has all that it needs but the others."""
+    given_up_s: float = 0.0
+    """How long it had been busy with a read when it was said to hang; 0.0 if it was not."""
+
+    @property
+    def busy_s(self) -> float:
+        """How long a processor has been busy with it since it got something done last."""
+        return max(0.0, self.pulse.cpu_s - self.cpu_s) if self.pulse else 0.0
+
+    @property
+    def has_read(self) -> bool:
+        """Whether it has come to the end of a step's reads, though it may not have told of it."""
+        return self.steps > 0 or (self.pulse is not None and self.pulse.steps > 0)
+
+    def reads_busily(self, now: float) -> bool:
+        """Whether it is at what may wait, and has kept a processor busy with it instead."""
+        if self.pulse is None or self.pulse.phase in OF_A_STEP or self.pulse.phase in WAITING:
+            return False
+        return self.busy_s >= BUSY * (now - self.since)
+
+
+@dataclass
+class Watch:
+    """Learns from the steps and pulses of a run's workers."""
+
+    step_s: float | None = None
+    """How long a step takes, all told; None before there was one."""
+    load_s: float = 0.0
+    """How long a worker waits for the data of a step."""
+    _stretches: dict[str, float] = field(default_factory=dict)
+    _busy: dict[str, float] = field(default_factory=dict)
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _given_up: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Step and phase of a busy read with which a worker was lost; until it commits."""
+    _now: float | None = None
+    _all_still: bool = False
+    """Whether all ready workers stood still at once when it was looked last."""
+
+    def turn(self, now: float) -> None:
+        """The time; where the watcher itself was away for long, nobody is blamed for it."""
+        away = away_s(self._now, now)
+        self._now = now
+        for seen in self._seen.values():
+            seen.heard += away
+            seen.since += away
+
+    def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
+        """A worker shows itself from now on; one that gets ready takes as long as it takes, but
+        for its reads."""
+        self.leaves(worker)
+        self._seen[worker] = _Seen(now, now, ready=ready)
+
+    def forms(self, worker: int, now: float) -> None:
+        """A worker was told to form a group; when it was heard last stays what it was."""
+        before = self._seen.get(worker, _Seen(now, now))
+        self._seen[worker] = _Seen(before.heard, now, cpu_s=before.cpu_s, steps=before.steps)
+
+    def leaves(self, worker: int) -> None:
+        """Nothing more is expected of a worker; a read that it was lost with is learnt from."""
+        seen = self._seen.pop(worker, None)
+        if seen is None or seen.pulse is None or not seen.given_up_s:
+            return
+        phase = seen.pulse.phase
+        self._given_up[worker] = seen.pulse.step, phase
+        if phase == READING or phase in self._busy:
+            _raise_to(self._busy, phase, min(seen.given_up_s, BLAMED_S))
+
+    def hears(self, worker: int, pulse: Pulse, now: float) -> None:
+        """A worker lives, and is at this."""
+        seen = self._seen.get(worker)
+        if seen is None:
+            return
+        before, silent = seen.pulse, now - seen.heard
+        goes_on = silent > STILL_S or before is None or _done(before) != _done(pulse)
+        if self._all_still and goes_on:  # who is the first is not ahead of the others
+            self._all_still = False
+            seen.since += silent
+            for other in self._seen.values():
+                if other is not seen:
+                    other.heard = other.since = now
+        seen.heard = now
+        if before is None or _done(before) != _done(pulse):
+            first = before is not None and before.phase in OF_A_STEP and not seen.steps
+            if before is not None and before.phase not in WAITING and not first:
+                _raise_to(self._stretches, before.phase, now - seen.since)
+                again = self._given_up.get(worker) == (before.step, before.phase)
+                if seen.steps or again:  # else it may open what all later reads use
+                    _raise_to(self._busy, before.phase, seen.busy_s)
+            seen.since, seen.cpu_s, seen.given_up_s = now, pulse.cpu_s, 0.0
+        seen.pulse = pulse
+
+    def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
+        """A worker has committed so many steps, of so many seconds each, and of these for data."""
+        first = self.step_s is None
+        self.load_s = load_s if first else 0.8 * self.load_s + 0.2 * load_s
+        self.step_s = seconds if self.step_s is None else 0.8 * self.step_s + 0.2 * seconds
+        fade, slowly = FORGET**steps, FORGET_BUSY**steps
+        self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
+        self._busy = {phase: s * slowly for phase, s in self._busy.items()}
+        self._given_up.pop(worker, None)
+        if worker in self._seen:
+            self._seen[worker].steps += steps
+
+    def limit_s(self, worker: int, now: float, times: int = 0) -> float:
+        """How long a worker may get nothing done, where it was lost so often already."""
+        seen = self._seen[worker]
+        phase = seen.pulse.phase if seen.pulse else ""
+        computes = phase in OF_A_STEP
+        stretch = (self._stretches if computes else self._busy).get(phase, 0.0)
+        known = computes or phase == READING or phase in self._busy
+        usual = STEPS * max(self.load_s if phase == READING else self.step_s or 0.0, stretch)
+        seen_before = seen.has_read if phase == READING else self.step_s and seen.steps
+        usual = max(usual, FLOOR_S if known and seen_before else UNKNOWN_S)
+        if phase == READING and now - seen.since > FLOOR_S / 2:
+            long = times > 0 or usual >= UNKNOWN_S  # it is given enough, whoever else computes
+            least = FLOOR_S / 2 if long else usual / 2
+            if seen.busy_s >= max(least, BUSY * (now - seen.since)):
+                return max(UNKNOWN_S, usual) if times else usual
+        if not computes and seen.busy_s < max(usual * 2**times / 2, BUSY * (now - seen.since)):
+            usual = max(UNKNOWN_S, usual, STEPS * self._stretches.get(phase, 0.0))
+        return float(usual * 2**times)
+
+    def hangs(
+        self,
+        now: float,
+        times: dict[int, int],
+        is_stopped: Callable[[int], bool] = lambda worker: False,
+    ) -> list[Hang]:
+        """Who hangs.
+
+        Args:
+            now: seconds, on the clock of the rest.
+            times: how often each worker was lost at this very place.
+            is_stopped: whether the system knows that a worker's process does not run; asked
+                about one that is silent while it gets ready.
+        """
+        found: list[Hang] = []
+        excused: list[Hang] = []  # where all stand still at once, as a rule it is none of them
+        loops: dict[int, float] = {}  # whoever keeps a processor busy does not stand still
+        still = {worker for worker, seen in self._seen.items() if now - seen.heard > STILL_S}
+        for worker, seen in self._seen.items():
+            often = times.get(worker, 0)
+            silent, idle = now - seen.heard, now - seen.since
+            at = seen.pulse or (_UNHEARD if seen.ready else _GETTING_READY)
+            if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
+                how = f"gave no sign of life for {silent:.1f} s"
+                among = excused if seen.ready and silent <= UNKNOWN_S else found
+            elif self._may_hang(seen, at) and idle > self.limit_s(worker, now, often):
+                how = f"got nothing done for {idle:.1f} s"
+                loops |= {worker: idle} if seen.reads_busily(now) else {}
+                among = found if idle > UNKNOWN_S else excused
+            else:
+                continue
+            among.append(Hang(worker, at.step, at.phase, how, worker in loops))
+        all_of_them = sorted([*found, *excused])
+        still |= {hang.worker for hang in all_of_them}
+        ready = {worker for worker, seen in self._seen.items() if seen.ready}
+        named = all_of_them
+        if ready <= still:  # of those who loop, one at a time: the others hold what was trained
+            longest = max(loops, key=loops.__getitem__, default=None)
+            named = [hang for hang in all_of_them if hang in found or hang.worker == longest]
+        self._all_still = bool(all_of_them) and not named
+        for worker in loops.keys() & {hang.worker for hang in named}:
+            self._seen[worker].given_up_s = now - self._seen[worker].since
+        return named
+
+    def _may_hang(self, seen: _Seen, at: Pulse) -> bool:
+        """Whether it is to get something done; of who gets ready that is known of reads only."""
+        return at.phase not in WAITING if seen.ready else at.phase == READING
+
+    def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:
+        """Whether seconds without a sign are too many."""
+        usual = UNKNOWN_S / 3 if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)
+        if seconds <= usual:
+            return False
+        return seen.ready or seconds > UNKNOWN_S or is_stopped()
+
+    def stuck_s(self, members: Iterable[int], now: float, times: int = 0) -> float:
+        """How long all members have been in one exchange that does not move; 0.0 if they are not.
+
+        More than a moment, which is what an exchange may take; twice as long for each time
+        that the group has come apart already.
+        """
+        seen = [self._seen.get(worker) for worker in members]
+        if self.step_s is None or len(seen) < 2:
+            return 0.0
+        waits = []
+        for each in seen:
+            if each is None or each.pulse is None or each.pulse.phase != "exchange":
+                return 0.0
+            waits.append(now - each.since)
+        limit_s = max(FLOOR_S, STEPS * self.step_s) * 2 ** min(times, 6)
+        return min(waits) if min(waits) > limit_s else 0.0

@@ -1,0 +1,130 @@
+"""Who watches the steps of a worker from beside them: the moments at which observers are called.
+
+The engine gives each gradient to observers before the strategy has it, lets their
+numbers travel with the notes, and commits only what none of them objects to. What they
+look for, it does not know. To add one: a class that keeps the promises of `Observer`, a
+line in `OBSERVERS`, and a field of `[check]` by that name which turns it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.data.order import Position
+from instep.errors import Unrepeatable
+from instep.registry import Registry
+from instep.worker.dealing import Speeds
+from instep.worker.passes import Pass, Share
+from instep.worker.update import Update
+
+if TYPE_CHECKING:  # both stand on the engine, which calls observers
+    from instep.worker.member import Member
+    from instep.worker.standing import Standing
+
+OBSERVERS = Registry(
+    "observer",
+    {"corruption": "instep.integrity.corruption:CorruptionCheck"},
+)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What an observer is given of the worker that it watches."""
+
+    member: Member
+    model: nn.Module
+    update: Update
+    standing: Standing
+    run_pass: Callable[[Pass, float], None]
+    """Runs a micro-batch of the present step once more, its loss times a factor; only observers
+    hear its gradients, and nothing else stays of it."""
+    set_aside: Callable[[int], None]
+    """Sees to it that no checkpoint of a later step than this is taken up; what this worker is
+    saving is over when it returns."""
+    drop_after: Callable[[int], None]
+    """Deletes the checkpoints of later steps, where this worker saves them."""
+
+
+class Observer(Protocol):
+    """One worker's part in watching. The moments, in the order of a generation and of its steps.
+
+    Raises:
+        PeerError: from `judge` and `unrepeatable`: the step does not happen.
+        WorkerError: from there and `passes_done`: this worker cannot go on.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many numbers `notes` has in this generation."""
+
+    def generation(self, parameters: Sequence[nn.Parameter], comm: Comm) -> None:
+        """A group has formed. All that talks comes later."""
+
+    def formed(self, strategy: dict[str, Tensor], *, anew: bool) -> None:
+        """The generation stands, and all hold the same state.
+
+        Args:
+            strategy: what the strategy remembers.
+            anew: it is that of a beginning or of a checkpoint.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+
+    def plan(
+        self, planned: Iterator[tuple[Position, Share]], first: int, speeds: Speeds | None
+    ) -> Iterator[tuple[Position, Share]]:
+        """The steps from `first` on; passes that count nothing may be added."""
+
+    def begin_step(self, step: int, where: Position) -> None:
+        """A step begins, or begins once more."""
+
+    def begin_pass(self, part: Pass) -> None:
+        """The backward pass of `part` is about to run."""
+
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """A gradient is complete, of this parameter; it is only to be read."""
+
+    def end_pass(self, part: Pass) -> None:
+        """The backward pass of `part` is over."""
+
+    def passes_done(self) -> None:
+        """This worker's passes of the step are over."""
+
+    def notes(self) -> list[float]:
+        """[size]: told to the others with the step, and summed."""
+
+    def judge(self, notes: list[float], strategy: Callable[[], dict[str, Tensor]]) -> None:
+        """All have been told; parameters have not moved. Every worker comes to the same.
+
+        Args:
+            notes: of all, summed.
+            strategy: gives what the strategy remembers since the last commit.
+        """
+
+    def unrepeatable(self, error: Unrepeatable) -> None:
+        """All ran their passes again, and not all came to the same; every worker calls it."""
+
+    def committed(self) -> None:
+        """Parameters have moved, and stay as they are until the next step has its gradients."""
+
+    def over(self) -> None:
+        """The generation is over; a second call does nothing."""
+
+    def go_back(self) -> bool:
+        """Between generations: put this worker back at an earlier commit, if that is due.
+
+        Returns:
+            Whether it was.
+        """
+
+
+def make_observers(observed: Observed) -> dict[str, Observer]:
+    """Those that the job wants, by name."""
+    check = observed.member.job.check
+    return {name: OBSERVERS[name](observed) for name in OBSERVERS if getattr(check, name)}

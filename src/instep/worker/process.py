@@ -1,0 +1,103 @@
+"""A worker's life: call the master, build the recipe, train, say how it went."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+
+from instep.comm.endpoint import Seat
+from instep.data.child import own_places
+from instep.data.choose import cores
+from instep.errors import PeerError
+from instep.recipe.build import call, load_function
+from instep.system import blame
+from instep.system.kernels import set_kernels, set_threads, share
+from instep.system.prints import spare_prints
+from instep.system.stacks import tell_when_asked
+from instep.worker.member import Member, Released
+from instep.worker.training import Training, choose_device
+
+
+def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
+    """Work until the run is over.
+
+    Args:
+        seat: where the master is.
+        number: this worker's.
+        phases: seconds that parts of the start took before; `forked` is the Unix time of the fork.
+
+    Returns:
+        The exit code of the process.
+    """
+    own_places()  # the recipe's file was imported before the fork, and may hold open ones
+    spare_prints()
+    tell_when_asked()
+    try:
+        member = Member(seat, number, phases)
+    except PeerError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        return error.exit_code
+    signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
+    member.show_itself()
+    training: Training | None = None
+    try:
+        training = prepare(member, number)
+        training.join()
+        while True:
+            for _ in training.steps():
+                pass
+            if training.finish():
+                break
+    except Released:
+        if training is not None:
+            training.released()
+    except BaseException as error:
+        with suppress(OSError):  # a full disk must not hide the cause
+            traceback.print_exc()  # to the log, and first: once it has reported, it is killed
+        return 1 if _report(member, error, training) else PeerError.exit_code
+    finally:
+        member.close()
+    return 0
+
+
+def prepare(member: Member, local_rank: int) -> Training:
+    """From a membership to a training that has all it needs but the other workers."""
+    job, lap = member.job, _Laps(member)
+    lap("fork")
+    hosts = len(job.launch.hosts)
+    set_kernels(job.train, share(cores(), job.workers, hosts))
+    device = choose_device(job, local_rank)
+    recipe = call(load_function(job.recipe), job.arguments, job.seed)
+    lap("recipe")
+    member.phase = "building"
+    training = Training(member, recipe, device)
+    training.sized = lambda size: set_threads(job.train, share(cores(), size, hosts))
+    lap("build")
+    return training
+
+
+class _Laps:
+    """Notes how long each part of the start took."""
+
+    def __init__(self, member: Member) -> None:
+        self._phases = member.phases
+        self._since = self._phases.pop("forked", time.time())
+
+    def __call__(self, name: str) -> None:
+        now = time.time()
+        self._phases[name] = now - self._since
+        self._since = now
+
+
+def _report(member: Member, error: BaseException, training: Training | None) -> bool:
+    step = training.step if training else 0
+    phase = training.doing if training else "recipe"
+    try:
+        member.failed(blame.failed(error, step, phase))
+    except PeerError:
+        return False  # the master is gone, or has no use for this process
+    return True

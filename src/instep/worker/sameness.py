@@ -1,0 +1,606 @@
+"""Whether cutting the global batch changes what is trained: tried before the first step.
+
+One machine would run a global batch as one forward pass; a run cuts it into
+micro-batches. That is the same, to rounding, where the loss is a mean of
+something known and no part of the model looks at more than one sample. No list
+of layers can know what a user's own layer does. So it is tried: on a copy of
+the model, its parameters moved off their start (a layer that starts at zero
+hides what is behind it), two micro-batches apart and as one must give the same
+gradients, and must move buffers alike. What comes of it is a verdict on the run
+(`same_as_one_machine`), and whether micro-batches may be merged into larger
+passes.
+
+This file knows nothing of workers and steps; `training.py` chooses the batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.data.keyed import states
+from instep.errors import RecipeError
+from instep.recipe.forward import Forward
+from instep.recipe.weights import Weighing, is_sum, weighing
+from instep.worker.still import LEVELS, Still
+from instep.worker.trial_model import PassResult, TrialModel, trial_model
+
+_NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
+_NEAR_IN_SHORT = (1e-1, 1e-2)
+"""Two gradients are the same where they differ by less than so much of the parameter's own
+gradient, or so much of the gradient of all. Many models compute parts in float32 in any case."""
+
+LEAST, _EFFORT, _READS = 4, 2e9, 2048
+"""Spots that are tried in any case; and more while parameters times numbers in a batch, which
+grows as the work does and is the same on every machine, stays below the second for all together,
+and the samples read below the third."""
+
+REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
+
+
+class Trial(NamedTuple):
+    """What came of the trial. Plain data: a newcomer is given it by the others."""
+
+    merge: bool
+    """Whether micro-batches may be merged into larger passes."""
+    reason: str
+    """Why, or why not."""
+    verdict: str
+    """`yes`, `no: ...` or `not shown: ...`."""
+    derived: str = ""
+    """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
+
+    def merged_always(self) -> Trial:
+        """What `train.merge = "always"` makes of it."""
+        verdict = self.verdict
+        if self.same and not self.merge:
+            verdict = (
+                f"no: train.merge = 'always' merges micro-batches although {self.reason}, and the "
+                "result depends on the number of workers. Leave train.merge out"
+            )
+        return self._replace(merge=True, reason="train.merge = 'always'", verdict=verdict)
+
+    @property
+    def same(self) -> bool:
+        """Whether the run is shown to give the result of one machine."""
+        return self.verdict == "yes"
+
+
+class Spot(NamedTuple):
+    """Micro-batches that are neighbours in the order of an epoch, and all of them as one batch."""
+
+    parts: tuple[Any, ...]
+    """Two or more."""
+    whole: Any
+    sizes: tuple[int, ...]
+    """Samples of each part."""
+
+
+NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
+"""The trial of a job that has one micro-batch in every step."""
+
+
+ANOTHER_SAW = "not shown: the trial of another worker did not say yes"
+"""The verdict of a worker whose own was `yes`."""
+
+
+def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -> Trial:
+    """Try whether micro-batches apart give what they give as one batch.
+
+    Args:
+        forward: of the worker; its model is left as it is.
+        spots: where in the dataset to try, read as they are asked for; none where none can be
+            read. Of small models more are tried than of large ones.
+        whole: samples of a global batch, for the text.
+        seed: for the draws of the passes and the parameters' new places.
+
+    Raises:
+        RecipeError: the loss is a sum; or what `Forward.loss` raises.
+    """
+    recipe = forward.recipe
+    weighed = weighing(recipe.weight, recipe.loss)
+    if is_sum(recipe.loss):
+        raise _sum(f"{weighed.name} has reduction = 'sum'")
+    if hooked := _hooked(forward.model):
+        why = (
+            f"a hook on the gradient of {hooked!r} is called once for each micro-batch, where one "
+            "machine would call it once for a step"
+        )
+        return Trial(False, why, f"no: {why}. {REMEDY}")
+    spots = iter(spots)
+    spot = next(spots, None)
+    if spot is None:
+        return _not_shown("the samples to try it with cannot be read")
+    spots = itertools.islice(itertools.chain([spot], spots), _how_many(forward.model, spot))
+    with ExitStack() as stack:
+        try:
+            model = stack.enter_context(trial_model(forward, seed))
+        except Exception as error:  # whatever a user's module cannot be copied for
+            return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
+        tried = _Tried(model, forward, weighed, whole)
+        try:
+            trial = tried.verdict(spots)
+        finally:
+            reached = model.reached()
+    if tried.compared and tried.idle and not reached:
+        raise RecipeError(
+            f"no parameter of the model gets a gradient from {weighed.name}: something detached "
+            "it (no_grad, .item(), .data, or a new torch.tensor)."
+        )
+    if reached and trial.same:
+        return _not_shown(
+            f"{weighed.name} reaches the model other than by what it is given (a closure does), "
+            "and only what it is given can be tried. Use compute_loss(model, batch), and in it "
+            "that model alone",
+            trial.derived,
+        )
+    return trial
+
+
+def _how_many(model: nn.Module, spot: Spot) -> int:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    numbers = sum(tensor.numel() for tensor in _all_tensors(spot.whole))
+    reads = 2 * sum(spot.sizes)
+    return max(LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
+
+
+def _hooked(model: nn.Module) -> str:
+    """The name of a parameter whose gradient a hook sees; empty where there is none."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return name
+    return ""
+
+
+def _not_shown(why: str, derived: str = "") -> Trial:
+    return Trial(False, why, f"not shown: {why}", derived)
+
+
+def _sum(how: str) -> RecipeError:
+    return RecipeError(
+        f"{how}: it is a sum, and a sum over a global batch depends on how large that is. Divide "
+        "by the batch size (reduction='mean'), or return "
+        "instep.WeightedLoss(total, weight) from compute_loss."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _nearness(model: TrialModel) -> tuple[float, float]:
+    return max(_NEAR.get(p.dtype, _NEAR_IN_SHORT) for p in model.parameters.values())
+
+
+def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
+    """What the loss of a Hugging Face model is a mean of, where there is nothing else to try.
+
+    Args:
+        forward: of the worker; its model is left as it is.
+        batches: read as they are asked for.
+        seed: for the draws of the passes.
+
+    Returns:
+        A name of `weights.DERIVED`; empty where it is not found out.
+    """
+    with ExitStack() as stack:
+        try:
+            model = stack.enter_context(trial_model(forward, seed))
+        except Exception:  # whatever a user's module cannot be copied for
+            return ""
+        model.draws = Still
+        return model.mean_of(itertools.islice(batches, LEAST))
+
+
+class _Tried:
+    """The trial itself: a list of what differs, by name."""
+
+    def __init__(self, model: TrialModel, forward: Forward, weighed: Weighing, whole: int) -> None:
+        self._model, self._forward = model, forward
+        self._known, self._name = weighed.known, weighed.name
+        self._by_samples = weighed.weigh is None
+        self._whole = whole
+        self._derived = ""
+        self._near, self._floor = _nearness(model)
+        self.idle = True
+        """Whether no parameter has got a gradient in any pass."""
+        self._differs: list[str] = []
+        self.compared = 0
+        """Spots that could be."""
+        self._untried = "nothing counts in the batches that were tried"
+        self._drew_elsewhere = False  # than from torch's generators
+
+    def verdict(self, spots: Iterator[Spot]) -> Trial:
+        """Try spot after spot, until something differs."""
+        first = next(spots)
+        drew = self._repeats(first)
+        self._model.draws = Still if drew else nullcontext
+        self._known |= self._forward.weighs_itself
+        self._model = self._model.widened(first.parts[0], first.sizes[0])
+        self._near, self._floor = _nearness(self._model)
+        self._model.move()
+        spots = self._derive(itertools.chain([first], spots))
+        moved = False
+        self._first, self._begin = first, self._model.run(first.parts[0], first.sizes[0])
+        for spot, level in zip(spots, itertools.cycle(LEVELS), strict=False):
+            self._model.draws = partial(Still, level) if drew else nullcontext
+            moved |= self._compare(spot)
+            if self._differs:
+                break
+        self._model.draws = Still if drew else nullcontext
+        self._check_again(first, self._begin)
+        return self._judge(drew, moved)
+
+    def _judge(self, drew: bool, moved: bool) -> Trial:
+        if self._differs and self._drew_elsewhere:
+            return _not_shown(
+                "something draws from numpy's or Python's generators, which cannot be held still "
+                "while samples are tried apart and together. Draw with torch's",
+                self._derived,
+            )
+        if self._differs:
+            why = "; ".join(self._differs)
+            return Trial(False, why, f"no: {why}. {REMEDY}", self._derived)
+        if not self.compared:
+            return _not_shown(self._untried)
+        if self._near >= _NEAR_IN_SHORT[0]:
+            return _not_shown(
+                "the model cannot be tried in more than its own 16 bits, in which a difference of "
+                "a per cent does not show",
+                self._derived,
+            )
+        if not self._known:
+            why = (
+                f"{self._name} is your own function, and what it is a mean of may depend on what a "
+                "batch holds"
+            )
+            return Trial(
+                False,
+                why,
+                f"not shown: {why}. Say it with Recipe.weight (where it is the samples of an "
+                "(inputs, target), weight=lambda batch: len(batch[0])), or return "
+                "instep.WeightedLoss(total, weight)",
+            )
+        if moved:
+            return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
+        if drew:
+            reason = "the forward pass draws random numbers, as dropout does"
+            return Trial(False, reason, "yes", self._derived)
+        return Trial(True, "a trial showed no difference", "yes", self._derived)
+
+    # ---- one pass, twice
+
+    def _repeats(self, spot: Spot) -> bool:
+        """Run one micro-batch twice, which must give the same; whether it draws random numbers."""
+        drew = False
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            nonlocal drew
+            before, on_gpus = states(), _on_gpus()
+            yield
+            now = states()
+            drew |= not (now.same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
+            self._drew_elsewhere |= not now._replace(of_torch=before.of_torch).same(before)
+
+        self._model.draws = watched
+        once = self._model.run(spot.parts[0], spot.sizes[0])
+        self._check_again(spot, once)
+        return drew
+
+    def _check_again(self, spot: Spot, once: PassResult | None) -> None:
+        """Run a micro-batch again, which must give the same; else that is the reason."""
+        again = self._model.run(spot.parts[0], spot.sizes[0])
+        if once is not None and again is not None and not self._same(once, again):
+            buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
+            who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
+            how += "that each call moves, or draws from a generator of its own"
+            if buffer:
+                who, how = self._name, f"in its buffer {buffer!r}"
+            self._differs[:] = [
+                f"{who} gives another result when the same batch is run again, as it keeps "
+                f"something from call to call ({how}), and a step calls it once for each "
+                "micro-batch"
+            ]
+
+    def _same(self, one: PassResult, other: PassResult) -> bool:
+        if not math.isfinite(one.loss) and not math.isfinite(other.loss):
+            return True  # nothing can be said
+        return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
+            one.gradients, other.gradients
+        )
+
+    # ---- what a Hugging Face model's loss is a mean of
+
+    def _derive(self, spots: Iterator[Spot]) -> Iterator[Spot]:
+        """Find it out from the first spots; gives all of them back."""
+        if self._known:
+            return spots
+        taken: list[Spot] = []
+
+        def batches() -> Iterator[Any]:
+            for spot in itertools.islice(spots, LEAST):
+                taken.append(spot)
+                yield from spot.parts
+
+        self._derived = self._model.mean_of(batches())
+        if self._derived:
+            self._known = True
+            self._forward.derive(self._derived)
+        return itertools.chain(taken, spots)
+
+    # ---- apart and as one
+
+    def _compare(self, spot: Spot) -> bool:
+        """Compare the micro-batches with all as one; whether buffers were moved."""
+        passes, whole = self._passes(spot)
+        if whole is not None and not math.isfinite(whole.loss):
+            self._model.move_back()  # a place where the model is not defined
+            self._begin = self._model.run(self._first.parts[0], self._first.sizes[0])
+            passes, whole = self._passes(spot)
+        apart = [each for each in passes if each is not None]
+        if whole is None or not apart:
+            return False
+        self.idle &= not any(each.gradients for each in apart)
+        moved, layer = self._buffers(apart, spot.sizes, whole)
+        weight = sum(each.weight for each in apart) or 1.0
+        share = [(each.weight or 1.0) / weight for each in apart]
+        loss = sum(w * each.loss for w, each in zip(share, apart, strict=True))
+        if not math.isfinite(whole.loss) or not math.isfinite(loss):
+            self._untried = "the loss is not finite on the batches that were tried"
+            return moved
+        self.compared += 1
+        worst = self._gradients_differ(_mean(apart, share), whole.gradients)
+        alike = _close(loss, whole.loss, self._near) and not worst
+        packed = self._packed(spot)
+        if not alike and not packed and _made_otherwise(spot):
+            self._differs.append(
+                "a batch does not hold its samples as its micro-batches do: the dataset draws "
+                "from a generator of its own, or collate draws or looks at the whole batch"
+            )
+            return moved
+        if not alike:
+            self._refuse_sum(apart, whole)
+            layer = "" if packed else self._looks_at_its_batch(spot)
+        seen = spot.sizes[0]  # the last may have been made longer
+        if layer:
+            self._differs.append(
+                f"{layer} looks at the other samples of its batch: it sees {seen} at a time, "
+                f"where one machine would show it {self._whole}"
+            )
+        elif not alike:
+            self._differs.append(self._by_loss(loss, whole.loss, worst, spot, packed))
+        return moved
+
+    def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
+        run = self._model.run
+        apart = [run(part, size) for part, size in zip(spot.parts, spot.sizes, strict=True)]
+        return apart, run(spot.whole, sum(spot.sizes))
+
+    def _packed(self, spot: Spot) -> str:
+        """The shape of a batch that is weighed by samples, though none of it is a row each."""
+        shape = next((list(t.shape) for t in _all_tensors(spot.whole) if t.dim()), [])
+        weighed = not self._by_samples or self._forward.weighs_itself or self._derived
+        return "" if weighed or not shape or sum(spot.sizes) in shape[:2] else str(shape)
+
+    def _by_loss(self, apart: float, whole: float, worst: str, spot: Spot, packed: str) -> str:
+        if packed:
+            by = (
+                f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
+                "it is a mean of what they hold, such as tokens: Recipe.weight can say of how many"
+            )
+        elif self._forward.recipe.weight:
+            by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
+        else:
+            by = (
+                "it compares the samples of a batch, or is a mean of something else than samples, "
+                "which Recipe.weight can say"
+            )
+        many = len(spot.parts)
+        counted = "two" if many == 2 else str(many)
+        each = "both" if many == 2 else "all"
+        if worst and _close(apart, whole, self._near):
+            what = (
+                f"has another gradient, of {worst!r}, for {counted} micro-batches apart than for "
+                f"{each}"
+            )
+        else:
+            what = f"is {apart:.6g} for {counted} micro-batches apart and {whole:.6g} for {each}"
+        return (
+            f"{self._name} {what} as one batch: {by}. It sees {spot.sizes[0]} samples at a time, "
+            f"where one machine would show it {self._whole}"
+        )
+
+    def _refuse_sum(self, apart: Sequence[PassResult], whole: PassResult) -> None:
+        """A loss that micro-batches add up to is no mean."""
+        total = sum(each.loss for each in apart)
+        tiny = abs(total) < 1e-12
+        if self._known or len(apart) < 2 or tiny or not _close(total, whole.loss, self._near):
+            return
+        if not self._gradients_differ(_mean(apart, [1.0] * len(apart)), whole.gradients):
+            raise _sum(f"{self._name} is about twice as large with two micro-batches")
+
+    def _gradients_differ(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+        """The name of a parameter whose gradients differ; empty where none do."""
+        lengths = {name: float(gradient.double().norm()) for name, gradient in other.items()}
+        length = math.hypot(*lengths.values())
+        for name in self._model.parameters:
+            if name not in one and name not in other:
+                continue
+            mine, theirs = one.get(name), other.get(name)
+            if mine is None or theirs is None:
+                present = mine if mine is not None else theirs
+                assert present is not None
+                gap, own = float(present.double().norm()), 0.0
+            else:
+                gap, own = float((mine.double() - theirs.double()).norm()), lengths[name]
+            if not gap <= self._near * own + self._floor * length:
+                return name
+        return ""
+
+    def _buffers(
+        self, apart: Sequence[PassResult], sizes: Sequence[int], whole: PassResult
+    ) -> tuple[bool, str]:
+        """Name the buffers that one batch leaves other than the mean over its micro-batches.
+
+        Returns:
+            Whether buffers were moved, and the first layer of batch normalisation whose
+            statistics are other: it is named where the gradients do not lead to it.
+        """
+        moved, layer = False, ""
+        statistics = self._statistics()
+        for name, kept in self._model.committed.items():
+            after = [each.buffers.get(name) for each in (*apart, whole)]
+            if any(each is None or each.shape != kept.shape for each in after):
+                continue
+            values = [each.double() for each in after if each is not None]
+            if all(torch.equal(each, kept.double()) for each in values):
+                continue
+            moved = True
+            if len(apart) < len(sizes):  # in one of them nothing counts: that is no pass
+                continue
+            share = [size / sum(sizes) for size in sizes]
+            mean = sum(w * each for w, each in zip(share, values[:-1], strict=True))
+            assert isinstance(mean, Tensor)
+            if not kept.is_floating_point():
+                mean = mean.round()
+            gap = float((mean - values[-1]).norm())
+            by = float((values[-1] - kept.double()).norm()) + float((mean - kept.double()).norm())
+            if gap <= self._near * by:
+                continue
+            if name in statistics:
+                layer = layer or statistics[name]
+            else:
+                self._differs.append(
+                    f"the buffer {name!r} is no running average: two micro-batches apart leave it "
+                    "other than both as one batch do, and the mean over micro-batches is what is "
+                    "kept"
+                )
+        return moved, layer
+
+    def _statistics(self) -> dict[str, str]:
+        """The buffers of batch normalisation, and their layers in words."""
+        return {
+            f"{prefix}.{name}" if prefix else name: self._in_words(prefix)
+            for prefix, module in self._model.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for name in module._buffers
+        }
+
+    # ---- who is it
+
+    def _looks_at_its_batch(self, spot: Spot) -> str:
+        """The innermost module that gives samples other outputs in another batch, if one does."""
+        apart = [self._outputs(part, number) for number, part in enumerate(spot.parts)]
+        for name, (given, made) in self._outputs(spot.whole, len(apart)).items():
+            if not made or any(name not in outputs for outputs in apart):
+                continue
+            given_alike, made_alike = (
+                _rows_alike([outputs[name][place] for outputs in apart], tensors, self._near)
+                for place, tensors in enumerate((given, made))
+            )
+            if given_alike and made_alike is False:
+                return self._in_words(name)
+        return ""
+
+    def _in_words(self, name: str) -> str:
+        module = self._model.model.get_submodule(name)
+        more = sum(type(each) is type(module) for each in self._model.model.modules()) - 1
+        others = f" (and {more} more of its kind)" if more else ""
+        return f"{type(module).__name__} {name!r}{others}"
+
+    def _outputs(self, batch: Any, number: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+        """Name of each module to the tensors it was given and made, in the order they ended."""
+        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        hooks = []
+        for name, module in self._model.model.named_modules():
+            if not name:
+                continue
+
+            def keep(_: nn.Module, given: Any, made: Any, name: str = name) -> None:
+                found.setdefault(name, (_tensors(given), _tensors(made)))
+
+            hooks.append(module.register_forward_hook(keep))
+        try:
+            self._model.run(batch, 1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+
+def _rows_alike(apart: Sequence[list[Tensor]], whole: list[Tensor], near: float) -> bool | None:
+    """Whether the tensors of the whole are those of the parts, one after the other.
+
+    None where that cannot be told: none of them is made of rows of the others, as where
+    batches are padded to other lengths.
+    """
+    alike = None
+    for tensor, *parts in zip(whole, *apart, strict=False):
+        for dim in range(min(2, tensor.dim())):
+            if any(part.dim() != tensor.dim() for part in parts):
+                break
+            rests = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (tensor, *parts)}
+            if len(rests) == 1 and tensor.shape[dim] == sum(part.shape[dim] for part in parts):
+                joined = torch.cat(parts, dim).double()
+                gap = float((joined - tensor.double()).norm())
+                same = gap <= near * float(joined.norm()) + 1e-12
+                alike = same and alike is not False
+                break
+    return alike
+
+
+def _made_otherwise(spot: Spot) -> bool:
+    """Whether the whole batch is seen to hold other numbers than its parts."""
+    apart = [_all_tensors(part) for part in spot.parts]
+    return _rows_alike(apart, _all_tensors(spot.whole), 0.0) is False
+
+
+def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Tensor]:
+    mean: dict[str, Tensor] = {}
+    for share, each in zip(shares, passes, strict=True):
+        for name, gradient in each.gradients.items():
+            if name in mean:
+                mean[name].add_(gradient, alpha=share)
+            else:
+                mean[name] = share * gradient.double()
+    return mean
+
+
+def _close(one: float, other: float, near: float) -> bool:
+    return math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
+
+
+def _all_tensors(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    values = given.values() if isinstance(given, Mapping) else given
+    return (
+        [tensor for value in values for tensor in _all_tensors(value)]
+        if isinstance(given, (Mapping, tuple, list))
+        else []
+    )
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    """The floating-point tensors of a module's inputs or outputs."""
+    if isinstance(given, Tensor):
+        return [given.detach().clone()] if given.is_floating_point() else []
+    if isinstance(given, Mapping):
+        return [tensor for value in given.values() for tensor in _tensors(value)]
+    if isinstance(given, (tuple, list)):
+        return [tensor for value in given for tensor in _tensors(value)]
+    return []
+
+
+def _on_gpus() -> list[Tensor]:
+    """What a draw on any GPU changes."""
+    there = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.get_rng_state_all() if there else []

@@ -1,0 +1,327 @@
+"""When worker 0 saves, and what goes into a checkpoint.
+
+The writing itself is `state/save.py`'s; this file gathers, from one and the
+same commit, all that a run needs to go on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.data.order import Position
+from instep.errors import CheckpointError, RunError
+from instep.spec_file import dump
+from instep.state.best import Best, facts_of
+from instep.state.load import load
+from instep.state.manifest import MANIFEST, published, reason
+from instep.state.restore import restore
+from instep.state.save import CheckpointWriter, Saved, save_model
+from instep.state.snapshot import (
+    Packer,
+    Snapshot,
+    model_tensors,
+    pack_state,
+    parameters_sha256,
+    unpack_state,
+)
+from instep.state.sound import set_aside_after
+from instep.store.folder import run_id
+from instep.system.blame import sentence
+from instep.worker.member import Member
+from instep.worker.replica import Replica
+from instep.worker.update import Update
+
+RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
+"""What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""
+
+
+class TakenUp(NamedTuple):
+    """What a checkpoint gave back, beside the state of model and optimizer."""
+
+    step: int = 0
+    """The last committed one."""
+    strategy: Mapping[str, Tensor] = MappingProxyType({})
+    """What the strategy remembers."""
+    epoch_loss: float = 0.0
+    epoch_samples: int = 0
+    """Of the epoch that was not finished: loss times samples, and samples."""
+
+
+def gather(carried: TakenUp, model: nn.Module, update: Update, pack: Packer) -> Snapshot:
+    """Everything of one commit that the next step builds on.
+
+    Args:
+        carried: the step, and what is carried on beside model and optimizer.
+        model: as that step left it.
+        update: has its optimizer, scheduler and scaler.
+        pack: takes the optimizer's state apart.
+
+    Raises:
+        CheckpointError: something in it cannot be kept.
+    """
+    optimizer, skeleton = pack(update.optimizer.state_dict())
+    facts: dict[str, Any] = {
+        "epoch_so_far": pack_state([carried.epoch_loss, carried.epoch_samples])[1],
+        "optimizer": skeleton,
+        "scaler": update.scaler.state_dict(),
+    }
+    tensors = {"model": model_tensors(model), "optimizer": optimizer}
+    if update.scheduler is not None:
+        tensors["scheduler"], facts["scheduler"] = pack_state(update.scheduler.state_dict())
+    if carried.strategy:
+        tensors["strategy"] = dict(carried.strategy)
+    return Snapshot(step=carried.step, tensors=tensors, facts=facts)
+
+
+def aside(model: nn.Module, kept: Container[str]) -> dict[str, Tensor]:
+    """Buffers that are not `kept` in the model's state dict, by name; a pass may move them too."""
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
+def take_up(snapshot: Snapshot, source: object, model: nn.Module, update: Update) -> TakenUp:
+    """Give model, optimizer, scheduler and scaler the state of another commit.
+
+    Args:
+        snapshot: as `gather` made it.
+        source: where it is from, for messages.
+        model: as the recipe builds it.
+        update: with an optimizer and a scheduler as the recipe makes them.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer.
+    """
+    tensors, facts = snapshot.tensors, snapshot.facts
+    restore(tensors["model"], model)
+    others = aside(model, tensors["model"])
+    with torch.no_grad():
+        for name, tensor in tensors.get("aside", {}).items():
+            if name in others:
+                others[name].copy_(tensor)
+    try:
+        update.optimizer.load_state_dict(
+            unpack_state(tensors.get("optimizer", {}), facts["optimizer"])
+        )
+        if update.scheduler is not None:
+            state = unpack_state(tensors.get("scheduler", {}), facts["scheduler"])
+            update.scheduler.load_state_dict(state)
+        if facts["scaler"]:
+            update.scaler.load_state_dict(facts["scaler"])
+        loss, samples = unpack_state({}, facts["epoch_so_far"])
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{source} is of another optimizer or scheduler than the recipe now makes: "
+            f"{sentence(error)}"
+        ) from error
+    return TakenUp(snapshot.step, tensors.get("strategy", {}), loss, samples)
+
+
+def taken_up(checkpoint: Path | None, model: nn.Module, update: Update) -> TakenUp:
+    """The state of a checkpoint on disk, taken up; without one, that of a beginning.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another model or optimizer.
+    """
+    if checkpoint is None:
+        return TakenUp()
+    snapshot = load(checkpoint, next(model.parameters()).device)
+    return take_up(snapshot, checkpoint, model, update)
+
+
+class Saver:
+    """Saves checkpoints while training goes on, and the model at its end.
+
+    Args:
+        member: for the job, the run folder and the log.
+        model: of this worker.
+        update: moves it; has the optimizer, the scheduler and the scaler of the loss.
+        best: which checkpoints are kept for their validation.
+        now: a clock that never goes back, in seconds.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        update: Update,
+        best: Best | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._member, self._model, self._update = member, model, update
+        model_tensors(model)  # a model that cannot be saved is refused before it is trained
+        self._due = member.job.checkpoint.due
+        self._every_s, self._now = member.job.checkpoint.every_s, now
+        self._saved_s = now() - _unsaved_s(member.run)
+        self._pack_optimizer = Packer()
+        self._newest = self._last = 0  # saved by this start; to be saved as its last
+        self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
+        self._job, self._id = dump(member.job), run_id(member.run)
+        self._writer = CheckpointWriter(
+            member.run / "checkpoints",
+            keep_last=member.job.checkpoint.keep_last,
+            keep_every=member.job.checkpoint.keep_every,
+            best=best,
+            builds_on=[member.run / name for name in RESUMED_FROM],
+            may_publish=lambda: not member.fenced,
+        )
+
+    def after_step(
+        self,
+        step: int,
+        where: Position,
+        replica: Replica,
+        *,
+        last: bool,
+        epoch_so_far: tuple[float, int] = (0.0, 0),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save if it is time to; tell of what has been published since.
+
+        Args:
+            step: the one just committed.
+            where: its place in the data.
+            replica: has the strategy, the clock and the ledger.
+            last: whether it is the last of this start.
+            epoch_so_far: of an unfinished epoch, loss times samples, and samples.
+            metrics: of the validation that followed this step, if one did.
+        """
+        late = self._every_s is not None and self._now() - self._saved_s >= self._every_s
+        if last or late or self._due(step) or self._writer.is_best(step, metrics):
+            self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
+            try:
+                since = time.perf_counter()
+                self._member.flush()  # else the records would lag behind the checkpoint
+                snapshot = self._snapshot(step, where, replica, epoch_so_far)
+                snapshot.facts.update(facts_of(metrics))
+                replica.clock.save += self._writer.save(snapshot, since=since)
+                self._last = step if last else 0
+            except CheckpointError as error:
+                self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
+        self._tell()
+
+    def _snapshot(
+        self, step: int, where: Position, replica: Replica, epoch_so_far: tuple[float, int]
+    ) -> Snapshot:
+        """Everything of one commit."""
+        carried = TakenUp(step, replica.strategy.state(), *epoch_so_far)
+        snapshot = gather(carried, self._model, self._update, self._pack_optimizer)
+        others = aside(self._model, snapshot.tensors["model"])
+        if moved := {n: b for n, b in others.items() if id(b) in replica.buffers.moved}:
+            snapshot.tensors["aside"] = moved
+        snapshot.facts.update(
+            epoch=where.epoch,
+            next_position=where.stop,
+            ledger_bytes=replica.ledger_bytes,
+            job=self._job,
+            run=self._id,
+        )
+        return snapshot
+
+    def _tell(self) -> None:
+        for outcome in self._writer.poll():
+            if isinstance(outcome, Saved):
+                self._newest, self._unsaved = outcome.step, None
+                self._member.emit(
+                    "checkpoint_saved",
+                    step=outcome.step,
+                    path=str(outcome.path),
+                    size_bytes=outcome.size_bytes,
+                    held_s=outcome.held_s,
+                    seconds=outcome.seconds,
+                )
+            elif isinstance(outcome, CheckpointError):
+                self._warn(outcome)
+            else:
+                raise outcome
+
+    def _warn(self, error: CheckpointError) -> None:
+        """Say it once, as long as the cause is the same: each save tries again."""
+        before, self._unsaved = self._unsaved, error
+        if before is None or _number(before) != _number(error):
+            self._member.emit("warning", text=str(error))
+
+    def hand_over(self) -> None:
+        """Another worker saves from now on; what is being written is written first."""
+        self._writer.finish()
+        self._tell()
+
+    def drop_after(self, step: int) -> None:
+        """Checkpoints of later steps are not to be used, and make way for those to come.
+
+        Raises:
+            CheckpointError: one cannot be renamed.
+        """
+        self._writer.finish()
+        self._tell()
+        folder = self._member.run / "checkpoints"
+        set_aside_after(folder, step)
+        self._writer.forget_after(step)
+        if self._newest > step:
+            self._newest = max((left for left, _ in published(folder)), default=0)
+        self._last = 0 if self._last > step else self._last
+
+    def finish(self, step: int) -> None:
+        """Wait for the last checkpoint and write `model.safetensors`.
+
+        Raises:
+            RunError: one of the two cannot be written; the text says what there is.
+            CheckpointError: the model cannot be kept.
+        """
+        self._writer.finish()
+        self._tell()
+        missing = [] if self._newest >= self._last else ["its checkpoint"]
+        cause = self._unsaved.__cause__ if self._unsaved else None
+        try:
+            self._save_model(step)
+        except CheckpointError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError):
+                raise
+            missing.append("model.safetensors")
+        if missing:
+            newest = f"that of step {self._newest}" if self._newest else "none of this start"
+            raise RunError(
+                f"training is over with step {step}, but {' and '.join(missing)} could not be "
+                f"saved in {self._member.run}: {_why(cause)}. The newest checkpoint is {newest}. "
+                "Make room, or get access, then have the run go on."
+            )
+
+    def _save_model(self, step: int) -> None:
+        digest = parameters_sha256(self._model)
+        path = self._member.run / "model.safetensors"
+        facts = {"step": str(step), "job": self._member.job.name, "parameters_sha256": digest}
+        size = save_model(path, self._model, facts)
+        self._member.emit(
+            "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
+        )
+
+
+def _unsaved_s(run: Path) -> float:
+    """Seconds since the last save, or since training began, for a worker that takes over saving.
+
+    Whoever saved before may be dead, so files tell: `job.toml` is written where a session begins.
+    """
+    checkpoints = sorted((run / "checkpoints").glob(f"*/{MANIFEST}"))
+    written = []
+    for file in [run / "job.toml", *checkpoints]:
+        with suppress(OSError):  # deleted meanwhile
+            written.append(file.stat().st_mtime)
+    return max(0.0, time.time() - max(written, default=math.inf))
+
+
+def _why(cause: BaseException | None) -> str:
+    return reason(cause) if isinstance(cause, OSError) else str(cause)
+
+
+def _number(error: CheckpointError) -> object:
+    """What tells one cause from another: the text has figures that change."""
+    return getattr(error.__cause__, "errno", str(error))

@@ -1,0 +1,177 @@
+"""One worker's part in the rules of `[stop]`: it measures, asks the master, and passes on the word.
+
+A loss that is no number ends the run at its own step: every worker has the same
+loss, and decides alone. For the other rules the worker of rank 0 tells the
+master the figures of a step as soon as it is committed, and waits for the
+verdict only when the passes of the next step are done: the answer has had that
+time to come. The verdict then travels in the
+next commit, or, where a validation is over, by a broadcast, so that all
+workers stop at the same step. Without such rules nothing is sent and nothing
+waits. What a rule is, this file does not know: see `stop_rules.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from instep.comm.base import Comm
+from instep.comm.messages import NOT_FINITE, Figures
+from instep.errors import SpecError, near_miss
+from instep.recipe.build import Recipe
+from instep.spec import StopSpec
+from instep.worker.member import Member
+
+
+class Stopping:
+    """Asks for verdicts on behalf of all workers.
+
+    Args:
+        member: this worker's tie to the run.
+        comm: the workers of this generation.
+        device: where a tensor must be to be broadcast.
+    """
+
+    def __init__(self, member: Member, comm: Comm, device: torch.device) -> None:
+        self._member, self._comm, self._device = member, comm, device
+        self.spec = member.job.stop
+        self._asked: deque[int | None] = deque()  # steps of verdicts to come; None: they are void
+        self._rule, self._of_step = "", 0  # which fired first, by the figures of which step
+        self._spoilt_at: int | None = None  # the first such step
+
+    def regroup(self, comm: Comm) -> None:
+        """Another generation begins; verdicts that were asked for may still come."""
+        self._comm = comm
+
+    def go_back(self, step: int) -> None:
+        """This worker stands at an earlier step again: what came of later ones does not count.
+
+        Args:
+            step: the last that counts.
+        """
+        self._asked = deque(None if of is None or of > step else of for of in self._asked)
+        if self._of_step > step:
+            self._rule, self._of_step = "", 0
+        if self._spoilt_at is not None and self._spoilt_at > step:
+            self._spoilt_at = None
+        self._member.forget_stop(step)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether the parameters are past saving: the last checkpoint is better than a new one."""
+        return self._spoilt_at is not None
+
+    def _spoil(self, step: int) -> None:
+        if self._spoilt_at is None:
+            self._spoilt_at = step
+
+    def told(self, step: int) -> bool:
+        """Whether this worker was told to stop with a step; waits for the verdict on the last.
+
+        Raises:
+            PeerError: the master is gone.
+        """
+        rule = self._member.stop_rule(step)
+        if rule == "diverged":  # fired before this worker came
+            self._spoil(step)
+        return (self.verdict() and step > self._of_step) or rule is not None
+
+    def verdict(self) -> bool:
+        """Whether a rule has fired; waits for every verdict that was asked for."""
+        while self._asked:
+            rule = self._member.verdict().rule
+            step = self._asked.popleft()
+            if step is not None and rule and not self._rule:
+                self._rule, self._of_step = rule, step
+        if self._rule == "diverged":
+            self._spoil(self._of_step)
+        return bool(self._rule)
+
+    def not_finite(self, loss: float, gradient_norm: float | None) -> str:
+        """Which figure of a step ends the run because it is no number, as a clause; else empty.
+
+        Every worker comes to the same, as both are agreed on: nobody is asked.
+        """
+        if not self.spec.non_finite:
+            return ""
+        if not math.isfinite(loss):
+            return f"the loss was {loss}"
+        norm = gradient_norm if gradient_norm is not None else 0.0
+        return "" if math.isfinite(norm) else f"the norm of the gradient was {norm}"
+
+    def tell_of(self, why: str, step: int) -> None:
+        """Say in the log, once, why this step is the last."""
+        if self._comm.rank == 0:
+            why += f" from step {step} on" if why.startswith("the loss") else ""
+            self._member.emit("stop_requested", by="workers", rule=NOT_FINITE, step=step, why=why)
+
+    def after_commit(
+        self, step: int, loss: float, gradient_norm: float | None, *, last: bool
+    ) -> None:
+        """A step counts: tell the master its figures, unless it is the last one anyway.
+
+        Args:
+            step: its number.
+            loss: mean over the global batch.
+            gradient_norm: of the agreed gradient, None where it was not computed.
+            last: whether the run ends with this step.
+        """
+        if self.not_finite(loss, gradient_norm):
+            self._spoil(step)
+        if self.spec.by_step and not last:
+            self._tell(Figures(step=step, loss=loss, gradient_norm=gradient_norm))
+
+    def after_validation(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run ends at this step by what a validation gave; every worker calls it.
+
+        Args:
+            step: the last that was committed.
+            metrics: the same on every worker.
+
+        Returns:
+            The same on every worker.
+
+        Raises:
+            SpecError: the metric that the rules watch is not among them.
+            PeerError: the master or another worker is gone.
+        """
+        if not self.spec.by_metric:
+            return False
+        if self.spec.metric not in metrics:
+            raise SpecError(_no_metric(self.spec.metric, metrics))
+        self._tell(Figures(step=step, metrics=metrics))
+        ends = torch.tensor([float(self.verdict())], device=self._device)
+        self._comm.broadcast(ends)
+        return bool(ends.item())
+
+    def _tell(self, figures: Figures) -> None:
+        if self._comm.rank == 0:
+            if self.spec.rise is not None:  # its window is made again from what was recorded
+                self._member.flush()
+            self._member.tell(figures)
+            self._asked.append(figures.step)
+
+
+def check_rules(spec: StopSpec, recipe: Recipe) -> None:
+    """Refuse a rule on validations that this recipe does not give.
+
+    Raises:
+        SpecError: there is no validation set, or no such metric.
+    """
+    if not spec.by_metric:
+        return
+    key = f"target = {spec.target:g}" if spec.target is not None else f"patience = {spec.patience}"
+    if recipe.validate is None:
+        raise SpecError(
+            f"stop.{key} watches validations, but the recipe has no validation set. "
+            "Give Recipe(validate=...), or leave the key out."
+        )
+    if spec.metric not in (names := ["loss", *recipe.metrics]):
+        raise SpecError(_no_metric(spec.metric, names))
+
+
+def _no_metric(metric: str, names: Iterable[str]) -> str:
+    return f"stop.metric = {metric!r}: no validation gives that. {near_miss(metric, names)}"

@@ -1,0 +1,157 @@
+"""A master whose workers nobody can replace ends the run with one that is silent."""
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from unittest.mock import patch
+
+import pytest
+
+from instep import spec_file
+from instep.comm import messages as m
+from instep.comm.channel import Channel
+from instep.comm.endpoint import Switchboard
+from instep.control import endings, silence
+from instep.control.master import Master
+from instep.errors import PeerError
+from instep.system.processes import machine
+from instep.worker.member import Member
+
+PATIENCE_S = 20
+
+
+class Run:
+    """A master as under `instep.join`, in a thread; or one whose workers a host has started."""
+
+    def __init__(self, folder, workers=2, *, hosted=False):
+        self.folder, self.board = folder, Switchboard()
+        table = {"recipe": "a.py:f", "workers": workers}
+        job = spec_file.build(table, source="a test")
+        (folder / "job.toml").write_text(spec_file.dump(job))
+        about = {"hosted": hosted, "started": time.time(), "about": {}}
+        self.master = Master(job, folder, self.board, views=[], **about)
+        self.outcome = None
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self):
+        self.outcome = self.master.serve()
+
+    def end(self):
+        self._thread.join(PATIENCE_S)
+        return self.outcome
+
+    def events(self, name):
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.master.interrupt("test")
+        self.master.interrupt("test")
+        self._thread.join()
+        self.board.close()
+
+
+@pytest.fixture
+def sleeper():
+    """A process of this machine that was stopped."""
+    process = subprocess.Popen(["sleep", "1000"])
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def introduce(run, number, pid):
+    """A worker that calls, and then says nothing."""
+    seat = run.board.seat
+    channel = Channel.connect(seat.address)
+    own = {"pid": pid, "machine": machine(), "node": "node4"}
+    channel.send(m.Hello(token=seat.token, role="worker", number=number, **own))
+    channel.wait_for(m.Welcome)
+    return channel
+
+
+def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
+    with patch.object(silence, "SILENT_S", 0.5), Run(tmp_path) as run:
+        member = Member(run.board.seat, 0)
+        member.show_itself()
+        silent = introduce(run, 1, sleeper.pid)
+        outcome = run.end()
+        assert outcome is not None
+        word = outcome.blame.failed
+        assert (outcome.finish.outcome, outcome.finish.exit_code) == ("failed", 5)
+        assert (outcome.blame.worker, word.kind) == (1, "silent")
+        assert f"(pid {sleeper.pid} on node4) gave no sign of life for " in word.cause
+        assert "while others did: it was stopped" in word.cause
+        assert [event["worker"] for event in run.events("worker_failed")] == [1]
+        with pytest.raises(PeerError) as told:
+            member.wait_for_group()
+        assert "the run has ended: worker 1 failed: its process" in str(told.value)
+        assert sleeper.poll() is None
+        run.master.stale.signal(signal.SIGKILL)
+        assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+        member.close()
+        silent.close()
+
+
+def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_one(
+    tmp_path, sleeper
+):
+    """As on GPUs: the master may kill all of them."""
+    living = subprocess.Popen(["sleep", "1000"])
+    short = patch.object(endings, "FAREWELL_S", 0.2)  # no host is there to tell of their ends
+    with short, patch.object(silence, "SILENT_S", 0.5), Run(tmp_path, hosted=True) as run:
+        channels = [introduce(run, 0, living.pid), introduce(run, 1, sleeper.pid)]
+        for channel in channels:
+            channel.send(m.Built(recovers=False))
+        while living.poll() is None:
+            channels[0].send(m.Pulse(phase="exchange"))
+            run._thread.join(0.1)
+        assert living.wait(PATIENCE_S) == sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+        run.end()
+        assert (run.outcome.blame.worker, run.outcome.finish.exit_code) == (1, 5)
+        assert run.outcome.blame.failed.cause.endswith("Nobody can take its place on GPUs.")
+        for channel in channels:
+            channel.close()
+
+
+def test_workers_that_show_themselves_are_left_alone(tmp_path):
+    with patch.object(silence, "SILENT_S", 0.5), Run(tmp_path) as run:
+        members = [Member(run.board.seat, number) for number in (0, 1)]
+        for member in members:
+            member.show_itself()
+        deadline = time.monotonic() + silence.LIVES_S + 1.0
+        while time.monotonic() < deadline:
+            assert run.outcome is None
+            assert run._thread.is_alive()
+            run._thread.join(0.05)
+        for member in members:
+            member.close()
+
+
+def test_all_that_are_silent_at_once_are_waited_for_longer_and_not_killed(tmp_path, sleeper):
+    short = {"SILENT_S": 0.1, "ALL_SILENT_S": 1.0}
+    with patch.multiple(silence, **short), Run(tmp_path) as run:
+        silent = [introduce(run, number, sleeper.pid) for number in (0, 1)]
+        began = time.monotonic()
+        word = run.end().blame.failed
+        assert time.monotonic() - began > 1.0
+        assert "nor did any other worker" in word.cause
+        assert run.master.stale is None
+        for channel in silent:
+            channel.close()
+
+
+def test_one_that_trains_alone_keeps_nobody_waiting(tmp_path, sleeper):
+    short = {"SILENT_S": 0.1, "ALL_SILENT_S": 0.1}
+    with patch.multiple(silence, **short), Run(tmp_path, workers=1) as run:
+        silent = introduce(run, 0, sleeper.pid)
+        run._thread.join(silence.LIVES_S + 0.5)
+        assert run.outcome is None
+        silent.close()

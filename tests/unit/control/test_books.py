@@ -1,0 +1,89 @@
+"""What workers tell is written once, also where they tell it to two masters."""
+
+import numpy as np
+import pytest
+
+from instep.control.books import Books
+from instep.events import STEPS, read_events, read_records
+from instep.store.run_folder import RunFolder
+
+
+def steps(*numbers, worker=0):
+    records = np.zeros(len(numbers), STEPS)
+    records["worker"], records["step"] = worker, numbers
+    records["begin"] = [100.0 + number for number in numbers]
+    records["forward_s"], records["update_s"] = 0.25, 0.5
+    return records.tobytes()
+
+
+@pytest.fixture
+def books(tmp_path):
+    made = Books(tmp_path, [])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def next_books(tmp_path):
+    """Of the master after one that was lost."""
+    made = []
+
+    def take_up(*workers):
+        (tmp_path / "job.toml").write_text('format = 2\nname = "net"\nrecipe = "a.py:recipe"\n')
+        made.append(Books(tmp_path, []))
+        made[-1].lately = made[-1].take_up(RunFolder(tmp_path), workers)
+        return made[-1]
+
+    yield take_up
+    for each in made:
+        each.close()
+
+
+def test_steps_are_written_and_how_long_they_took_is_given_back(tmp_path, books):
+    assert books.record(1, b"", steps(4, 5, worker=1), again=False) == (2, 0.75, 0.0)
+    assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [4, 5]
+    assert (books.committed, books.in_flight(1), books.in_flight(0)) == (5, 6, 0)
+
+
+def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, books, next_books):
+    books.emit("run_started", {"job": {}})
+    books.record(0, b"", steps(1, 2), again=False)
+    after = next_books(0)
+    assert after.lately == (2, 0.75, 0.0)
+    assert (after.committed, after.in_flight(0)) == (2, 3)
+    assert after.record(0, b"", steps(1, 2), again=True) is None
+    assert after.record(0, b"", steps(2, 3), again=True) == (1, 0.75, 0.0)
+    assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [1, 2, 3]
+
+
+def test_an_event_that_a_lost_master_had_written_is_no_news(tmp_path, books, next_books):
+    books.emit("run_started", {"job": {}})
+    assert books.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False)
+    after = next_books(0)
+    assert not after.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=True)
+    assert after.hear(
+        "validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False
+    )  # it was done again
+    assert after.hear("validated", {"step": 6, "metrics": {"loss": 0.5}}, again=True)
+    steps_ = [event.get("step") for event in read_events(tmp_path / "events.jsonl")]
+    assert steps_ == [None, 3, 3, 6]
+
+
+def test_after_going_back_nobody_has_committed_more(books):
+    books.record(0, b"", steps(7, 8), again=False)
+    books.go_back(5)
+    assert (books.committed, books.in_flight(0)) == (5, 6)
+
+
+def test_a_view_that_fails_is_let_go_and_the_log_says_so(tmp_path):
+    class Torn:
+        def event(self, event):
+            raise OSError("no terminal")
+
+    books = Books(tmp_path, [Torn()])
+    books.emit("host_joined", {"pid": 1, "host": 0})
+    books.emit("host_joined", {"pid": 2, "host": 1})
+    books.close()
+    events = list(read_events(tmp_path / "events.jsonl"))
+    assert [event["event"] for event in events] == ["host_joined", "warning", "host_joined"]
+    assert "no terminal" in events[1]["text"]

@@ -1,0 +1,365 @@
+"""Members that come, go and hang while a run goes on: news, and what follows from it."""
+
+import pytest
+
+from instep.comm.messages import Done, Form, Regroup, Release, Stop
+from instep.control.crash_loop import MOST_APART, MOST_HANGS
+from instep.control.decide import decide
+from instep.control.news import (
+    Attached,
+    Broke,
+    Built,
+    Ended,
+    Formed,
+    GoBack,
+    HostCame,
+    Hung,
+    Interrupted,
+    Joined,
+    Kill,
+    KillAll,
+    Log,
+    Noticed,
+    Restarted,
+    Said,
+    Scaled,
+    Send,
+    Start,
+    State,
+    Stuck,
+    Tick,
+)
+from instep.errors import PeerError
+
+
+class Story:
+    """A run of so many workers, and what its master's mind made of the news."""
+
+    def __init__(self, workers):
+        self.state = State(wanted=frozenset(range(workers)), recovers=True)
+        self.now = 0.0
+        self.actions = []
+        self.hears(HostCame())
+        self.come(*range(workers))
+        self.form()
+        self.actions = []
+
+    def hears(self, *news):
+        for piece in news:
+            self.state, follows = decide(self.state, piece, self.now)
+            self.actions += follows
+
+    def come(self, *workers):
+        self.hears(*(n for w in workers for n in (Joined(w), Built(w))))
+
+    def form(self):
+        generation = self.state.generation
+        self.hears(*(Formed(worker, generation) for worker in self.state.members))
+
+    def leave(self, *workers):
+        generation = self.state.generation
+        self.hears(*(Broke(worker, generation) for worker in workers or self.state.members))
+
+    def new(self, kind):
+        """The actions of a kind since they were asked for last."""
+        found = [a for a in self.actions if isinstance(a, kind)]
+        self.actions = [a for a in self.actions if not isinstance(a, kind)]
+        return found
+
+    def told(self, kind):
+        sends = self.new(Send)
+        self.actions += [send for send in sends if not isinstance(send.message, kind)]
+        return [send.worker for send in sends if isinstance(send.message, kind)]
+
+    def logged(self, name):
+        return [log.fields for log in self.actions if isinstance(log, Log) and log.name == name]
+
+
+def test_a_host_that_comes_is_told_to_start_whoever_is_not_there():
+    state = State(wanted=frozenset({0, 1, 2}), recovers=True)
+    state, _ = decide(state, Joined(1), 0.0)
+    assert decide(state, HostCame(), 0.0)[1] == [Start(0), Start(2)]
+
+
+def test_newcomers_get_ready_while_the_others_train_and_all_change_at_one_commit():
+    story = Story(2)
+    story.hears(Scaled(4))
+    assert story.new(Start) == [Start(2), Start(3)]
+    story.come(2)
+    assert story.told(Regroup) == []
+    story.come(3)
+    assert story.told(Regroup) == [0, 1]
+    story.leave(0)
+    assert story.told(Form) == []
+    story.leave(1)
+    assert story.told(Form) == [0, 1, 2, 3]
+    (log,) = story.logged("generation_started")
+    assert (log["members"], log["reason"]) == ([0, 1, 2, 3], "scaled from 2 to 4 workers")
+    assert story.state.begins_at is None
+
+
+def test_who_is_not_wanted_any_more_is_released_at_the_commit_and_its_end_is_no_loss():
+    story = Story(3)
+    story.hears(Scaled(1))
+    assert story.told(Regroup) == [0, 1, 2]
+    story.leave()
+    assert story.told(Form) == [0]
+    assert story.told(Release) == []
+    story.form()
+    assert story.told(Release) == [1, 2]
+    story.hears(Ended(1, 0, 5, 5), Ended(2, -9, 5, 5))
+    assert story.new(Start) == []
+    assert (story.state.phase, story.state.joined) == ("training", {0})
+
+
+def test_a_second_wish_waits_for_the_first_change():
+    story = Story(2)
+    story.hears(Scaled(3))
+    story.come(2)
+    assert story.told(Regroup) == [0, 1]
+    story.hears(Scaled(1))
+    assert story.told(Regroup) == []
+    story.leave()
+    assert story.state.members == (0,)
+
+
+def test_the_same_number_again_changes_nothing():
+    story = Story(2)
+    before = story.state
+    story.hears(Scaled(2))
+    assert (story.state, story.actions) == (before, [])
+
+
+def test_a_worker_with_notice_has_a_successor_before_it_leaves():
+    story = Story(2)
+    story.hears(Noticed(0))
+    assert story.new(Start) == [Start(2)]
+    assert story.told(Regroup) == []
+    story.come(2)
+    assert story.told(Regroup) == [0, 1]
+    story.leave()
+    assert story.state.members == (1, 2)
+    story.form()
+    assert story.told(Release) == [0]
+    (log,) = story.logged("worker_leaving")
+    assert log == {"worker": 0, "successor": 2}
+
+
+def test_notice_given_twice_is_heard_once():
+    story = Story(2)
+    story.hears(Noticed(0), Noticed(0))
+    assert story.new(Start) == [Start(2)]
+
+
+def test_the_only_holder_hands_over_in_a_generation_of_both_before_it_leaves():
+    story = Story(1)
+    story.hears(Noticed(0))
+    story.come(1)
+    story.leave()
+    assert story.state.members == (0, 1)
+    assert story.told(Release) == []
+    assert story.told(Regroup) == [0]
+    story.form()
+    assert story.told(Regroup) == [0, 1]
+    story.leave()
+    assert story.state.members == (1,)
+    story.form()
+    assert story.told(Release) == [0]
+    assert story.new(GoBack) == []
+
+
+def test_a_worker_that_is_killed_before_its_successor_is_there_is_not_started_again():
+    story = Story(2)
+    story.hears(Noticed(0))
+    assert story.new(Start) == [Start(2)]
+    story.hears(Ended(0, -9, 5, 4))
+    assert story.new(Start) == []
+    story.come(2)
+    assert story.state.members == (1, 2)
+
+
+def test_a_loss_in_the_middle_of_a_change_ends_in_one_generation_of_all_that_are_wanted():
+    story = Story(2)
+    story.hears(Scaled(3))
+    story.come(2)
+    story.leave(0)
+    story.hears(Ended(1, -9, 5, 4))
+    story.come(1)
+    assert story.state.members == (0, 1, 2)
+    assert not story.state.changing
+
+
+def test_a_newcomer_that_is_lost_before_the_change_is_started_again_and_nobody_waits():
+    story = Story(2)
+    story.hears(Scaled(3))
+    story.hears(Joined(2))
+    story.new(Start)
+    story.hears(Ended(2, -9, 0, 4))
+    assert story.new(Start) == [Start(2)]
+
+
+def test_a_run_that_ends_while_a_newcomer_gets_ready_ends_with_it():
+    story = Story(2)
+    story.hears(Scaled(3), Joined(2))
+    words = [Said(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
+    story.hears(*words)
+    assert story.told(Release) == [0, 1, 2]
+    story.hears(*(Ended(w, 0, 9, 9) for w in (0, 1, 2)))
+    assert story.state.phase == "ended"
+
+
+# ---- hangs
+
+HANG = Hung(1, 8, "forward", "got nothing done for 2.0 s", "a.py:3 in f")
+
+
+def test_a_worker_that_hangs_is_killed_and_its_loss_says_how_and_where_it_hung():
+    story = Story(2)
+    story.hears(HANG)
+    assert story.new(Kill) == [Kill(1)]
+    assert story.logged("worker_hung")[0]["where"] == "a.py:3 in f"
+    story.hears(Ended(1, -9, 8, 7))
+    assert story.new(Start) == [Start(1)]
+    (lost,) = story.logged("worker_lost")
+    assert lost["cause"] == "it got nothing done for 2.0 s in forward at step 8 (a.py:3 in f)."
+
+
+def test_a_worker_that_is_woken_and_refused_before_it_is_killed_is_replaced_all_the_same():
+    story = Story(2)
+    story.hears(HANG, Ended(1, PeerError.exit_code, 8, 7))
+    assert story.new(Start) == [Start(1)]
+    assert story.logged("worker_lost")[0]["cause"].startswith("it got nothing done for 2.0 s")
+
+
+def test_a_hang_is_heard_once_for_one_process():
+    story = Story(2)
+    story.hears(HANG, HANG)
+    assert story.new(Kill) == [Kill(1)]
+    story.hears(Ended(1, -9, 8, 7))
+    story.come(1)
+    story.hears(HANG)
+    assert story.new(Kill) == [Kill(1)]
+
+
+def test_a_worker_that_hangs_again_and_again_at_one_place_ends_the_run_with_the_line():
+    story = Story(2)
+    for _ in range(MOST_HANGS):
+        story.hears(HANG, Ended(1, -9, 8, 7))
+        story.come(1)
+        story.form()
+    (failed,) = story.logged("worker_failed")
+    assert failed["kind"] == "hang"
+    assert "a.py:3 in f" in failed["cause"]
+    assert f"It happened {MOST_HANGS} times" in failed["cause"]
+
+
+def test_an_exchange_that_does_not_move_is_given_up_and_the_same_members_form_again():
+    story = Story(3)
+    story.hears(Stuck(1, 2.5))
+    assert story.told(Form) == [0, 1, 2]
+    assert story.state.generation == 2
+    assert "did not move" in story.logged("generation_started")[0]["reason"]
+    story.hears(Stuck(1, 2.5))
+    assert story.state.generation == 2
+
+
+def test_an_exchange_that_never_moves_ends_the_run_and_one_that_moves_meanwhile_does_not():
+    story = Story(2)
+    for n in range(MOST_APART):
+        story.hears(Stuck(story.state.generation, 2.5, n))
+        story.form()
+    assert story.logged("worker_failed") == []
+    for _ in range(MOST_APART - 1):
+        story.hears(Stuck(story.state.generation, 2.5, MOST_APART - 1))
+        story.form()
+    (failed,) = story.logged("worker_failed")
+    assert (failed["kind"], failed["step"]) == ("group", MOST_APART)
+    assert "the exchange did not move for 2.5 s" in failed["cause"]
+    assert f"{MOST_APART} times and no step after {MOST_APART - 1} was" in failed["cause"]
+
+
+# ---- a master that takes over
+
+
+@pytest.fixture
+def two():
+    return Story(2)
+
+
+def test_a_master_that_takes_over_while_all_train_changes_nothing(two):
+    two.hears(Restarted())
+    assert two.actions == []
+    two.hears(Attached(0, 1), Attached(1, 1))
+    assert two.actions == []
+
+
+def test_a_master_that_takes_over_while_a_group_forms_has_it_form_anew(two):
+    two.hears(Ended(1, -9, 5, 4))
+    two.come(1)
+    two.hears(Formed(0, 2))
+    two.new(Send)
+    two.hears(Restarted())
+    assert two.state.generation == 3
+    assert two.told(Form) == [0, 1]
+
+
+def test_a_worker_that_calls_again_is_told_what_it_has_missed(two):
+    two.hears(Interrupted("SIGINT"), Ended(1, -9, 5, 4))
+    two.come(1)
+    two.new(Send)
+    two.hears(Attached(0, 1))
+    words = [send.message for send in two.new(Send)]
+    assert [type(word) for word in words] == [Form, Stop]
+    assert (words[0].generation, words[0].rank, words[0].members) == (2, 0, [0, 1])
+    two.hears(Attached(0, 2))
+    assert [type(send.message) for send in two.new(Send)] == [Stop]
+
+
+def test_a_change_that_was_asked_for_is_asked_for_again(two):
+    two.hears(Scaled(3))
+    two.come(2)
+    two.new(Send)
+    two.hears(Restarted(), Attached(0, 1))
+    assert two.told(Regroup) == [0]
+
+
+def test_who_was_started_by_a_lost_master_and_did_not_come_is_started_again(two):
+    two.hears(Ended(1, -9, 5, 4))
+    two.new(Start)
+    two.hears(Restarted())
+    assert two.new(Start) == [Start(1)]
+
+
+def test_a_release_that_may_be_lost_is_given_again(two):
+    words = [Said(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
+    two.hears(*words)
+    two.new(Send)
+    two.hears(Restarted(), Attached(1, 1))
+    assert two.told(Release) == [1]
+
+
+def test_processes_that_were_to_be_killed_are_killed_again(two):
+    two.hears(Interrupted("SIGINT"), Interrupted("SIGINT"))
+    two.new(KillAll)
+    two.hears(Restarted())
+    assert two.new(KillAll) == [KillAll()]
+
+
+def test_a_change_in_which_a_word_was_lost_with_the_master_ends_all_the_same(two):
+    two.hears(Scaled(3))
+    two.come(2)
+    two.leave(0)
+    two.hears(Restarted())
+    two.now += 60.0
+    two.hears(Tick(step=5))
+    assert two.state.members == (0, 1, 2)
+
+
+def test_plain_losses_do_not_make_the_master_patient_with_hangs():
+    story = Story(2)
+    story.hears(Ended(1, -9, 8, 7))
+    story.come(1)
+    story.form()
+    assert story.state.hangs == {}
+    story.hears(HANG, Ended(1, -9, 8, 7))
+    assert (story.state.hangs, story.state.lost) == ({1: (7, 1)}, {1: (7, 1)})

@@ -1,0 +1,214 @@
+"""Where workers start, whom the master gives up, and whom it waits for: told by the clock."""
+
+import signal
+from functools import cache
+
+import pytest
+
+from instep.comm import messages as m
+from instep.control.hosts import BACK_S, BALANCE_S, FIRST_PULSE_S, GATHER_S, Far, Hosts
+from instep.system.limits import FLOOR_S
+
+
+@cache
+def peer(number):
+    """A host's connection: the same object for the same number."""
+    return f"peer {number}"
+
+
+class Table:
+    """Hosts by number, and what was said to each; a host is its own connection."""
+
+    def __init__(self, count):
+        self.said = []
+        self.hosts = Hosts(count, lambda peer, message: self.said.append((peer, message)))
+        self.now = 100.0
+        self.hosts.turn(self.now)
+
+    def come(self, *numbers):
+        for number in numbers:
+            self.hosts.comes(peer(number), number, 1000 + number, self.now)
+
+    def wait(self, seconds, *speaking):
+        """Let time pass, in which these hosts show that they live; who was silent for too long."""
+        silent = set()
+        for _ in range(round(seconds / 0.1)):
+            self.now += 0.1
+            for number in speaking:
+                self.hosts.hears(number, peer(number), self.now)
+            for each in self.hosts.turn(self.now):
+                silent.add(each)
+                self.hosts.goes(int(each.split()[1]), each)
+        return silent
+
+    def starts(self):
+        """Worker to the host that was told to start it."""
+        told = [(peer, each) for peer, each in self.said if isinstance(each, m.StartWorker)]
+        self.said.clear()
+        return {each.number: int(peer.split()[1]) for peer, each in told}
+
+    def start(self, workers, placed=()):
+        for worker in workers:
+            self.hosts.start(worker, "log", placed)
+
+
+@pytest.fixture
+def three():
+    table = Table(3)
+    table.come(0, 1, 2)
+    table.wait(BACK_S + 0.2, 0, 1, 2)
+    return table
+
+
+def test_the_first_workers_wait_for_all_hosts_but_not_for_ever():
+    table = Table(3)
+    table.come(0, 1)
+    table.start(range(4))
+    assert table.starts() == {}
+    table.wait(GATHER_S - 1, 0, 1)
+    assert not table.hosts.ready(table.now)
+    table.wait(1.2, 0, 1)
+    assert table.hosts.ready(table.now)
+    table.start(range(4))
+    assert table.starts() == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+def test_workers_start_where_the_fewest_are_and_only_once(three):
+    three.start(range(5))
+    assert three.starts() == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1}
+    three.start(range(5))
+    assert three.starts() == {}
+    assert three.hosts.started(4, 1)
+    three.start([5], placed=[0, 1, 2, 0, 1])
+    assert three.starts() == {5: 2}
+
+
+def test_a_host_that_is_silent_is_told_once_and_starts_nothing(three):
+    assert three.wait(0.7, 0, 1) == set()
+    three.start([0, 1, 2])
+    assert set(three.starts().values()) == {0, 1}
+    assert three.wait(FLOOR_S, 0, 1) == {"peer 2"}
+    assert three.hosts.missing == [2]
+
+
+def test_what_a_lost_host_was_to_start_another_starts(three):
+    three.start([0, 1, 2])
+    assert three.starts()[2] == 2
+    three.wait(FLOOR_S + 0.2, 0, 1)
+    three.start([0, 1, 2])
+    assert three.starts() == {2: 0}
+    assert not three.hosts.started(2, 2)  # the lost host's word no longer counts
+    assert three.hosts.started(2, 0)
+
+
+def test_what_a_host_was_to_start_is_said_again_when_it_calls_on_another_connection(three):
+    three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
+    assert three.starts() == dict.fromkeys([0, 1, 2], 0)
+    assert three.hosts.comes("peer 0 again", 0, 1000, three.now) == peer(0)
+    three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
+    assert three.starts() == dict.fromkeys([0, 1, 2], 0)
+
+
+def test_a_host_that_has_spoken_is_not_given_time_to_import_on_its_next_connection(three):
+    three.wait(FLOOR_S + 0.3, 1, 2)
+    assert three.hosts.missing == [0]
+    three.come(0)
+    assert three.wait(FLOOR_S + 0.3, 1, 2) == {peer(0)}
+
+
+def test_a_host_that_imports_what_workers_need_may_be_silent_for_long():
+    table = Table(2)
+    table.come(0, 1)
+    assert table.wait(FIRST_PULSE_S - 1, 0) == set()
+    assert table.wait(1.5, 0) == {"peer 1"}
+
+
+def test_nobody_is_blamed_where_the_master_itself_was_held_up(three):
+    three.now += 5.0
+    assert three.hosts.turn(three.now) == []
+    assert not three.hosts.is_quiet(1)
+
+
+def test_on_one_machine_no_host_is_silent():
+    table = Table(0)
+    table.come(0)
+    assert table.wait(100.0) == set()
+    table.start([0, 1, 0])
+    assert table.starts() == {0: 0, 1: 0}
+
+
+def test_a_process_of_a_silent_host_is_lost_once_its_lease_has_run_out(three):
+    process = Far(three.hosts, 2, 77)
+    three.wait(FLOOR_S - 0.2, 0, 1)
+    process.signal(signal.SIGKILL)
+    assert not process.is_lost(three.now, FLOOR_S - 0.1)
+    assert process.is_lost(three.now, FLOOR_S + 0.1)
+
+
+def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(three):
+    process = Far(three.hosts, 2, 77)
+    process.signal(signal.SIGKILL)
+    assert three.said == [("peer 2", m.Signal(pid=77, signals=[signal.SIGKILL]))]
+    three.wait(FLOOR_S - 0.1, 0, 1, 2)
+    assert not process.is_lost(three.now, 60.0)
+    three.wait(0.3, 0, 1, 2)
+    assert process.is_lost(three.now, 60.0)
+
+
+def test_a_process_that_was_stopped_is_known_by_its_hosts_word_alone(three):
+    far = Far(three.hosts, 1, 77)
+    three.hosts.hears(1, peer(1), three.now, stopped=(77,))
+    assert far.stopped
+    assert not Far(three.hosts, 2, 77).stopped
+    three.hosts.hears(1, peer(1), three.now)
+    assert not far.stopped
+
+
+def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three):
+    process = Far(three.hosts, 2, 77)
+    three.wait(20.0)
+    assert three.hosts.all_quiet
+    process.signal(signal.SIGKILL)
+    assert not process.is_lost(three.now, 20.0)
+    three.come(0)
+    three.wait(BACK_S - 0.2, 0)
+    assert not process.is_lost(three.now, 22.0)
+    three.wait(0.4, 0)
+    assert process.is_lost(three.now, 22.4)
+
+
+def test_who_was_given_up_is_ended_when_the_host_is_back(three):
+    three.wait(FLOOR_S + 0.2, 0, 1)
+    three.hosts.give_up(2, 77)
+    assert three.said == []
+    assert three.hosts.gave_up(2, 77)
+    assert not three.hosts.gave_up(1, 77)
+    three.come(2)
+    assert three.said == [("peer 2", m.Signal(pid=77, signals=[signal.SIGKILL]))]
+
+
+def test_a_worker_moves_only_where_hosts_are_uneven_and_have_been_there_for_a_while(three):
+    uneven = {0: 0, 1: 0, 4: 0, 2: 1}
+    assert three.hosts.crowded(uneven) is None
+    three.wait(BALANCE_S, 0, 1, 2)
+    assert three.hosts.crowded(uneven) == 4
+    assert three.hosts.crowded({0: 0, 1: 0, 2: 1, 3: 2}) is None
+    three.wait(0.7, 0, 1)
+    assert three.hosts.crowded(uneven) is None
+
+
+def test_the_run_ends_with_its_hosts_only_when_all_have_ended_by_themselves(three):
+    assert not three.hosts.fails(0)
+    assert not three.hosts.fails(1)
+    three.come(0)
+    assert not three.hosts.fails(2)
+    assert three.hosts.fails(0)
+    assert Table(0).hosts.fails(0)
+
+
+def test_the_same_process_that_comes_again_gives_its_former_connection(three):
+    hosts = three.hosts
+    assert hosts.comes("peer 1 again", 1, 1001, three.now) == "peer 1"
+    assert hosts.comes("its spare", 1, 5, three.now) is None
+    assert not hosts.goes(1, "peer 1 again")
+    assert hosts.goes(1, "its spare")

@@ -1,0 +1,116 @@
+"""What one master knew, the next one knows."""
+
+import signal
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from instep.comm.messages import Done, Failed
+from instep.control.decide import decide
+from instep.control.journal import FILE, Begin, Journal
+from instep.control.news import Blame, Built, Ended, Formed, Joined, State, Tick, TimeLimit
+from instep.errors import RunError
+from instep.store.folder import BEGINNING, Origin
+
+WORD = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
+FULL = State(
+    wanted=frozenset({0, 2}),
+    recovers=True,
+    phase="training",
+    done={2: Done(generation=3, step=9, rule="steps")},
+    members=(0, 2),
+    lost={0: (7, 2)},
+    hung={2: "it slept"},
+    time_limit=TimeLimit(30.0, 1.5, 2.5),
+    suspect=Blame(0, WORD),
+    blame=Blame(2, WORD),
+    deadline=12.5,
+)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    journal = Journal(tmp_path, Begin(12.5, BEGINNING))
+    yield journal
+    journal.close()
+
+
+def test_a_journal_that_has_only_begun_knows_nothing(begun):
+    assert begun.last() is None
+
+
+def test_the_next_master_finds_the_last_state_and_the_beginning(tmp_path):
+    origin = Origin(5, Path("/somewhere/step-5"), generations=2, spent_s=7.0)
+    first = Journal(tmp_path, Begin(12.5, origin))
+    first.write(Tick(), State(wanted=frozenset({0})))
+    first.write(Tick(), FULL)
+    first.close()
+    second = Journal(tmp_path)
+    assert (second.begin, second.last()) == (Begin(12.5, origin), FULL)
+    second.close()
+
+
+def test_a_new_session_begins_with_an_empty_journal(tmp_path, begun):
+    begun.write(Tick(), FULL)
+    begun.close()
+    again = Journal(tmp_path, Begin(99.0, BEGINNING))
+    assert again.last() is None
+    again.close()
+
+
+def test_what_members_have_left_for_each_other_is_there_until_the_next_generation(begun, tmp_path):
+    begun.keep("a/b", b"\x00 first")
+    begun.keep("a/b", b"\x00 second")
+    begun.keep("c", b"")
+    begun.close()
+    another = Journal(tmp_path)
+    assert sorted(another.kept()) == [("a/b", b"\x00 second"), ("c", b"")]
+    another.forget()
+    assert another.kept() == []
+    another.close()
+
+
+def test_every_state_of_a_story_survives(begun):
+    state = State(wanted=frozenset({0, 1}), recovers=True)
+    news = [Joined(0), Joined(1), Built(0), Built(1), Formed(0, 1), Ended(1, -signal.SIGKILL, 4, 3)]
+    for piece in news:
+        state, _ = decide(state, piece, 1.0)
+        begun.write(piece, state)
+        assert begun.last() == state
+
+
+def test_one_row_tells_what_was_heard(tmp_path, begun):
+    begun.write(Ended(1, None, 4), replace(FULL, phase="gathering"))
+    begun.close()
+    rows = sqlite3.connect(tmp_path / FILE)
+    ((news,),) = rows.execute("SELECT news FROM decisions").fetchall()
+    rows.close()
+    assert news == "Ended(worker=1, code=None, step=4, committed=0, place=None)"
+
+
+def test_a_journal_leaves_no_file_beside_it(tmp_path, begun):
+    begun.write(Tick(), FULL)
+    begun.close()
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("content", [b"no database", b""])
+def test_a_file_that_is_no_journal_is_one_clear_error(tmp_path, content):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(RunError, match=r"journal\.sqlite cannot be used"):
+        Journal(tmp_path)
+
+
+def test_a_journal_that_was_removed_is_said_to_be_empty(tmp_path, begun):
+    begun.close()
+    (tmp_path / FILE).unlink()
+    with pytest.raises(RunError, match=f"{FILE} cannot be used: it is empty, or was removed"):
+        Journal(tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_journal_is_named(tmp_path):
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(RunError, match=f"{FILE} cannot be used: "):
+        Journal(tmp_path, Begin(12.5, BEGINNING))

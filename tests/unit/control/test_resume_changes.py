@@ -1,0 +1,92 @@
+"""What a run that goes on may be changed to, from Python and on the command line."""
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+
+import instep
+from instep import spec_file
+from instep.control.resume import changed
+from instep.errors import RecipeError, SpecError
+from instep.store.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run, as far as its job is asked for."""
+    table = {
+        "recipe": "/gone/a.py:f",
+        "seed": 5,
+        "train": {"steps": 9, "stop_after_steps": 3},
+        "stop": {"target": 0.5, "patience": 2},
+        "arguments": {"day": datetime.date(2026, 1, 2)},
+    }
+    (tmp_path / "job.toml").write_text(spec_file.dump(spec_file.build(table, source="test")))
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder):
+    return RunFolder(folder)
+
+
+def test_none_gives_a_key_its_default_again_and_tables_change_what_they_name(run):
+    job = changed(run, [], {"stop": {"target": None}, "data": {"loaders": 1}, "workers": 3})
+    assert (job.stop.target, job.stop.patience) == (None, 2)
+    assert (job.data.loaders, job.workers) == (1, 3)
+    assert (job.train.steps, job.train.stop_after_steps) == (9, 0)
+    assert changed(run, [], {"train": {"epochs": 4}}).train.steps is None
+    assert changed(run, [], {"arguments": {"day": datetime.date(2026, 1, 2)}}) == changed(run, [])
+
+
+STARTED = {"event": "run_started", "job": {"workers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("events", "workers"),
+    [
+        ([STARTED], 2),
+        ([STARTED, {"workers": 4}], 4),
+        ([STARTED, {"workers": 4}, {"workers": 3}], 3),
+        ([STARTED, {"workers": 4}, STARTED], 2),  # since then it was resumed with --workers 2
+        ([STARTED | {"job": {"workers": 5}}, {"workers": 4}], 2),  # since then the file was changed
+        ([], 2),
+    ],
+)
+def test_a_run_goes_on_with_the_number_of_workers_that_it_was_last_scaled_to(
+    folder, events, workers
+):
+    lines = [json.dumps({"event": "scaled", "time": 1.0, **each}) for each in events]
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    run = RunFolder(folder)
+    assert changed(run, []).workers == workers
+    assert run.spec.workers == 2  # the job as run stays what it was
+    assert changed(run, ["workers=1"]).workers == 1
+    assert changed(run, [], {"workers": 1}).workers == 1
+
+
+def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):
+    monkeypatch.chdir(folder)
+    job = changed(run, [], {"recipe": Path("moved.py:g")})
+    assert job.recipe == f"{folder.resolve()}/moved.py:g"
+    with pytest.raises(RecipeError, match=r"no recipe file '.*/moved\.py'"):
+        instep.resume(folder, recipe=Path("moved.py:g"), stop={"target": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": None}, "seed was 5 and cannot become 0"),
+        ({"arguments": {"day": None}}, "arguments was .* and cannot become {}"),
+        ({"train": {"steps": Path("9")}}, 'train.steps = "9": needs to be a whole number'),
+        ({"trian": {"steps": 9}}, "Did you mean 'train'"),
+        ({"workers": {"more": 3}}, r'workers = {"more": 3}: needs to be a whole number'),
+        ({"recipe": "\udcff.py:f"}, "is not text that UTF-8 can write"),
+        ({"name": "a\ud800"}, "is not text that UTF-8 can write"),
+    ],
+)
+def test_what_may_not_change_is_refused_in_one_sentence(folder, changes, words):
+    with pytest.raises(SpecError, match=words):
+        instep.resume(folder, **changes)

@@ -1,0 +1,504 @@
+"""Who hangs, told from what workers show, on a clock that the test turns."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.comm.messages import Pulse
+from instep.control.watch import OF_A_STEP, WAITING, Watch
+from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+
+BEAT_S = 0.2
+
+
+class Shown:
+    """A watch, and workers that show themselves to it."""
+
+    def __init__(self, *workers, step_s=0.05):
+        self.watch, self.now = Watch(), 100.0
+        self.workers = {worker: Pulse(step=1, phase="forward", progress=0) for worker in workers}
+        for worker in workers:
+            self.watch.begins(worker, self.now)
+        self.goes_on(3)
+        if step_s:
+            for worker in workers:
+                self.watch.commits(worker, 10, step_s)
+            self.goes_on(3)
+
+    def goes_on(self, beats, *, but=(), frozen=(), silent=(), share=0.0):
+        """Everybody gets something done and says so, except these.
+
+        Who is frozen has a processor for this share of the time.
+        """
+        for _ in range(beats):
+            self.now += BEAT_S
+            self.watch.turn(self.now)
+            for worker, pulse in self.workers.items():
+                if worker in silent:
+                    continue
+                if worker in frozen:
+                    pulse = msgspec.structs.replace(pulse, cpu_s=pulse.cpu_s + share * BEAT_S)
+                elif worker not in but:
+                    pulse = msgspec.structs.replace(pulse, progress=pulse.progress + 1)
+                self.workers[worker] = pulse
+                self.watch.hears(worker, pulse, self.now)
+
+    def at(self, worker, phase):
+        self.workers[worker] = msgspec.structs.replace(self.workers[worker], phase=phase)
+
+    def reads(self, worker, seconds, *, times=0, share=1.0):
+        """A worker reads a sample that takes so long, and is asked about at every beat.
+
+        Returns how long it was given: all that it takes, or the time at which it was named.
+        """
+        self.at(worker, "loading")
+        began = self.now
+        while self.now - began < seconds:
+            self.goes_on(1, frozen=[worker], share=share)
+            if self.hangs({worker: times}):
+                assert self.hangs({worker: times}) == [(worker, "loading")]
+                return self.now - began
+        self.at(worker, "forward")
+        self.goes_on(2)
+        return seconds
+
+    def replaced(self, worker):
+        """A process takes the place of a worker that was lost, at its step."""
+        self.watch.leaves(worker)
+        self.watch.begins(worker, self.now)
+        self.workers[worker] = Pulse(step=1, phase="joining", progress=0)
+        self.goes_on(1, frozen=[worker])
+        self.watch.forms(worker, self.now)
+
+    def hangs(self, times=None, stopped=()):
+        found = self.watch.hangs(self.now, times or {}, stopped.__contains__)
+        return [(hang.worker, hang.phase) for hang in found]
+
+
+def beats(seconds):
+    return int(seconds / BEAT_S) + 2
+
+
+def test_nobody_hangs_who_gets_something_done():
+    shown = Shown(0, 1)
+    shown.goes_on(500)
+    assert shown.hangs() == []
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.1, 2.0])
+def test_a_worker_that_falls_silent_hangs_after_some_step_times_and_not_before(step_s):
+    shown = Shown(0, 1, step_s=step_s)
+    limit_s = max(FLOOR_S, STEPS * step_s)
+    assert limit_s < max(2.0, 3 * step_s)
+    shown.goes_on(int(limit_s / BEAT_S) - 1, silent=[1])
+    assert shown.hangs() == []
+    shown.goes_on(3, silent=[1])
+    assert shown.hangs() == [(1, "forward")]
+
+
+@pytest.mark.parametrize("phase", sorted(OF_A_STEP))
+def test_a_worker_that_lives_and_gets_nothing_done_hangs(phase):
+    shown = Shown(0, 1)
+    shown.at(1, phase)
+    shown.goes_on(beats(FLOOR_S), frozen=[1])
+    assert shown.hangs() == [(1, phase)]
+
+
+def test_a_read_may_stall_for_long_as_disks_do():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[1])
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=[1])
+    assert shown.hangs() == [(1, "loading")]
+
+
+@pytest.mark.parametrize("phase", ["loading", "validation"])
+def test_a_store_may_stall_as_long_whatever_was_read_before(phase):
+    shown = Shown(0, 1)
+    for _ in range(3):  # seen, and quick
+        shown.at(1, phase)
+        shown.goes_on(2, frozen=[1], share=1.0)
+        shown.at(1, "forward")
+        shown.goes_on(2)
+    shown.at(1, phase)
+    shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[1], share=0.2)  # a client that asks again
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=[1])
+    assert shown.hangs() == [(1, phase)]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_read_that_keeps_a_processor_busy_and_gets_nothing_done_hangs(share):
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S / 2), frozen=[1], share=share)
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S / 2), frozen=[1], share=share)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_a_read_on_a_crowded_machine_is_given_what_others_use():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=0.3)
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=0.3)
+    assert shown.hangs() == [(1, "loading")]
+
+
+@pytest.mark.parametrize("sample_s", [3.0, 5.0, 25.0])
+def test_a_sample_that_takes_long_now_and_then_is_learnt(sample_s):
+    """It costs one process: the one that takes its place gets to the end of it."""
+    shown = Shown(0, 1)
+    assert shown.reads(1, sample_s) < sample_s
+    shown.replaced(1)
+    assert shown.reads(1, sample_s, times=1) == sample_s
+    for worker in (0, 1):
+        shown.watch.commits(worker, 500, 0.05)
+    assert shown.reads(1, 1.2 * sample_s) == 1.2 * sample_s
+    loop_s = shown.reads(1, math.inf)
+    assert 1.5 * sample_s < loop_s < 1.2 * STEPS * sample_s + 1.0
+
+
+@pytest.mark.parametrize("sample_s", [3.0, 5.0, 25.0])
+def test_a_slow_sample_is_learnt_also_where_others_read_it_in_the_end(sample_s):
+    shown = Shown(0, 1, 2)
+    lost = 0
+    while shown.reads(lost % 3, sample_s) < sample_s:
+        shown.replaced(lost % 3)
+        shown.watch.commits(lost % 3, 1, 0.05)
+        lost += 1
+        assert lost <= 4
+    assert lost
+    assert shown.reads(0, sample_s) == sample_s
+
+
+def test_samples_that_never_end_are_found_each_time_whatever_was_given_up_before():
+    shown = Shown(0, 1)
+    for _ in range(20):
+        assert shown.reads(1, math.inf) < UNKNOWN_S + 1.0
+        shown.replaced(1)
+        assert shown.reads(1, 0.2, times=1) == 0.2  # it is left out, or ends there
+        shown.watch.commits(1, 1, 0.05)
+
+
+def test_a_store_that_stalled_until_its_reader_was_lost_makes_no_loop_last_longer():
+    shown = Shown(0, 1)
+    assert shown.reads(1, math.inf, share=0.0) > UNKNOWN_S
+    shown.replaced(1)
+    shown.watch.commits(1, 1, 0.05)
+    assert shown.reads(1, math.inf) < 2 * FLOOR_S
+
+
+def test_nothing_is_learnt_of_a_read_that_was_lost_for_another_reason():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(3, frozen=[1], share=1.0)
+    shown.replaced(1)
+    assert shown.reads(1, 10.0, times=1) == 10.0  # its first, which may open what others use
+    shown.watch.commits(1, 1, 0.05)
+    assert shown.reads(1, math.inf) < 2 * FLOOR_S
+
+
+def test_the_first_read_of_a_process_says_nothing_of_the_others():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now)
+    shown.goes_on(1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(10.0), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.watch.commits(1, 1, 0.05)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_a_read_that_stalled_for_long_makes_no_loop_last_longer():
+    shown = Shown(0, 1)
+    shown.at(1, "loading")
+    shown.goes_on(beats(20.0), frozen=[1])
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.at(1, "loading")
+    shown.goes_on(beats(FLOOR_S), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "loading")]
+
+
+def test_who_gets_ready_and_says_so_may_take_as_long_as_it_takes():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now, ready=False)
+    shown.at(1, "recipe")
+    shown.goes_on(beats(10 * UNKNOWN_S), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+
+
+def gets_ready(*workers):
+    """A run at its beginning, where these read a sample before they are ready."""
+    shown = Shown(*workers, step_s=None)
+    for worker in workers:
+        shown.watch.begins(worker, shown.now, ready=False)
+        shown.workers[worker] = Pulse(phase="building", progress=3)
+    shown.goes_on(1)
+    return shown
+
+
+@pytest.mark.parametrize("workers", [[0], [0, 1]])
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_read_that_loops_has_half_a_minute_each_time_before_its_process_is_ready(workers, times):
+    shown = gets_ready(*workers)
+    given_s = shown.reads(0, 10 * UNKNOWN_S, times=times)
+    assert UNKNOWN_S <= given_s < UNKNOWN_S + 2 * BEAT_S
+    (hang,) = shown.watch.hangs(shown.now, {0: times})
+    assert hang.loops
+
+
+def test_who_gets_ready_is_found_at_a_read_that_loops_while_others_train():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now, ready=False)
+    shown.workers[1] = Pulse(phase="building")
+    shown.goes_on(1)
+    assert UNKNOWN_S <= shown.reads(1, 10 * UNKNOWN_S) < UNKNOWN_S + 2 * BEAT_S
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_store_may_stall_as_long_before_a_process_is_ready_as_in_training(times):
+    shown = gets_ready(0)
+    given_s = shown.reads(0, 10 * UNKNOWN_S, times=times, share=0.0)
+    assert UNKNOWN_S * 2**times <= given_s < UNKNOWN_S * 2**times + 2 * BEAT_S
+
+
+def test_who_gets_ready_may_read_for_as_long_as_its_reads_end():
+    shown = gets_ready(0)
+    shown.at(0, "loading")
+    for _ in range(20):
+        shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[0], share=1.0)
+        shown.goes_on(1)
+        assert shown.hangs() == []
+    shown.at(0, "building")
+    shown.goes_on(beats(10 * UNKNOWN_S), frozen=[0], share=1.0)
+    assert shown.hangs() == []
+
+
+def test_who_gets_ready_may_be_silent_for_long_unless_it_was_stopped():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now, ready=False)
+    shown.at(1, "recipe")
+    shown.goes_on(1)
+    shown.goes_on(beats(FLOOR_S), silent=[1])
+    assert shown.hangs() == []
+    assert shown.hangs(stopped=[1]) == [(1, "recipe")]
+    shown.goes_on(beats(UNKNOWN_S - 1.5 * FLOOR_S) - 2, silent=[1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), silent=[1])
+    assert shown.hangs() == [(1, "recipe")]
+
+
+def test_one_that_was_stopped_before_a_group_formed_is_found_no_later_for_that():
+    shown = Shown(0, 1, 2)
+    shown.goes_on(beats(FLOOR_S) - 3, silent=[2])
+    for worker in (0, 1, 2):
+        shown.watch.forms(worker, shown.now)
+    shown.goes_on(3, silent=[2])
+    assert shown.hangs() == [(2, "joining")]
+
+
+def test_where_all_stand_still_at_once_nobody_is_blamed_at_first():
+    shown = Shown(0, 1)
+    shown.goes_on(beats(5 * FLOOR_S), frozen=[0, 1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(UNKNOWN_S), frozen=[0, 1])
+    assert shown.hangs() == [(0, "forward"), (1, "forward")]
+
+
+@pytest.mark.parametrize("workers", [[0], [0, 1], [0, 1, 2]])
+def test_where_all_fall_silent_at_once_they_are_waited_for(workers):
+    shown = Shown(*workers)
+    shown.goes_on(beats(UNKNOWN_S) - 4, silent=workers)
+    assert shown.hangs() == []
+    shown.goes_on(4, silent=workers)
+    assert shown.hangs() == [(worker, "forward") for worker in workers]
+
+
+def test_who_wakes_up_last_is_no_longer_blamed_than_the_first():
+    shown = Shown(0, 1)
+    shown.goes_on(beats(5 * FLOOR_S), silent=[0, 1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S) - 4, silent=[1])
+    assert shown.hangs() == []
+    shown.goes_on(4, silent=[1])
+    assert shown.hangs() == [(1, "forward")]
+
+
+@pytest.mark.parametrize("workers", [[0], [0, 1]])
+def test_who_says_that_it_gets_nowhere_is_found_in_the_end_though_it_was_excused(workers):
+    shown = Shown(*workers)
+    for _ in range(beats(UNKNOWN_S) - 3):
+        shown.goes_on(1, frozen=workers)
+        assert shown.hangs() == []  # looked at as often as the master does
+    shown.goes_on(4, frozen=workers)
+    assert shown.hangs() == [(worker, "forward") for worker in workers]
+
+
+def test_a_loop_is_found_also_where_steps_are_so_quick_that_none_was_told_yet():
+    shown = Shown(0, step_s=None)
+    shown.workers[0] = msgspec.structs.replace(shown.workers[0], steps=1, phase="loading")
+    shown.goes_on(1)
+    shown.goes_on(beats(FLOOR_S), frozen=[0], share=1.0)
+    assert shown.hangs() == [(0, "loading")]
+
+
+def test_who_falls_silent_a_little_before_the_others_is_waited_for_too():
+    shown = Shown(0, 1, 2)
+    shown.goes_on(2, silent=[0])
+    shown.goes_on(beats(5 * FLOOR_S), silent=[0, 1, 2])
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), silent=[0])
+    assert shown.hangs() == [(0, "forward")]
+
+
+@pytest.mark.parametrize("workers", [[0], [0, 1]])
+def test_a_read_that_loops_is_found_as_soon_where_nobody_else_goes_on(workers):
+    shown = Shown(*workers)
+    for worker in workers:
+        shown.at(worker, "loading")
+    shown.goes_on(beats(FLOOR_S) - 4, frozen=workers, share=1.0)
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=workers, share=1.0)
+    assert shown.hangs() == [(0, "loading")]  # the other holds what was trained
+
+
+def test_a_loop_is_given_longer_than_the_longest_read_and_not_than_a_long_step():
+    shown = Shown(0, 1, step_s=10.0)
+    assert shown.reads(1, math.inf) < 2 * FLOOR_S
+    shown = Shown(0, 1)
+    shown.watch.commits(1, 10, 5.0, 4.0)  # the data of a step take four seconds
+    assert 0.8 * STEPS * 0.8 < shown.reads(1, math.inf) < STEPS * 4.0
+
+
+def test_a_read_that_looped_has_half_a_minute_the_second_time():
+    shown = Shown(0, 1)
+    assert shown.reads(1, math.inf) < 2 * FLOOR_S
+    shown.replaced(1)
+    again_s = shown.reads(1, math.inf, times=1)
+    assert UNKNOWN_S <= again_s < UNKNOWN_S + 2 * BEAT_S
+
+
+def test_an_exchange_that_was_given_up_before_is_given_longer():
+    shown = Shown(0, 1)
+    for worker in (0, 1):
+        shown.at(worker, "exchange")
+    shown.goes_on(beats(2 * FLOOR_S), frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now, times=0) > 0
+    assert shown.watch.stuck_s([0, 1], shown.now, times=2) == 0.0
+
+
+@pytest.mark.parametrize("phase", sorted(WAITING))
+def test_a_worker_that_waits_for_others_does_not_hang(phase):
+    shown = Shown(0, 1)
+    shown.at(1, phase)
+    shown.goes_on(beats(10 * UNKNOWN_S), frozen=[1])
+    assert shown.hangs() == []
+
+
+def test_what_the_run_has_not_seen_the_end_of_may_take_long():
+    shown = Shown(0, 1)
+    shown.at(1, "validation")
+    shown.goes_on(beats(UNKNOWN_S) - 4, frozen=[1])
+    assert shown.hangs() == []
+    shown.goes_on(4, frozen=[1])
+    assert shown.hangs() == [(1, "validation")]
+
+
+def test_how_long_a_thing_took_is_learnt():
+    shown = Shown(0, 1)
+    shown.at(1, "validation")
+    shown.goes_on(beats(4.0), frozen=[1], share=1.0)
+    shown.at(1, "forward")
+    shown.goes_on(2)
+    shown.at(1, "validation")
+    shown.goes_on(beats(4.0), frozen=[1], share=1.0)
+    assert shown.hangs() == []
+    shown.goes_on(beats(STEPS * 4.0), frozen=[1], share=1.0)
+    assert shown.hangs() == [(1, "validation")]
+
+
+def test_the_first_step_of_a_process_may_take_long():
+    shown = Shown(0, 1)
+    shown.watch.begins(1, shown.now)
+    shown.goes_on(1)
+    shown.goes_on(beats(5 * FLOOR_S), frozen=[1])
+    assert shown.hangs() == []
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_who_hung_at_the_same_place_before_is_given_twice_as_long_each_time(times):
+    shown = Shown(0, 1)
+    shown.goes_on(beats(FLOOR_S * 2**times) - 4, silent=[1])
+    assert shown.hangs({1: times}) == []
+    shown.goes_on(5, silent=[1])
+    assert shown.hangs({1: times}) == [(1, "forward")]
+
+
+def test_a_worker_five_times_slower_is_kept():
+    shown = Shown(0, 1, step_s=1.0)
+    for _ in range(1000):  # its forward pass is a third of a step, and was quick before
+        shown.at(1, "forward")
+        shown.goes_on(beats(5 / 3), frozen=[1])
+        assert shown.hangs() == []
+        shown.at(1, "backward")
+        shown.goes_on(1)
+
+
+def test_a_watcher_that_was_away_blames_nobody_for_it():
+    shown = Shown(0, 1)
+    shown.now += 60.0
+    shown.watch.turn(shown.now)
+    assert shown.hangs() == []
+    shown.goes_on(beats(FLOOR_S), silent=[1])
+    assert shown.hangs() == [(1, "forward")]
+
+
+def test_an_exchange_in_which_everybody_waits_is_stuck():
+    shown = Shown(0, 1)
+    for worker in (0, 1):
+        shown.at(worker, "exchange")
+    shown.goes_on(3, frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now) == 0.0
+    shown.goes_on(beats(FLOOR_S), frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now) > FLOOR_S
+    shown.at(1, "forward")
+    shown.goes_on(1)
+    assert shown.watch.stuck_s([0, 1], shown.now) == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from([*OF_A_STEP, *WAITING]), st.floats(0, FLOOR_S / 2)
+        ),
+        max_size=40,
+    )
+)
+def test_nobody_who_shows_progress_often_enough_is_ever_blamed(story):
+    shown = Shown(0, 1, 2)
+    for worker, phase, seconds in story:
+        shown.at(worker, phase)
+        shown.goes_on(int(seconds / BEAT_S), frozen=[worker])
+        assert shown.hangs() == []
+        shown.goes_on(1)
+
+
+def test_who_does_not_get_out_of_its_group_hangs_in_the_end_though_others_wait_for_it():
+    shown = Shown(0, 1)
+    shown.at(0, "joining")
+    shown.at(1, "leaving")
+    shown.goes_on(beats(UNKNOWN_S / 2), frozen=[0, 1])
+    assert shown.hangs() == []
+    shown.goes_on(beats(UNKNOWN_S / 2), frozen=[0, 1])
+    assert shown.hangs() == [(1, "leaving")]

@@ -1,0 +1,72 @@
+"""A validation has the same bits whoever computes which of its batches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from instep.comm.alone import AloneComm
+from instep.comm.memory import run_ranks
+from instep.data.loader import Loader
+from instep.recipe.build import Recipe
+from instep.recipe.forward import Forward
+from instep.worker.evaluate import evaluate
+
+
+def figures(comm, speeds=None):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(37, 6, generator=generator)
+    recipe = Recipe(
+        model=nn.Linear(6, 2),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train=[0],
+        validate=TensorDataset(inputs, inputs.sin()[:, :2]),
+        metrics={"distance": lambda outputs, target: (outputs - target).abs().mean()},
+    )
+    with torch.no_grad():
+        for parameter in recipe.model.parameters():
+            parameter.fill_(0.3)
+    loader = Loader(recipe.validate, seed=0, shuffle=False, processes=0)
+    taken = []
+    forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
+    measure = forward.measure
+
+    def counted(batch, samples):
+        taken.append(samples)
+        return measure(batch, samples)
+
+    forward.measure = counted
+    try:
+        return evaluate(forward, loader, 37, 5, comm, speeds), sum(taken)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    ("speeds", "counts"),
+    [
+        (None, [10, 15, 12]),  # 8 batches of 5, the last of 2
+        ((1, 0.2, 1), [20, 0, 17]),
+        ((0.01, 1, 1), [0, 20, 17]),
+    ],
+)
+def test_a_slow_worker_validates_less_and_the_figures_are_those_of_one(speeds, counts):
+    whole, samples = figures(AloneComm())
+    assert samples == 37
+    results = run_ranks(3, lambda comm: figures(comm, speeds))
+    assert [taken for _, taken in results] == counts
+    for values, _ in results:
+        assert values == whole
+
+
+def test_the_means_are_those_of_plain_torch_over_all_samples_although_the_last_batch_is_smaller():
+    inputs = torch.randn(37, 6, generator=torch.Generator().manual_seed(1))
+    target = inputs.sin()[:, :2]
+    outputs = (inputs.sum(dim=1, keepdim=True) * 0.3 + 0.3).expand(37, 2)
+    found, _ = figures(AloneComm())
+    for name, each in (("loss", (outputs - target) ** 2), ("distance", (outputs - target).abs())):
+        mean = each.double().mean()
+        assert found.metrics[name] == pytest.approx(float(mean), rel=1e-6)
+        by_batch = torch.stack([part.double().mean() for part in each.split(5)]).mean()
+        assert abs(float(by_batch - mean)) > 1e-3  # a mean of the batches' means is another

@@ -1,0 +1,236 @@
+"""A worker between hosts whose master falls silent: nothing moves, and others may write."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from instep import spec_file
+from instep.comm.alone import AloneComm
+from instep.comm.channel import LARGEST, Hub
+from instep.comm.endpoint import Seat
+from instep.comm.messages import Broken, Built, Form, Heard, Hello, Pulse, Refused, Welcome
+from instep.comm.tie import LEASE_S
+from instep.data.loader import Slice
+from instep.data.order import position
+from instep.errors import PeerError, RunError
+from instep.events import LEDGER, read_records
+from instep.store.ledger import Ledger
+from instep.sync.base import make_strategy
+from instep.worker.member import Member
+from instep.worker.passes import Pass
+from instep.worker.replica import Replica, Weighed
+from instep.worker.update import Update
+
+PATIENCE_S = 20.0
+HOSTS = {"hosts": ["ssh node1"]}
+WHOLE = Pass(Slice(0, 0, 64), 0)
+
+
+class Master:
+    """Takes one worker in, forms its group, and answers its pulses while it is told to."""
+
+    def __init__(self, folder, launch):
+        table = {"recipe": "a.py:recipe", "workers": 1, "network": "private", "launch": launch}
+        self.job = spec_file.dump(spec_file.build(table, source="a test"))
+        self.hub, self.folder = Hub(largest=LARGEST), folder
+        self.seat = Seat(self.hub.address, "token")
+        self.answers, self.refuses, self.ended, self.said = True, False, False, []
+        self.generation, self.peer = 1, None
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def serve(self):
+        while not self.ended:
+            for peer, message in list(self.hub.receive(0.02)):
+                refused = self.refuses and isinstance(message, Hello)
+                if message is not None and (self.answers or refused):
+                    self.hear(peer, message)
+
+    def hear(self, peer, message):
+        self.said.append(message)
+        match message:
+            case Hello() if self.refuses:
+                text = "another has its place."
+                self.hub.send(peer, Refused(kind="PeerError", text=text, exit_code=5))
+            case Hello():
+                run, self.peer = str(self.folder), peer
+                welcome = Welcome(job=self.job, run=run, started=0.0, recovers=True)
+                self.hub.send(peer, welcome)
+            case Built() | Broken():
+                form = Form(generation=self.generation, rank=0, members=[0])
+                self.generation += 1
+                self.hub.send(peer, form)
+            case Pulse(number=number):
+                self.hub.send(peer, Heard(count=0, pulse=number))
+
+    def close(self):
+        self.ended = True
+        self.thread.join()
+        self.hub.close()
+
+
+class Worker:
+    """A member of its group, with a model of a few numbers, and statistics."""
+
+    def __init__(self, master):
+        self.member = Member(master.seat, 0)
+        self.member.at = Pulse
+        self.interrupts = []
+        self.member.interrupt = lambda: self.interrupts.append(None)
+        self.member.hold, self.replica = self.hold, None
+        self.model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        self.parameters = list(self.model.parameters())
+        optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        self.update = Update(
+            optimizer, None, self.parameters, seed=0, max_grad_norm=None, scaler=scaler
+        )
+        self.form()
+        self.interrupts.clear()  # before the first answer there was no lease
+
+    def hold(self):
+        if self.replica is not None:
+            self.replica.hold()
+
+    def form(self):
+        self.member.wait_for_group()
+        strategy = make_strategy("all_reduce", {})
+        comm = AloneComm()
+        self.replica = Replica(self.member, self.model, self.parameters, strategy, comm)
+
+    def advance(self, step):
+        self.replica.begin_pass(WHOLE, 1.0, last=True)
+        for slot, parameter in enumerate(self.parameters):
+            self.replica.strategy.gradient(slot, torch.ones_like(parameter))
+        self.replica.agree({0: Weighed(64.0, 64)}, stop=False, samples=64)
+        where = position(step, 640, 64)
+        self.replica.advance(self.update, step, where, 64, 1.0)
+
+    def agree(self):
+        """The passes of a step, and what comes of them: all but the update."""
+        self.replica.begin_pass(WHOLE, 1.0, last=True)
+        loss = self.model(torch.arange(64.0)[:, None]).square().mean()
+        loss.backward()
+        self.replica.end_pass(WHOLE, 1.0)
+        self.replica.agree({0: Weighed(64 * float(loss.detach()), 64)}, stop=False, samples=64)
+
+    @property
+    def steps(self):
+        return read_records(self.member.run / "ledger.bin", LEDGER)["step"].tolist()
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def master(tmp_path):
+    made = Master(tmp_path, HOSTS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker(master):
+    made = Worker(master)
+    yield made
+    made.replica.close()
+    made.member.close()
+
+
+def test_while_the_master_answers_steps_are_committed_and_the_ledger_is_ours(master, worker):
+    for step in (1, 2, 3):
+        worker.advance(step)
+    assert worker.steps == [1, 2, 3]
+    with pytest.raises(RunError, match="another process writes"):
+        Ledger(master.folder / "ledger.bin")
+    assert worker.interrupts == []
+
+
+def test_once_the_master_is_silent_nothing_moves_and_another_may_write(master, worker):
+    worker.advance(1)
+    master.answers = False
+    until(lambda: worker.interrupts)  # an exchange under way would end
+    before = [parameter.clone() for parameter in worker.parameters]
+    with pytest.raises(PeerError, match="the others may go on"):
+        worker.advance(2)
+    assert all(map(torch.equal, before, worker.parameters))
+    assert worker.steps == [1]
+    Ledger(master.folder / "ledger.bin").close()
+
+
+def test_statistics_move_with_the_parameters_or_not_at_all(master, worker):
+    batch_norm = worker.model[1]
+    worker.agree()
+    assert batch_norm.running_mean.tolist() == [0.0]
+    worker.advance(1)
+    after_one_step = batch_norm.running_mean.clone()
+    assert after_one_step.tolist() != [0.0]
+    worker.agree()
+    master.answers = False
+    until(lambda: worker.interrupts)
+    with pytest.raises(PeerError):
+        worker.advance(2)
+    worker.replica.abandon()
+    assert torch.equal(batch_norm.running_mean, after_one_step)
+    assert int(batch_norm.num_batches_tracked) == 1
+
+
+def test_it_stays_so_in_that_generation_though_the_master_be_back_and_ends_with_the_next(
+    master, worker
+):
+    master.answers = False
+    until(lambda: worker.interrupts)
+    master.answers = True
+    until(lambda: not worker.member._tie.lapsed)
+    with pytest.raises(PeerError):
+        worker.advance(1)
+    worker.replica.close()
+    worker.member.broken()
+    worker.form()
+    worker.advance(1)
+    assert worker.steps == [1]
+
+
+def test_a_step_that_moved_just_before_the_lease_ran_out_is_not_written(worker):
+    worker.member.fence()
+    where = position(1, 640, 64)
+    worker.replica.commit(1, where, 64, 1.0)
+    assert worker.steps == []
+    assert worker.replica.shares()  # for whoever goes on from it
+
+
+def test_a_ledger_that_was_let_go_of_ends_the_generation(worker):
+    worker.replica.hold()
+    worker.replica.commit(1, position(1, 640, 64), 64, 1.0)
+    assert worker.steps == []
+    with pytest.raises(PeerError):
+        worker.member.check_lease()
+
+
+def test_one_whose_place_another_has_is_told_so(master, worker):
+    master.answers, master.refuses = False, True
+    with pytest.raises(PeerError, match="another has its place"):
+        worker.member.wait_for_group()
+    assert worker.member.fenced
+
+
+def test_on_one_machine_a_silent_master_changes_nothing(tmp_path):
+    master = Master(tmp_path, {})
+    worker = Worker(master)
+    try:
+        master.answers = False
+        time.sleep(LEASE_S + 0.5)
+        worker.advance(1)
+        assert worker.steps == [1]
+        assert worker.interrupts == []
+    finally:
+        worker.replica.close()
+        worker.member.close()
+        master.close()

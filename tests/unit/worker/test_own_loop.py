@@ -1,0 +1,42 @@
+"""What an own loop refuses before it joins anybody."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from instep.errors import RecipeError, SpecError
+from instep.spec import CheckpointSpec, CheckSpec, JobSpec, TrainSpec
+from instep.worker.own_loop import OwnLoop
+
+
+def test_the_best_cannot_be_kept_where_no_validation_is_seen():
+    job = JobSpec(recipe="a.py:recipe", checkpoint=CheckpointSpec(keep_best=1))
+    member = SimpleNamespace(job=job)
+    with pytest.raises(SpecError, match="keep_best = 1: there is no validation"):
+        OwnLoop(member, None, None, None, None, 10)
+
+
+def test_corruption_cannot_be_looked_out_for_where_the_user_runs_the_passes():
+    train = TrainSpec(determinism="bits")
+    job = JobSpec(recipe="a.py:recipe", train=train, check=CheckSpec(corruption=True))
+    with pytest.raises(SpecError, match=r"check\.corruption = true: your own loop"):
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
+
+
+def test_an_own_loop_of_which_nothing_can_be_shown_refuses_to_be_strict():
+    job = JobSpec(recipe="a.py:recipe", check=CheckSpec(strict=True))
+    with pytest.raises(SpecError, match="nothing can be tried"):
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
+
+
+def test_an_own_loop_refuses_a_scheduler_that_wants_a_metric():
+    job = JobSpec(recipe="a.py:recipe")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(RecipeError, match=r"ReduceLROnPlateau\.step\(\) wants 'metrics'"):
+        OwnLoop(SimpleNamespace(job=job), model, optimizer, scheduler, None, 10)

@@ -1,0 +1,92 @@
+"""Shares cover a step exactly, at any number of workers and any deal."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep.comm.alone import AloneComm
+from instep.data.order import Position
+from instep.spec import JobSpec, TrainSpec
+from instep.worker.passes import parts_of, plan, ranges_of, share_of
+
+SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
+
+
+@given(
+    first=st.integers(0, 1000),
+    size=st.integers(1, 60),
+    micro_batches=st.integers(1, 20),
+    workers=st.integers(1, 9),
+    merge=st.booleans(),
+    speeds=st.none() | SPEEDS,
+)
+def test_the_shares_of_all_workers_cover_the_positions_of_a_step_exactly(
+    first, size, micro_batches, workers, merge, speeds
+):
+    where = Position(3, first, first + size)
+    known = {"merge": merge, "speeds": speeds and speeds[:workers]}
+    shares = [share_of(where, micro_batches, workers, n, **known) for n in range(workers)]
+    covered = [i for s in shares for p in s.passes for i in range(p.samples.first, p.samples.stop)]
+    assert covered == list(range(first, first + size))
+    for share in shares:
+        assert sum(one.size for one in share.passes) == share.stop - share.first
+        assert all(one.size > 0 and one.samples.epoch == 3 for one in share.passes)
+        assert not merge or speeds or len(share.passes) <= 1
+    ranges = ranges_of(where, micro_batches, workers, known["speeds"])
+    assert ranges == [(share.first, share.stop) for share in shares]
+
+
+@given(micro_batches=st.integers(1, 40), workers=st.integers(1, 9), speeds=SPEEDS)
+def test_no_merged_pass_is_larger_than_the_even_deal_makes_it(micro_batches, workers, speeds):
+    where, most = Position(0, 0, 3 * micro_batches), 3 * -(-micro_batches // workers)
+    for rank in range(workers):
+        share = share_of(where, micro_batches, workers, rank, merge=True, speeds=speeds[:workers])
+        sizes = [part.size for part in share.passes]
+        assert max(sizes, default=0) <= most
+        assert len(sizes) == -(-sum(sizes) // most)
+
+
+@given(
+    micro_batches=st.integers(1, 12),
+    size=st.integers(1, 40),
+    workers=st.integers(1, 6),
+    speeds=SPEEDS,
+)
+def test_a_micro_batch_holds_the_same_samples_whoever_computes_it(
+    micro_batches, size, workers, speeds
+):
+    where = Position(0, 0, size)
+
+    def cut(number_of_workers, speeds=None):
+        shares = [
+            share_of(where, micro_batches, number_of_workers, n, merge=False, speeds=speeds)
+            for n in range(number_of_workers)
+        ]
+        return {one.number: one.samples for share in shares for one in share.passes}
+
+    assert cut(workers) == cut(1) == cut(workers, speeds[:workers])
+
+
+def test_a_worker_may_have_no_pass_in_a_short_step():
+    share = share_of(Position(0, 60, 61), 8, 4, 0, merge=True)
+    assert share.passes == []
+    assert share.first == share.stop == 60
+
+
+def test_a_plan_goes_through_epochs_without_a_gap():
+    job = JobSpec(recipe="a.py:f", train=TrainSpec(global_batch=16))
+    steps = list(plan(job, 37, 1, 6, AloneComm(), merge=True))
+    assert [where for where, _ in steps] == [
+        Position(epoch, first, min(first + 16, 37)) for epoch in (0, 1) for first in (0, 16, 32)
+    ]
+    later = list(plan(job, 37, 4, 6, AloneComm(), merge=True))
+    assert later == steps[3:]
+
+
+@pytest.mark.parametrize("samples", range(1, 65))
+def test_a_smaller_last_batch_is_cut_into_fewer_parts_of_about_the_same_size(samples):
+    train = TrainSpec(global_batch=64, micro_batches=8)
+    where = Position(0, 0, samples)
+    passes = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
+    assert sum(part.size for part in passes) == samples
+    assert all(min(samples, 4) <= part.size <= 8 for part in passes)
