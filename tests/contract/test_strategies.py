@@ -246,3 +246,31 @@ def test_after_stop_a_backward_pass_is_as_if_there_had_been_no_strategy(name):
         return weight.grad.tolist()
 
     assert run_ranks(2, body) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
+    def body(comm):
+        weight = nn.Parameter(torch.ones(2))
+        strategy = make_strategy(name, {})
+        strategy.start([weight], comm, notes=1, parts=parts)
+
+        def exchange(value):
+            agreed = None
+            while agreed is None:
+                strategy.begin_pass(1 / comm.size, last=True)
+                strategy.gradient(0, torch.tensor([value, 3.0]))
+                agreed = strategy.exchange(torch.ones(1, dtype=torch.float64))
+
+        exchange(2.0)
+        strategy.apply(lambda: None)
+        before = {name: kept.clone() for name, kept in strategy.state().items()}
+        exchange(1e9)  # on a lattice: much too large for what was learnt
+        strategy.abandon()
+        assert weight.grad is None
+        assert all(torch.equal(kept, before[name]) for name, kept in strategy.state().items())
+        exchange(4.0)
+        return strategy.apply(lambda: weight.grad.tolist())
+
+    assert run_ranks(2, body) == [[4.0, 3.0]] * 2

@@ -88,3 +88,15 @@ def test_where_nobody_has_a_copy_the_run_begins_again_before_the_fault(
     assert summary["repeated_samples"] == summary["missing_samples"] == 0
     assert summary["parameters_sha256"] == undisturbed
     program.check_nothing_is_left()
+
+
+def test_a_micro_batch_in_which_nothing_counts_is_no_corruption(
+    start: Start, tmp_path: Path
+) -> None:
+    train = {"steps": 70, "global_batch": 16, "micro_batches": 16, "determinism": "bits"}
+    settings = [f"train.{key}={value}" for key, value in train.items()]
+    settings += ["workers=2", "check.corruption=true"]
+    program = start(*instep_run(tmp_path, "half_ignored.py:recipe", *settings))
+    assert program.end() == 0, program.stderr
+    assert program.events("corruption_found") == []
+    assert program.events("worker_failed") == []

@@ -38,7 +38,7 @@ class Chosen:
     """
 
     def __init__(self, samples: int, seed: int, which: Literal["sample", "all"]) -> None:
-        self._seed, self._all = seed, which == "all"
+        self._samples, self._seed, self._all = samples, seed, which == "all"
         self._one_in = max(_ONE_IN, samples // _MOST)
 
     def __call__(self, epoch: int, first: int, stop: int) -> list[int]:
@@ -46,11 +46,13 @@ class Chosen:
         if self._all:
             return list(range(stop - first))
         windows = range(first // self._one_in, -(-stop // self._one_in))
-        size = self._one_in
-        places = [
-            size * window + _draw(self._seed, epoch, window) % size - first for window in windows
-        ]
+        places = [self._place(epoch, window) - first for window in windows]
         return [place for place in places if 0 <= place < stop - first]
+
+    def _place(self, epoch: int, window: int) -> int:
+        begin = window * self._one_in
+        size = min(self._one_in, self._samples - begin)  # the last may be short
+        return begin + _draw(self._seed, epoch, window) % size
 
 
 @lru_cache(maxsize=16)  # batches that follow each other share a window

@@ -99,7 +99,10 @@ class Strategy(Protocol):
         """
 
     def abandon(self) -> None:
-        """The step does not happen: forget its gradients, and what they have taught."""
+        """The step does not happen: forget its gradients, and what they have taught.
+
+        Another may follow where `exchange` has returned; after a PeerError comes `stop`.
+        """
 
     def stop(self) -> None:
         """Let go of the parameters; a second call does nothing."""

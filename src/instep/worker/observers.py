@@ -42,7 +42,7 @@ class Observed:
     standing: Standing
     run_pass: Callable[[Pass, float], None]
     """Runs a micro-batch of the present step once more, its loss times a factor; only observers
-    hear its gradients, and nothing else stays of it."""
+    hear its gradients, and nothing else stays of it. The step must not happen afterwards."""
     set_aside: Callable[[int], None]
     """Sees to it that no checkpoint of a later step than this is taken up; what this worker is
     saving is over when it returns."""
@@ -85,7 +85,7 @@ class Observer(Protocol):
         """A step begins, or begins once more."""
 
     def begin_pass(self, part: Pass) -> None:
-        """The backward pass of `part` is about to run."""
+        """The backward pass of `part` is about to run; none does where nothing in it counts."""
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """A gradient is complete, of this parameter; it is only to be read."""

@@ -169,7 +169,10 @@ class Replica:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Passes that are run meanwhile are heard by observers alone, and leave nothing."""
+        """Passes that are run meanwhile are heard by observers alone, and leave nothing.
+
+        Nor does anything stay of what the step's own passes did to buffers: it is not to happen.
+        """
         self.buffers.undo()
         self._to_strategy = False
         try:
@@ -194,12 +197,16 @@ class Replica:
 
         Args:
             part: the pass.
-            share: what it has of the samples; at 0 it leaves nothing: it was another's,
-                repeated, or nothing in it counts, and then no backward pass was run.
+            share: what it has of the samples; 0 where it was another's, repeated: then it
+                leaves nothing.
         """
         for observer in self._observers.values():
             observer.end_pass(part)
         self.buffers.after_pass(share, part.number)
+
+    def skip_pass(self, part: Pass) -> None:
+        """A forward pass was run in which nothing counts: as if it had not been."""
+        self.buffers.after_pass(0.0, part.number)
 
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""

@@ -654,7 +654,7 @@ class Training:
             if replica.gradients.count != taken:  # the trial may see other samples, or none
                 raise called_backward()
             if found is None:  # nothing in it counts: as if it had not been
-                replica.end_pass(part, 0.0)
+                replica.skip_pass(part)
                 continue
             factor = 0.0 if part.repeats else found.factor
             if not part.repeats:

@@ -148,7 +148,8 @@ class TrialModel:
             if module._buffers.get(name) is not None:
                 raise filled(module, name)
         for name, parameter in self.model.named_parameters():
-            if not torch.equal(parameter, self._placed[name]):
+            placed = self._placed.get(name)  # none, where the pass has made the parameter
+            if placed is not None and not torch.equal(parameter, placed):
                 raise written(name, trained=parameter.requires_grad)
         gradients = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()

@@ -95,6 +95,13 @@ def test_the_same_places_are_chosen_however_an_epoch_is_cut_and_others_in_anothe
     assert Chosen(64_000, 3, "all")(0, 10, 14) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("samples", [1, 2, 100, 255, 257, 600])
+def test_some_sample_of_every_window_is_chosen_however_small_the_dataset(samples):
+    windows = -(-samples // 256)
+    for seed in range(20):
+        assert len(Chosen(samples, seed, "sample")(0, 0, samples)) == windows
+
+
 def test_every_row_of_a_batch_is_chosen_in_some_step():
     chosen = Chosen(64_000, 3, "sample")
     rows = {place for at in range(0, 64_000, 16) for place in chosen(0, at, at + 16)}

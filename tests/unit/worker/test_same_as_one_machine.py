@@ -572,3 +572,20 @@ def test_a_small_difference_shows_in_low_precision_too():
     trial = tried(mlp(OfSixteenBits()), pictures(torch.bfloat16), **low)
     assert trial.verdict.startswith("not shown: the model cannot be tried in more than its own 16")
     assert not trial.merge
+
+
+class MakesAParameter(nn.Module):
+    """As some libraries' modules do at their first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "more"):
+            self.more = nn.Parameter(torch.zeros(2))
+        return self.layer(x.flatten(1)) + self.more
+
+
+def test_a_parameter_that_the_first_pass_makes_does_not_break_the_trial():
+    assert tried(MakesAParameter(), pictures(), loss=nn.MSELoss()).same
