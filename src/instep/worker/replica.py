@@ -25,7 +25,7 @@ from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.balance import deal
 from instep.data.order import Position
-from instep.errors import RecipeError, SpecError, Unrepeatable
+from instep.errors import RecipeError, SpecError, Unrepeatable, WorkerError
 from instep.events import Kind
 from instep.store.ledger import Ledger
 from instep.sync.base import Strategy
@@ -160,6 +160,7 @@ class Replica:
         strategy.start(parameters, comm, notes=self._notes.size, parts=exact)
         self.gradients = Gradients(parameters, self._hear)
         self._scale = 1.0
+        self._half_moved = False  # the update began, and has not ended
 
     def _hear(self, slot: int, gradient: Tensor) -> None:
         for observer in self._observers.values():
@@ -187,7 +188,17 @@ class Replica:
             observer.begin_step(step, where)
 
     def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
-        """A backward pass is about to run that counts `weight`, over the samples of the step."""
+        """A backward pass is about to run that counts `weight`, over the samples of the step.
+
+        Raises:
+            WorkerError: the last update raised, and the loop goes on as if it had not.
+        """
+        if self._half_moved:
+            raise WorkerError(
+                "the optimizer or the scheduler raised in the middle of a step, and parameters may "
+                "have moved in part: this process cannot go on. Let the error end the program; "
+                "another takes up the last commit."
+            )
         self.strategy.begin_pass(weight, last=last)
         for observer in self._observers.values():
             observer.begin_pass(part)
@@ -320,7 +331,9 @@ class Replica:
         self.member.check_lease()  # before anything moves
         since = time.perf_counter()
         self.buffers.apply()
+        self._half_moved = True
         norm = self.strategy.apply(lambda: self._move(update, step))
+        self._half_moved = False
         self.buffers.after_update()
         for observer in self._observers.values():
             observer.committed()

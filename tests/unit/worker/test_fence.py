@@ -15,7 +15,7 @@ from instep.comm.messages import Broken, Built, Form, Heard, Hello, Pulse, Refus
 from instep.comm.tie import LEASE_S
 from instep.data.loader import Slice
 from instep.data.order import position
-from instep.errors import PeerError, RunError
+from instep.errors import PeerError, RunError, WorkerError
 from instep.events import LEDGER, read_records
 from instep.store.ledger import Ledger
 from instep.sync.base import make_strategy
@@ -234,3 +234,14 @@ def test_on_one_machine_a_silent_master_changes_nothing(tmp_path):
         worker.replica.close()
         worker.member.close()
         master.close()
+
+
+def test_who_goes_on_after_an_update_that_raised_is_stopped(worker):
+    def breaks():
+        raise ValueError("no more memory")
+
+    worker.update.optimizer.register_step_post_hook(lambda *_: breaks())
+    with pytest.raises(ValueError, match="no more memory"):
+        worker.advance(1)
+    with pytest.raises(WorkerError, match="in the middle of a step"):
+        worker.advance(1)
