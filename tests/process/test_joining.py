@@ -335,7 +335,7 @@ def test_a_process_that_somebody_kills_is_said_to_have_gone_without_a_word(
 ) -> None:
     command = (RECIPES / "joined_for_long.py", tmp_path / "runs", 400, 0.05)
     zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))
-    zero.until(lambda: seen(tmp_path, "*/steps.bin"), "training")
+    zero.until(lambda: seen(tmp_path, "*/ledger.bin"), "training")  # made once both are there
     one.process.send_signal(number)
     assert zero.end(20) == 1
     assert "worker 1 failed" in zero.stderr
