@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from instep.events import LEDGER, ledger_header
-from instep.lab.breaker import Breaker, Plan, last_committed
+from instep.lab.breaker import Breaker, Plan
 from instep.lab.injections import Injection
+from instep.store.ledger import last_step
 
 pytestmark = pytest.mark.process
 
@@ -184,5 +185,5 @@ def test_the_last_whole_record_of_a_ledger_tells_the_step(made: Made, cut: int, 
     ledger = made.folder / "ledger.bin"
     data = ledger.read_bytes()
     ledger.write_bytes(data[: len(data) - cut])
-    assert last_committed(ledger) == step
-    assert last_committed(made.folder / "nowhere") == 0
+    assert last_step(ledger) == step
+    assert last_step(made.folder / "nowhere") == 0

@@ -1,6 +1,5 @@
 """A run goes on where it stopped, however it was stopped and at whatever size, or says why not."""
 
-import contextlib
 import json
 import random
 import shutil
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.numpy import load_file
 from started import RECIPES, SOON_S, Start, distance
@@ -120,8 +118,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
     )
     program = start("-m", "instep", "run", job)
     program.until(lambda: program.is_training() and program.ledger["step"].max() >= 18, "far")
-    for process in program.processes():
-        process.send_signal(signal.SIGKILL)
+    program.kill()
     # a worker may have been replaced before its fork server was killed: it finds nobody to call
     program.check_no_process_is_left(soon_s=SOON_S)
     assert RunFolder(program.run).outcome == "unfinished"
@@ -143,9 +140,7 @@ def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_k
     program = start("-m", "instep", "resume", run, *forever)
     program.until(lambda: RunFolder(run).last_step > 10, "beyond step 10")
     assert not (run / "model.safetensors").exists()
-    for process in program.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # some end with those before them
-            process.send_signal(signal.SIGKILL)
+    program.kill()
     program.check_no_process_is_left(soon_s=SOON_S)
     target = run.parent / "m.safetensors"
     assert main(["export", str(run), "--to", str(target)]) == 6

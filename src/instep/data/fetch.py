@@ -244,11 +244,10 @@ class Fetch:
                 f"__getitems__ of {type(self.dataset).__name__} was asked for {len(names)} "
                 f"samples and gave {len(samples)}: it must return one for each index, in order."
             )
-        for index, sample in zip(names.tolist(), samples, strict=True):
+        named = list(zip(names.tolist(), samples, strict=True))
+        for index, sample in named:
             contents.note(index, sample)
-        if self._augment is None:
-            return samples
-        return [self._augmented(epoch, *pair) for pair in zip(names.tolist(), samples, strict=True)]
+        return [self._augmented(epoch, index, sample) for index, sample in named]
 
     def _read_apart(
         self, epoch: int, indices: Indices, missed: Missed, contents: Contents

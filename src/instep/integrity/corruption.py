@@ -44,7 +44,7 @@ from instep.integrity.repeats import (
 from instep.spec import TrainSpec
 from instep.state.digest import Watch, combined, digests
 from instep.worker.dealing import Speeds
-from instep.worker.observers import Observed
+from instep.worker.observed import Observed
 from instep.worker.passes import Pass, Share, parts_of
 
 WATCH_SHARE = 0.005

@@ -21,18 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from instep.errors import RunError
-from instep.events import LEDGER, LEDGER_START
 from instep.lab.injections import Injection
 from instep.lab.parting import Parting
 from instep.lab.roster import Known, Roster, send
 from instep.lab.verdict import Fall, Injected, judge
-from instep.plain_file import plain
 from instep.report.summary import finite
 from instep.store.folder import numbered
+from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
 
 LOOK_S = 0.005
@@ -156,7 +154,7 @@ class Breaker:
             self._wait_for_one()
 
     def _look(self) -> None:
-        step = last_committed(self._run / "ledger.bin")
+        step = last_step(self._run / "ledger.bin")
         if step < self._step:
             self.falls.append(Fall(time.time(), self._step, step))
         if step != self._step:
@@ -291,18 +289,3 @@ def _free_name(run: Path) -> Path:
     """`chaos.json`, or numbered where the run was broken before."""
     files = (run / f"{name}.json" for name in numbered("chaos"))
     return next(file for file in files if not file.exists())
-
-
-def last_committed(ledger: Path) -> int:
-    """The step of the last whole record of a ledger; 0 where there is none."""
-    try:
-        with open(ledger, "rb", opener=plain) as file:
-            whole = (os.fstat(file.fileno()).st_size - LEDGER_START) // LEDGER.itemsize
-            if whole < 1:
-                return 0
-            place = LEDGER_START + (whole - 1) * LEDGER.itemsize
-            data = os.pread(file.fileno(), LEDGER.itemsize, place)
-    except OSError:
-        return 0
-    record = np.frombuffer(data, LEDGER) if len(data) == LEDGER.itemsize else np.zeros(1, LEDGER)
-    return int(record["step"][0])

@@ -2,52 +2,21 @@
 
 The engine gives each gradient to observers before the strategy has it, lets their
 numbers travel with the notes, and commits only what none of them objects to. What they
-look for, it does not know. To add one: a class that keeps the promises of `Observer`, a
-line in `OBSERVERS`, and a field of `[check]` by that name which turns it on.
+look for, it does not know. Which there are stands in `observed.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.errors import Unrepeatable
-from instep.registry import Registry
 from instep.worker.dealing import Speeds
 from instep.worker.passes import Pass, Share
-from instep.worker.update import Update
-
-if TYPE_CHECKING:  # both stand on the engine, which calls observers
-    from instep.worker.member import Member
-    from instep.worker.standing import Standing
-
-OBSERVERS = Registry(
-    "observer",
-    {"corruption": "instep.integrity.corruption:CorruptionCheck"},
-)
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What an observer is given of the worker that it watches."""
-
-    member: Member
-    model: nn.Module
-    update: Update
-    standing: Standing
-    run_pass: Callable[[Pass, float], None]
-    """Runs a micro-batch of the present step once more, its loss times a factor; only observers
-    hear its gradients, and nothing else stays of it. The step must not happen afterwards."""
-    set_aside: Callable[[int], None]
-    """Sees to it that no checkpoint of a later step than this is taken up; what this worker is
-    saving is over when it returns."""
-    drop_after: Callable[[int], None]
-    """Deletes the checkpoints of later steps, where this worker saves them."""
 
 
 class Observer(Protocol):
@@ -122,9 +91,3 @@ class Observer(Protocol):
         Returns:
             Whether it was.
         """
-
-
-def make_observers(observed: Observed) -> dict[str, Observer]:
-    """Those that the job wants, by name."""
-    check = observed.member.job.check
-    return {name: OBSERVERS[name](observed) for name in OBSERVERS if getattr(check, name)}

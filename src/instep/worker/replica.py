@@ -420,8 +420,6 @@ class Replica:
         """The step under way will not be: undo what its passes did to buffers and gradients."""
         self.buffers.undo()
         self.strategy.abandon()
-        for parameter in self.model.parameters():
-            parameter.grad = None
 
     def hold(self) -> None:
         """Write nothing more; for another thread."""

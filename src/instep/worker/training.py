@@ -40,7 +40,7 @@ from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.member import Member
-from instep.worker.observers import Observed, make_observers
+from instep.worker.observed import Observed, make_observers
 from instep.worker.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
 from instep.worker.replica import Agreement, Replica, Weighed, check_lengths, make_comm
 from instep.worker.sameness import (

@@ -14,7 +14,7 @@ from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
 from instep.sync.all_reduce import AllReduce
 from instep.worker.gradients import Gradients
-from instep.worker.observers import Observed
+from instep.worker.observed import Observed
 from instep.worker.passes import parts_of, share_of
 from instep.worker.update import Update
 
