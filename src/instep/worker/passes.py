@@ -7,14 +7,13 @@ model sees the other samples of its batch (BatchNorm), draws random numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Slice
-from instep.data.order import Position, micro_batch, position
-from instep.spec import JobSpec, TrainSpec
+from instep.data.order import Position, micro_batch
+from instep.spec import TrainSpec
 
 OF_PASS = 1
 """What a key is drawn for, beside the draws of the data layer: one forward pass."""
@@ -98,20 +97,3 @@ def _positions(position: Position, part: range, micro_batches: int) -> tuple[int
     begin, _ = micro_batch(first, stop, part.start, micro_batches)
     end, _ = micro_batch(first, stop, part.stop, micro_batches)
     return begin, end
-
-
-def plan(
-    job: JobSpec,
-    samples: int,
-    first: int,
-    last: int,
-    comm: Comm,
-    *,
-    merge: bool,
-    speeds: Sequence[float] | None = None,
-) -> Iterator[tuple[Position, Share]]:
-    """The global batch of each step from `first` to `last`, and this rank's share of it."""
-    for step in range(first, last + 1):
-        where = position(step, samples, job.train.global_batch)
-        parts = parts_of(where, job.train)
-        yield where, share_of(where, parts, comm.size, comm.rank, merge=merge, speeds=speeds)
