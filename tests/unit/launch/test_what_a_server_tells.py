@@ -40,6 +40,7 @@ def served():
     yield server, tie
     for end in (tie.pipe, server._life, server._wake_read, server._wake_write):
         os.close(end)
+    server._memories.keep_only(-1)
 
 
 @contextmanager
