@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import PATIENCE_S, RECIPES
+from started import TIMEOUT_S, RECIPES
 from test_fork_server import Master
 
 from instep.comm import messages as m
@@ -40,7 +40,7 @@ class Host:
 
     def serve(self) -> None:
         """Start a fork server."""
-        self.launcher.start(self.master.board.seat, self.folder)
+        self.launcher.start(self.master.board.endpoint, self.folder)
         self.called()
 
     def called(self) -> None:
@@ -53,7 +53,7 @@ class Host:
         self.master.board.hub.send(self.peer, order)
         self.worker, pid = self.welcome(role="worker", number=number)
         file = self.folder / "found.json"
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not file.exists():
             assert time.monotonic() < deadline, (self.folder / "worker.log").read_text()
             self.master.board.hub.receive(0.02)
@@ -77,7 +77,7 @@ class Host:
 
     def memory_files(self) -> set[int]:
         """The inode of each memory file of this run that some process has open."""
-        name = f"/memfd:{Memories(0, self.master.board.seat.token).name} "
+        name = f"/memfd:{Memories(0, self.master.board.endpoint.token).name} "
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ def test_memory_that_was_lost_with_all_who_had_it_is_not_there_and_holds_no_zero
 def test_who_is_released_leaves_nothing(host: Host) -> None:
     host.job += "waits = false\n"
     pid, _ = host.work()
-    _, built = host.master.wait_for(m.Built)
+    host.master.wait_for(m.Built)
     host.master.board.hub.send(host.worker, m.Release())
     _, exited = host.master.wait_for(m.Exited, pid=pid)
     assert isinstance(exited, m.Exited)

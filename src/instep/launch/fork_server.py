@@ -31,20 +31,20 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from instep.comm.channel import Address
-from instep.comm.endpoint import Seat
+from instep.comm.connection import HEARTBEAT_S, MasterConnection
+from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
     Adopt,
     Emit,
     Exited,
+    Heartbeat,
     Hello,
     KillAll,
-    Pulse,
     Refused,
     Signal,
     StartWorker,
     Welcome,
 )
-from instep.comm.tie import PULSE_S, Tie
 from instep.control.lease import Lease
 from instep.data.breadcrumb import Pages, leave_in
 from instep.errors import PeerError
@@ -67,7 +67,7 @@ _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
 
 MOST_PAGES = 256
-"""Workers of one host that leave word of where they are, and that have memory that outlives them."""
+"""Workers of one host that leave word of where they are, and whose memory is kept."""
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
@@ -82,12 +82,12 @@ def main() -> None:
     die_with_parent(END)
     note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
     seen = json.loads(note)
-    seat = Seat(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
+    endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
     _settle(seen["folder"])
-    tie = _call(seat)
+    connection = _call(endpoint)
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
-    welcome = tie.welcome()
+    welcome = connection.welcome()
     if not isinstance(welcome, Welcome):
         return
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
@@ -97,7 +97,7 @@ def main() -> None:
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
     several = bool(job.get("launch", {}).get("hosts"))
-    Server(tie, seat, phases, several=several).serve()
+    Server(connection, endpoint, phases, several=several).serve()
 
 
 def _settle(folder: str) -> None:
@@ -107,13 +107,13 @@ def _settle(folder: str) -> None:
         os.chdir(folder)
 
 
-def _call(seat: Seat) -> Tie:
+def _call(endpoint: Endpoint) -> MasterConnection:
     hello = Hello(
-        token=seat.token, role="host", number=seat.host, pid=os.getpid(), machine=machine()
+        token=endpoint.token, role="host", number=endpoint.host, pid=os.getpid(), machine=machine()
     )
-    tie = Tie(seat.address, hello)
-    tie.lasting = True
-    return tie
+    connection = MasterConnection(endpoint.address, hello)
+    connection.lasting = True
+    return connection
 
 
 def _import_torch() -> None:
@@ -162,8 +162,8 @@ class Server:
     """Forks, reaps, reports; and has a spare of itself.
 
     Args:
-        tie: to the master.
-        seat: where that is, for the workers.
+        connection: to the master.
+        endpoint: where that is, for the workers.
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, which may lose the master from sight.
         left: number and handle by process, of the server whose place this one takes.
@@ -173,8 +173,8 @@ class Server:
 
     def __init__(
         self,
-        tie: Tie,
-        seat: Seat,
+        connection: MasterConnection,
+        endpoint: Endpoint,
         phases: dict[str, float],
         *,
         several: bool = False,
@@ -183,8 +183,13 @@ class Server:
         memories: Memories | None = None,
     ) -> None:
         self._pages = pages or Pages(MOST_PAGES)
-        self._memories = memories or Memories(MOST_PAGES, seat.token)
-        self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
+        self._memories = memories or Memories(MOST_PAGES, endpoint.token)
+        self._connection, self._endpoint, self._phases, self._several = (
+            connection,
+            endpoint,
+            phases,
+            several,
+        )
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
@@ -207,14 +212,14 @@ class Server:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._several:
-            self._tie.keep()
+            self._connection.keep()
         try:
             while not self._ending:
                 self._reap()
                 self._look_after_adopted()
                 self._look_after_spare()
                 self._fork_late()
-                self._tie.show(self._pulse)
+                self._connection.show(self._heartbeat)
                 self._obey()  # before waiting: messages may have come together with the welcome
                 self._wait()
         except PeerError:
@@ -222,13 +227,13 @@ class Server:
         finally:
             self._kill_all()
 
-    def _pulse(self) -> Pulse:
-        return Pulse(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
 
     def _wait(self) -> None:
         """For a message, a signal, or the time to look after something."""
-        tick_s = ADOPTED_S if self._adopted or self._late else PULSE_S / 2
-        ends = [end for end in (self._tie.fileno(), self._wake_read) if end >= 0]
+        tick_s = ADOPTED_S if self._adopted or self._late else HEARTBEAT_S / 2
+        ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
         select.select(ends, [], [], tick_s)
 
     def _have_a_spare(self) -> None:
@@ -253,17 +258,16 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._tie.close()
+            self._connection.close()
             name = call_itself(SPARE)
             left = _hear_of_workers(theirs, server)
             os.close(theirs)
             call_itself(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
-            tie = _call(self._seat)
             Server(
-                tie,
-                self._seat,
+                _call(self._endpoint),
+                self._endpoint,
                 self._phases,
                 several=self._several,
                 left=left,
@@ -281,7 +285,7 @@ class Server:
         It only waits, so it can hang in no other way.
         """
         now = time.monotonic()
-        if not self._spare or now - self._shown_at < PULSE_S:
+        if not self._spare or now - self._shown_at < HEARTBEAT_S:
             return
         self._shown_at = now
         self._tell_spare(0, _GONE)
@@ -301,7 +305,7 @@ class Server:
         self._ending = True
 
     def _obey(self) -> None:
-        while (message := self._tie.poll()) is not None:
+        while (message := self._connection.poll()) is not None:
             match message:
                 case StartWorker(number=number):
                     there = self._workers.items()
@@ -336,9 +340,11 @@ class Server:
 
     def _fork(self, order: StartWorker) -> None:
         forked, page = time.time(), self._pages.free()
-        living = {*self._workers.values(), *(number for number, _ in self._adopted.values())}
-        dying = order.number in living  # and may still write, so its memory is not handed over
-        memory = -1 if dying else self._memories.of(order.number)
+        adopted = (number for number, process in self._adopted.values() if not process.ended)
+        if order.number in {*self._workers.values(), *adopted}:
+            memory = -1  # the one before is dying, and might still write
+        else:
+            memory = self._memories.of(order.number)
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or no process, for the moment
@@ -355,7 +361,7 @@ class Server:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, END):
                 signal.signal(number, signal.SIG_DFL)
-            self._tie.close()
+            self._connection.close()
             os.close(self._life)
             _redirect(Path(order.log))
             leave_in(page)
@@ -364,7 +370,7 @@ class Server:
             from instep.worker.process import main as work
 
             host_memory.give(memory)
-            code = work(self._seat, order.number, {**self._phases, "forked": forked})
+            code = work(self._endpoint, order.number, {**self._phases, "forked": forked})
             if code == 0:
                 host_memory.give_back()
         finally:
@@ -380,7 +386,7 @@ class Server:
         if tries > len(PAUSES_S):
             del self._late[order.number]
             why = f"{error.strerror}, tried {tries} times"
-            self._tie.send(Exited(number=order.number, pid=0, code=None, error=why))
+            self._connection.send(Exited(number=order.number, pid=0, code=None, error=why))
             return
         pause_s = PAUSES_S[tries - 1]
         self._late[order.number] = _Late(order, tries, time.monotonic() + pause_s)
@@ -388,7 +394,7 @@ class Server:
             f"worker {order.number} could not be forked ({error.strerror}); it is tried again "
             f"in {pause_s:g} s."
         )
-        self._tie.send(Emit(name="warning", fields={"text": text}))
+        self._connection.send(Emit(name="warning", fields={"text": text}))
 
     def _fork_late(self) -> None:
         """Those that could not be forked, and whose pause is over."""
@@ -426,7 +432,7 @@ class Server:
         """To the master first: where this server is killed in between, its spare tells again."""
         place = self._pages.take(pid)
         self._memories.ended(number)
-        self._tie.send(Exited(number=number, pid=pid, code=code, place=place))
+        self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 
     def _kill_all(self, *, wait: bool = True) -> None:
@@ -458,7 +464,7 @@ def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
     workers: dict[int, int] = {}
     lease = Lease(server, time.monotonic())
     while True:
-        if not select.select([pipe], [], [], PULSE_S)[0]:
+        if not select.select([pipe], [], [], HEARTBEAT_S)[0]:
             if lease.turn(time.monotonic()) and os.getppid() == server:
                 os.kill(server, signal.SIGKILL)
             continue

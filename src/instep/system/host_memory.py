@@ -100,8 +100,8 @@ class HostMemory:
             why = str(error.strerror)
         if why:
             raise WorkerError(
-                f"{readable_bytes(2 * size)} of memory for the state that only this process has cannot "
-                f"be had: {why}. Use fewer workers on this machine, or one with more memory."
+                f"{readable_bytes(2 * size)} of memory for the state that only this process has "
+                f"cannot be had: {why}. Use fewer workers on this machine, or one with more memory."
             )
 
     def stage(self, course: int, number: int) -> dict[str, torch.Tensor]:
@@ -130,8 +130,10 @@ class HostMemory:
             number: of the commit; as for `stage`.
             generation: tells apart two attempts at one commit, of which the first was abandoned.
         """
-        assert self._staging is not None and self._staging[1:] == (course, number), "not staged"
-        slot, self._staging = self._staging[0], None
+        assert self._staging is not None, "nothing is staged"
+        slot, *commit = self._staging
+        assert commit == [course, number], "another commit is staged"
+        self._staging = None
         stamp = _STAMP.pack(course, number, generation)
         stamp += _SUM.pack(zlib.crc32(stamp))  # a kill may leave half of it
         self._stamps[64 * slot : 64 * slot + len(stamp)] = stamp

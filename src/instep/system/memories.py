@@ -38,7 +38,7 @@ class Memories:
             self._files += (os.memfd_create(self.name) for _ in range(most))
 
     def of(self, number: int) -> int:
-        """The descriptor of a worker's file, with what its last process left; -1 if none is free."""
+        """The descriptor of a worker's file, as its last process left it; -1 if none is free."""
         for wanted in (number + 1, 0):
             for file in self._files:
                 if _owner(file) == wanted:
@@ -60,7 +60,7 @@ class Memories:
                 os.ftruncate(file, 0)  # also for those who have it open, as the spare has
 
     def adopt(self, number: int, pid: int) -> None:
-        """Take up the file of a living worker that another fork server has forked, if it has one."""
+        """Take up the file of a living worker that another fork server has forked."""
         with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
