@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import TIMEOUT_S, RECIPES
+from started import RECIPES, TIMEOUT_S
 from test_fork_server import Master
 
 from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.launch.local import LocalLauncher
-from instep.system.memories import Memories
+from instep.system.memory_files import MemoryFiles
 from instep.system.processes import SPARE
 
 pytestmark = pytest.mark.process
@@ -77,7 +77,7 @@ class Host:
 
     def memory_files(self) -> set[int]:
         """The inode of each memory file of this run that some process has open."""
-        name = f"/memfd:{Memories(0, self.master.board.endpoint.token).name} "
+        name = f"/memfd:{MemoryFiles(0, self.master.board.endpoint.token).name} "
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
@@ -115,9 +115,10 @@ def test_the_replacement_of_a_killed_worker_finds_what_that_one_left(host: Host)
     host.master.wait_for(m.Exited, pid=pid)
     pid, found = host.work()
     assert found == SECOND
-    os.kill(host.server, signal.SIGKILL)  # its spare takes its place
+    for each in (host.server, pid):  # its spare takes its place
+        os.kill(each, signal.SIGKILL)
     host.called()
-    host.kill(pid)
+    host.master.wait_for(m.Exited, pid=pid)
     assert host.work()[1] == THIRD
     assert host.work(1)[1] == FIRST
 
@@ -131,6 +132,9 @@ def test_a_fork_server_that_was_started_anew_takes_up_the_memory_of_living_worke
     host.serve()
     workers = list(enumerate(pids))
     host.master.board.hub.send(host.peer, m.Adopt(workers=workers))
+    pid, found = host.work()
+    assert found == {"outlives": False, "found": []}  # the other one still writes there
+    host.kill(pid)
     host.kill(pids[0])
     pid, found = host.work()
     assert found == SECOND

@@ -51,7 +51,7 @@ from instep.errors import PeerError
 from instep.plain_file import plain
 from instep.system.environment import END, SETTINGS
 from instep.system.limits import FLOOR_S
-from instep.system.memories import Memories
+from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
     SPARE,
     Watched,
@@ -168,7 +168,7 @@ class Server:
         several: whether it is one of several hosts, which may lose the master from sight.
         left: number and handle by process, of the server whose place this one takes.
         pages: where workers leave word of where they are; shared with a spare.
-        memories: files that outlive a worker; shared with a spare.
+        memory_files: files that outlive a worker; shared with a spare.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class Server:
         several: bool = False,
         left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
         pages: Pages | None = None,
-        memories: Memories | None = None,
+        memory_files: MemoryFiles | None = None,
     ) -> None:
         self._pages = pages or Pages(MOST_PAGES)
-        self._memories = memories or Memories(MOST_PAGES, endpoint.token)
+        self._memory_files = memory_files or MemoryFiles(MOST_PAGES, endpoint.token)
         self._connection, self._endpoint, self._phases, self._several = (
             connection,
             endpoint,
@@ -194,7 +194,7 @@ class Server:
         self._given_up: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
         for pid, (number, _) in left.items():
-            self._memories.adopt(number, pid)
+            self._memory_files.adopt(number, pid)
         self._late: dict[int, _Late] = {}  # by number, workers that could not be forked yet
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
@@ -272,7 +272,7 @@ class Server:
                 several=self._several,
                 left=left,
                 pages=self._pages,
-                memories=self._memories,
+                memory_files=self._memory_files,
             ).serve()
         except PeerError:
             pass  # no master is left either
@@ -325,7 +325,7 @@ class Server:
         for number, pid in workers:
             if pid not in self._workers and pid not in self._adopted:
                 self._adopted[pid] = number, Watched(pid)
-                self._memories.adopt(number, pid)
+                self._memory_files.adopt(number, pid)
                 self._tell_spare(pid, number)
 
     def _signal(self, pid: int, signals: Iterable[int]) -> None:
@@ -344,7 +344,7 @@ class Server:
         if order.number in {*self._workers.values(), *adopted}:
             memory = -1  # the one before is dying, and might still write
         else:
-            memory = self._memories.of(order.number)
+            memory = self._memory_files.of(order.number)
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or no process, for the moment
@@ -365,7 +365,7 @@ class Server:
             os.close(self._life)
             _redirect(Path(order.log))
             leave_in(page)
-            self._memories.keep_only(memory)
+            self._memory_files.keep_only(memory)
             from instep.system import host_memory
             from instep.worker.process import main as work
 
@@ -431,7 +431,7 @@ class Server:
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
         place = self._pages.take(pid)
-        self._memories.ended(number)
+        self._memory_files.ended(number)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 

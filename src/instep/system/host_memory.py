@@ -2,14 +2,14 @@
 
 What one process alone remembers (the residual of a lossy codec, a local optimizer, a server's
 shard) would be lost by `kill -9`. Here it lies in a memory file (memfd) whose descriptor the fork
-server keeps as well (`memories.py`); the replacement of a killed process gets the same file.
+server keeps as well (`memory_files.py`); the replacement of a killed process gets the same file.
 
 One slot holds the state of the last commit; the state of the next one is staged in the other.
 Nothing is written at the commit itself: which slot counts follows from the commit that the group
 agrees on. What the tensors mean, and when a commit happens, is not known here.
 
 Way in: `HostMemory`. In the file: two stamps and the number of the worker (first page), and at a
-multiple of `REGION` for each slot its layout as JSON, then its tensors. The file is sparse.
+multiple of `REGION` for each slot its layout as JSON, then its tensors. The file is sparse. Linux.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
-import psutil
 import torch
 
 from instep.errors import CheckpointError, WorkerError
-from instep.system.memories import STAMPS
+from instep.system.memory_files import STAMPS
 from instep.units import readable_bytes
 
 REGION = 1 << 42
@@ -70,7 +68,7 @@ class HostMemory:
         given = _given if descriptor is None else descriptor
         self.outlives = given >= 0
         """Whether somebody else keeps the file too, so that it outlives this process."""
-        self._file = given if self.outlives else _new_file()
+        self._file = given if self.outlives else os.memfd_create("instep-alone")
         if os.fstat(self._file).st_size < mmap.PAGESIZE:
             os.truncate(self._file, mmap.PAGESIZE)
         self._stamps = mmap.mmap(self._file, mmap.PAGESIZE)
@@ -87,6 +85,8 @@ class HostMemory:
         Raises:
             WorkerError: the machine has not so much memory.
         """
+        import psutil  # takes 20 ms, and few workers come here
+
         self._layout, self._head = dict(layout), _encoded(layout)
         size = _size(self._head, self._layout)
         wanted = 2 * size - 512 * os.fstat(self._file).st_blocks
@@ -213,13 +213,6 @@ class HostMemory:
             )
             place += _aligned(count * dtype.itemsize)
         return _Slot(head, tensors)
-
-
-def _new_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("instep-alone")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _aligned(size: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from instep.errors import CheckpointError, WorkerError
 from instep.system.host_memory import HostMemory, Stamp, TensorSpec
-from instep.system.memories import Memories
+from instep.system.memory_files import MemoryFiles
 
 LAYOUT = {
     "residual": TensorSpec((5, 7), torch.float32),
@@ -155,27 +155,27 @@ def alone_here():
 
 
 def test_what_was_cleared_is_not_found_and_its_pages_go_back_to_the_system():
-    memories = Memories(2, "secret")
-    file = memories.of(7)
+    memory_files = MemoryFiles(2, "secret")
+    file = memory_files.of(7)
     memory = another(file)
     keep(memory, 1, 1)
-    memories.ended(7)
-    assert HostMemory(os.dup(memories.of(7))).stamps() == [Stamp(1, 1, 0)]
+    memory_files.ended(7)
+    assert HostMemory(os.dup(memory_files.of(7))).stamps() == [Stamp(1, 1, 0)]
     memory.clear()
     assert HostMemory(os.dup(file)).stamps() == []
-    memories.ended(7)
+    memory_files.ended(7)
     assert os.fstat(file).st_blocks == 0
-    memories.keep_only(-1)
+    memory_files.keep_only(-1)
 
 
 def test_each_number_has_a_file_of_its_own_while_there_are_any():
-    memories = Memories(2, "secret")
-    first, second = memories.of(40), memories.of(3)
+    memory_files = MemoryFiles(2, "secret")
+    first, second = memory_files.of(40), memory_files.of(3)
     assert len({first, second}) == 2
-    assert [memories.of(40), memories.of(3), memories.of(5)] == [first, second, -1]
-    memories.ended(40)  # it left nothing
-    assert memories.of(5) == first
-    memories.keep_only(-1)
+    assert [memory_files.of(40), memory_files.of(3), memory_files.of(5)] == [first, second, -1]
+    memory_files.ended(40)  # it left nothing
+    assert memory_files.of(5) == first
+    memory_files.keep_only(-1)
 
 
 # ---- killed in the midst of it
@@ -216,7 +216,7 @@ def stage_until_killed(file, progress, course, number):
 @pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_the_last_commit_whole(file, kills):
     draw, progress, after = random.Random(7), Progress(), 0
-    seen = set()
+    halves = 0
     for course in range(1, kills + 1):
         before = tuple(progress.words)
         pid = os.fork()
@@ -241,7 +241,7 @@ def test_a_kill_at_any_moment_leaves_the_last_commit_whole(file, kills):
                 assert torch.equal(found[name], values), (course, stamp, name)
         newest = stamps[0] if stamps else None
         after += newest is not None and newest > committed
-        seen.add(len(stamps))
+        halves += len(stamps) == 1 and course > 2
         memory.close()
-    print(f"{kills} kills, {after} between a stamp and word of it, slots stamped: {seen}")
-    assert 1 in seen  # killed while it staged
+    print(f"{kills} kills, {halves} with a slot half written, {after} right after a stamp")
+    assert halves

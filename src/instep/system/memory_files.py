@@ -21,7 +21,7 @@ STAMPS = 128
 _NUMBER = struct.Struct("<Q")
 
 
-class Memories:
+class MemoryFiles:
     """The files of one host, for this run; make them before the first fork.
 
     Args:
