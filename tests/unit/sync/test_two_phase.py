@@ -1,6 +1,7 @@
 """Sums in two phases: right to what the codec drops, and nothing is lost, whoever dies when."""
 
 import hashlib
+import threading
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ BUCKETS = [
     [Place("wide", (40, 17)), Place("bias", (3,))],
     [Place("scalar", ())],
     [],
-    [Place("nothing", (0, 4)), Place("long", (2500,))],
+    [Place("nothing", (0, 4)), Place("long", (700,))],
     [Place("few", (4,))],
 ]
 """Also buckets that are smaller than the number of ranks, and empty."""
@@ -26,28 +27,31 @@ SIZES = [1, 2, 3, 5]
 NAMES = list(CODECS)
 
 
-def contribution(rank, size, step, number):
+FEW = [[Place("long", (700,))], [Place("few", (2,))]]
+
+
+def contribution(rank, size, step, number, buckets=BUCKETS):
     """[elements] of one bucket; weights differ and add up to 1, levels differ from rank to rank."""
     weight = 2 * (rank + 1) / (size * (size + 1))
-    length = Layout(BUCKETS, size).lengths[number]
+    length = Layout(buckets, size).lengths[number]
     seed = 1_000_003 * step + 101 * rank + number
     drawn = torch.randn(length, generator=torch.Generator().manual_seed(seed))
     return weight * (drawn * 10.0 ** (rank - 1) + 0.3)
 
 
-def exact(size, step):
+def exact(size, step, buckets=BUCKETS):
     """For each bucket, the sum of all contributions in float64."""
     return [
-        sum(contribution(rank, size, step, number).double() for rank in range(size))
-        for number in range(len(BUCKETS))
+        sum(contribution(rank, size, step, number, buckets).double() for rank in range(size))
+        for number in range(len(buckets))
     ]
 
 
-def exchange(two, comm, step):
+def exchange(two, comm, step, buckets=BUCKETS):
     """One step up to its end; each bucket's sum."""
     flats = []
-    for number in range(len(BUCKETS)):
-        own = contribution(comm.rank, comm.size, step, number)
+    for number in range(len(buckets)):
+        own = contribution(comm.rank, comm.size, step, number, buckets)
         flats.append(torch.cat([own, torch.full((2,), 8.0)]))  # what follows is not summed
         two.begin(number, flats[-1], key=step)
     two.finish()
@@ -56,8 +60,8 @@ def exchange(two, comm, step):
     return [flat[:-2] for flat in flats]
 
 
-def made(comm, codec="int8", **given):
-    return TwoPhase(CODECS[codec](), comm, Layout(BUCKETS, comm.size), **given)
+def made(comm, codec="int8", buckets=BUCKETS, **given):
+    return TwoPhase(CODECS[codec](), comm, Layout(buckets, comm.size), **given)
 
 
 def some_steps(comm, codec, steps, abandoned=()):
@@ -87,19 +91,19 @@ def bits(tensors):
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
-def by_name(flats):
+def by_name(flats, buckets=BUCKETS):
     """Like `own_state`, of each bucket's flat memory."""
-    layout = Layout(BUCKETS, 1)
+    layout = Layout(buckets, 1)
     return {
         place.name: part
         for number, flat in enumerate(flats)
-        for place, part in zip(BUCKETS[number], layout.members(number, flat), strict=True)
+        for place, part in zip(buckets[number], layout.members(number, flat), strict=True)
     }
 
 
 def total(states):
     """The sum over ranks of what each holds, in float64."""
-    return {name: sum(state[name].double() for state in states) for name in SHAPES}
+    return {name: sum(state[name].double() for state in states) for name in states[0]}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -116,9 +120,8 @@ def test_a_sum_is_off_by_what_the_codec_drops_at_most(size):
             torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", NAMES)
-@pytest.mark.parametrize("size", SIZES)
-def test_over_many_steps_only_the_residuals_are_missing(size, codec):
+@pytest.mark.parametrize(("codec", "size"), [*(("int8", size) for size in SIZES), ("none", 3)])
+def test_over_many_steps_only_the_residuals_are_missing(codec, size):
     abandoned = {3, 4, 50}
     ranks = on(size, codec, 200, abandoned)
     got = [sum(result[number].double() for result in ranks[0][0]) for number in range(len(BUCKETS))]
@@ -170,7 +173,7 @@ def trained(comm, steps):
 
 
 def test_replicas_stay_the_same_to_the_bit_over_500_steps():
-    assert len(set(run_ranks(3, trained, 500))) == 1
+    assert len(set(run_ranks(2, trained, 500))) == 1
 
 
 @pytest.mark.slow
@@ -277,82 +280,80 @@ class FrailWork:
         self.comm.boundary()
 
 
-BOUNDARIES = len(BUCKETS) * 2 * 4
+BOUNDARIES = len(FEW) * 2 * 4
 
 
-def deadly_step(comm, victim, dies_at):
-    """Two steps, of which one rank dies in the second: what each rank holds then."""
+def deadly_step(comm, victim, dies_at, agree):
+    """Two steps, of which one rank dies in the second.
+
+    `agree` says of the second whether it happens, by what each rank knows of its end.
+
+    Returns:
+        The residuals before it and after it, and the result if there is one.
+    """
     slots, told = [], []
 
     def room(count):
         slots.extend([torch.zeros(count), torch.zeros(count)])
         return tuple(slots)
 
-    frail = Frail(comm, None)
-    two = made(frail, room=room, staged=told.append)
-    exchange(two, comm, 0)
+    frail, layout = Frail(comm, None), Layout(FEW, comm.size)
+    two = made(frail, buckets=FEW, room=room, staged=told.append)
+    exchange(two, comm, 0, FEW)
     two.apply()
     told.clear()
-    before = two.own_state()
+    before, result = two.own_state(), None
     if comm.rank == victim:
         frail.dies_at, frail.passed = dies_at, 0
-    result = None
     try:
-        result = exchange(two, comm, 1)
+        result = exchange(two, comm, 1, FEW)
     except (PeerError, Died):
         pass
-    staged = Layout(BUCKETS, comm.size).state_of(slots[told[0]], comm.rank) if told else None
-    if told:
+    if agree(result is not None):
+        assert told, "the result of a step is somewhere, and a rank's residual is not"
+        # what whoever takes over from a dead process finds in its memory
+        after = layout.state_of(slots[told[0]], comm.rank)
         two.apply()
-        applied = two.own_state()
-        assert all(torch.equal(applied[name], staged[name]) for name in SHAPES)
+        assert all(torch.equal(two.own_state()[name], after[name]) for name in after)
     else:
         two.abandon()
-        kept = two.own_state()
-        assert all(torch.equal(kept[name], before[name]) for name in SHAPES)
-    return before, result, staged
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_dies_at_any_message_boundary_takes_nothing_with_it(size):
-    finished = 0
-    for victim in range(size):
-        for dies_at in range(BOUNDARIES):
-            ranks = run_ranks(size, deadly_step, victim, dies_at)
-            results = [result for _, result, _ in ranks if result is not None]
-            if not results:
-                continue
-            finished += 1  # then the step can happen, and whoever died has left what it needs
-            assert len({bits(result) for result in results}) == 1
-            before, after = (total([rank[at] for rank in ranks]) for at in (0, 2))
-            given, got = by_name(exact(size, 1)), by_name(results[0])
-            for name in SHAPES:
-                off = got[name].double() + after[name] - given[name] - before[name]
-                assert (off.abs() <= 1e-5).all(), (victim, dies_at, name)
-    assert finished >= size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_step_that_a_death_ended_can_be_abandoned_by_all(size):
-    def body(comm, victim, dies_at):
-        frail = Frail(comm, None)
-        two = made(frail)
-        exchange(two, comm, 0)
-        two.apply()
-        before = two.own_state()
-        if comm.rank == victim:
-            frail.dies_at, frail.passed = dies_at, 0
-        try:
-            exchange(two, comm, 1)
-        except (PeerError, Died):
-            pass
-        two.abandon()
         after = two.own_state()
-        return all(torch.equal(after[name], before[name]) for name in SHAPES)
+    return before, after, result
 
+
+def test_a_rank_that_dies_at_any_message_boundary_takes_nothing_with_it():
+    """If any rank has the result, the step happens on all; else on none."""
+    size, ends = 3, set()
     for victim in range(size):
         for dies_at in range(BOUNDARIES):
-            assert run_ranks(size, body, victim, dies_at) == [True] * size
+            vote, votes = threading.Barrier(size), []
+
+            def agree(has_result, vote=vote, votes=votes):
+                votes.append(has_result)
+                vote.wait()
+                return any(votes)
+
+            ranks = run_ranks(size, deadly_step, victim, dies_at, agree)
+            before, after = (total([rank[at] for rank in ranks]) for at in (0, 1))
+            results = {bits(rank[2]): rank[2] for rank in ranks if rank[2] is not None}
+            ends.add(len(results))
+            assert len(results) <= 1
+            for result in results.values():
+                given, got = by_name(exact(size, 1, FEW), FEW), by_name(result, FEW)
+                for name in before:
+                    before[name] += given[name] - got[name]
+            for name in before:
+                off = (after[name] - before[name]).abs()
+                assert (off <= (1e-5 if results else 0)).all(), (victim, dies_at, name)
+    assert ends == {0, 1}
+
+
+def test_a_step_that_a_death_ended_can_be_abandoned_by_all():
+    """Also by those who have its result."""
+    for victim in range(3):
+        for dies_at in range(BOUNDARIES):
+            for before, after, _ in run_ranks(3, deadly_step, victim, dies_at, lambda _: False):
+                assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
@@ -367,8 +368,8 @@ def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
             slots.extend([torch.zeros(count), torch.full((count,), torch.nan)])
             return tuple(slots)
 
-        two = made(frail, room=room, staged=staged)
-        exchange(two, comm, 0)
+        two = made(frail, buckets=FEW, room=room, staged=staged)
+        exchange(two, comm, 0, FEW)
         ((slot, passed, then),) = said
         assert slot == 1 - two.committed == 1
         assert torch.equal(then, slots[1])
@@ -377,7 +378,7 @@ def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
         assert two.committed == 1
         return BOUNDARIES - passed
 
-    after = len(BUCKETS) * 2 + 2  # the last gather's call, and the waits for all gathers
+    after = len(FEW) * 2 + 2  # the last gather's call, and the waits for all gathers
     assert run_ranks(3, body) == [after] * 3
 
 
