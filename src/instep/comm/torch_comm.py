@@ -112,11 +112,15 @@ class TorchComm:
 
     def all_gather(self, out: Tensor, part: Tensor) -> TorchWork:
         """Begin to collect the ranks' parts."""
-        return self._begin(lambda group: group._allgather_base(_bytes(out), _bytes(part)))
+        assert out.numel() == self._size * part.numel(), "out has room for the parts of all"
+        into, own = _bytes(out), _bytes(part)
+        return self._begin(lambda group: group._allgather_base(into, own))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> TorchWork:
         """Begin to collect what is meant for this rank."""
-        return self._begin(lambda group: group.alltoall_base(_bytes(out), _bytes(parts), [], []))
+        assert out.numel() == parts.numel(), "as much comes as goes"
+        into, own = _bytes(out), _bytes(parts)
+        return self._begin(lambda group: group.alltoall_base(into, own, [], []))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy rank `root`'s tensor to every rank."""
@@ -126,25 +130,27 @@ class TorchComm:
 
     def send(self, tensor: Tensor, to: int) -> Work:
         """Begin to send to one rank."""
-        return self._message(lambda group: group.send([_bytes(tensor)], to, 0))
+        own = _bytes(tensor)
+        return self._message(lambda group: group.send([own], to, 0))
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to receive from one rank."""
-        return self._message(lambda group: group.recv([_bytes(tensor)], source, 0))
+        into = _bytes(tensor)
+        return self._message(lambda group: group.recv([into], source, 0))
 
     def _message(self, start: Callable[[Any], Any]) -> Work:
-        work = self._begin(start)
-        return work if self._in_stream else MessageWork(work, self._is_given_up)
+        whole = TorchWork(self._started(start), None)
+        return whole if self._in_stream else MessageWork(whole, self._is_given_up)
 
     def _begin(self, start: Callable[[Any], Any]) -> TorchWork:
+        return TorchWork(self._started(start), None if self._in_stream else self._is_given_up)
+
+    def _started(self, start: Callable[[Any], Any]) -> Any:
         assert self._group is not None, "the group is closed"
         try:
-            return self._work(start(self._group))
+            return start(self._group)
         except RuntimeError as error:
             raise _broken(error) from error
-
-    def _work(self, work: Any) -> TorchWork:
-        return TorchWork(work, None if self._in_stream else self._is_given_up)
 
     def _is_given_up(self) -> bool:
         return self._given_up
@@ -224,13 +230,12 @@ class MessageWork:
     gives up the whole group (torch 2.13, `unbound_buffer.cc`).
 
     Args:
-        work: torch's.
+        whole: waits for it without a limit.
         is_given_up: whether the group can do nothing more.
     """
 
-    def __init__(self, work: TorchWork, is_given_up: Callable[[], bool]) -> None:
-        self._whole = TorchWork(work._work, None)
-        self._is_given_up = is_given_up
+    def __init__(self, whole: TorchWork, is_given_up: Callable[[], bool]) -> None:
+        self._whole, self._is_given_up = whole, is_given_up
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._wait, name="instep waits for a message", daemon=True
@@ -292,7 +297,7 @@ def open_sockets() -> set[tuple[int, int]]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as flat bytes: what is moved and not summed may have any type."""
+    """The same memory as flat bytes, for what is moved and not summed: of any type, contiguous."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
