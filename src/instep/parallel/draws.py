@@ -1,21 +1,20 @@
 """A pass over several micro-batches draws what each of them would have drawn in a pass of its own.
 
 Random draws belong to a micro-batch: its generator is set from a key of the job. Where several
-run as one pass, each operation that draws is cut along its first dimension, which is that of the
-samples, and each part draws from the generator of its micro-batch. So dropout, in whatever
+run as one pass, each operation that draws is cut along the dimension of the samples, the first or
+the second, and each part draws from the generator of its micro-batch. So dropout, in whatever
 layer, and noise that is drawn for each sample come out the same however work was dealt.
 
 What cannot be cut (one draw for a whole batch, a permutation of its samples, draws from numpy) is
-refused. A tensor whose first dimension is not that of the samples, but as long, is cut all the
-same: it takes a trial against passes apart to see that.
+refused. Another dimension that happens to be as long is taken for that of the samples: it takes a
+trial against passes apart to see that.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,71 +78,105 @@ class ByMicroBatch(TorchDispatchMode):
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("generator") is not None:  # the user's own, which the trial looks at
             return func(*args, **kwargs)
-        rows, device = _rows(named), _device(named)
+        device = _device(named)
         generator = _generator(device)
         before = generator.get_state()
-        if not rows or rows % self._samples:
+        cut = _place(named, self._samples)
+        if cut is None:
             made = func(*args, **kwargs)
             if not torch.equal(generator.get_state(), before):
                 shape = f" of shape {list(made.shape)}" if isinstance(made, Tensor) else ""
-                raise _no_part_of(f"with torch's {func._schema.name.split('::')[-1]}{shape}")
+                raise _no_part_of(f"with torch's {_name(func)}{shape}")
             return made
         states = self._states.get((device, _bytes(before)))
         if states is None:  # the forward pass has set the generator: so would each part have
             states = [before] * len(self._keys)
-        made, after = [], []
-        ends = [rows // self._samples * end for end in accumulate(self._sizes)]
-        for first, stop, state in zip([0, *ends], ends, states, strict=False):
+        parts, after, first = [], [], 0
+        for size, state in zip(self._sizes, states, strict=True):
             generator.set_state(state)
-            cut = {name: _cut(name, value, rows, first, stop) for name, value in named.items()}
-            given = [cut.pop(a.name) for a, _ in zip(func._schema.arguments, args, strict=False)]
-            made.append(func(*given, **cut))
+            parts.append(_run(func, len(args), named, cut, first, first + size * cut.each))
             after.append(generator.get_state())
+            first += size * cut.each
         generator.set_state(after[0])
         self._states[device, _bytes(after[0])] = after
-        return _joined(func, made, named, ends)
+        return _joined(func, parts, named, cut)
 
 
-def _cut(name: str, value: Any, rows: int, first: int, stop: int) -> Any:
-    """The part of an argument that belongs to rows [first, stop); all of it where it has none."""
-    if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows:
-        return value[first:stop]
-    if name == "size" and value and value[0] == rows:
-        return [stop - first, *value[1:]]
-    return value
+class _Cut(NamedTuple):
+    """Where the samples are in what an operation that draws works on."""
+
+    dim: int
+    rows: int
+    each: int
+    """Rows of each sample."""
 
 
-def _joined(func: Any, made: list[Any], named: dict[str, Any], ends: list[int]) -> Any:
+def _place(named: dict[str, Any], samples: int) -> _Cut | None:
+    """The samples first, or second (in time-major sequences), or several rows of each."""
+    shape: Any = ()
+    for name, value in named.items():
+        if (isinstance(value, Tensor) and value.dim()) or (name == "size" and value):
+            shape = value.shape if isinstance(value, Tensor) else value
+            break
+    for dim in range(min(2, len(shape))):
+        if shape[dim] == samples:
+            return _Cut(dim, samples, 1)
+    if shape and shape[0] and not shape[0] % samples:
+        return _Cut(0, shape[0], shape[0] // samples)
+    return None
+
+
+def _run(
+    func: Any, positional: int, named: dict[str, Any], cut: _Cut, first: int, stop: int
+) -> Any:
+    """An operation on rows [first, stop), in memory laid out as theirs alone would be."""
+    given, back = dict(named), []
+    for name, value in named.items():
+        if name == "size" and len(value) > cut.dim and value[cut.dim] == cut.rows:
+            given[name] = [*value[: cut.dim], stop - first, *value[cut.dim + 1 :]]
+        elif (
+            isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == cut.rows
+        ):
+            part = value.narrow(cut.dim, first, stop - first)
+            alone = torch.empty_like(part)  # the order in memory is the order of some draws
+            given[name] = part if part.stride() == alone.stride() else alone.copy_(part)
+            back.append((part, given[name]))
+    values = list(given.items())
+    made = func(*(value for _, value in values[:positional]), **dict(values[positional:]))
+    if _written(func):
+        for part, worked_on in back:
+            if part is not worked_on:
+                part.copy_(worked_on)
+    return made
+
+
+def _joined(func: Any, parts: list[Any], named: dict[str, Any], cut: _Cut) -> Any:
     """What an operation on all rows would have returned."""
-    written = [
-        named[argument.name]
+    written, returns = _written(func), func._schema.returns
+    if written and returns and returns[0].alias_info is not None:
+        return named[written[0]] if len(returns) == 1 else tuple(named[name] for name in written)
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, cut.dim)
+    outputs = list(zip(*parts, strict=True))
+    for each in outputs:
+        if any(not isinstance(part, Tensor) or part.dim() <= cut.dim for part in each) or (
+            sum(part.shape[cut.dim] for part in each) != cut.rows
+        ):
+            raise _no_part_of(f"in torch's {_name(func)}")
+    return tuple(torch.cat(each, cut.dim) for each in outputs)
+
+
+def _written(func: Any) -> list[str]:
+    """The arguments that an operation writes to."""
+    return [
+        argument.name
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    returns = func._schema.returns
-    if written and returns and returns[0].alias_info is not None:
-        return written[0] if len(returns) == 1 else tuple(written)
-    if isinstance(made[0], Tensor):
-        return torch.cat(made)
-    sizes = [stop - first for first, stop in zip([0, *ends], ends, strict=False)]
-    outputs = list(zip(*made, strict=True))
-    if any(
-        not isinstance(part, Tensor) or not part.dim() or part.shape[0] != size
-        for parts in outputs
-        for part, size in zip(parts, sizes, strict=True)
-    ):
-        raise _no_part_of(f"in torch's {func._schema.name.split('::')[-1]}")
-    return tuple(torch.cat(parts) for parts in outputs)
 
 
-def _rows(named: dict[str, Any]) -> int:
-    """The first dimension of what an operation works on or makes; 0 where there is none."""
-    for name, value in named.items():
-        if isinstance(value, Tensor) and value.dim():
-            return value.shape[0]
-        if name == "size" and value:
-            return int(value[0])
-    return 0
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[-1])
 
 
 def _device(named: dict[str, Any]) -> torch.device:
@@ -175,6 +208,6 @@ def _no_part_of(what: str) -> RecipeError:
     return RecipeError(
         f"the forward pass draws random numbers {what}, which cannot be drawn micro-batch by "
         "micro-batch: several run as one pass with train.batch_norm = 'global'. Draw with torch, "
-        "for each sample, in a tensor whose first dimension is the batch; or leave "
+        "for each sample, in a tensor whose first or second dimension is the batch; or leave "
         "train.batch_norm out."
     )
