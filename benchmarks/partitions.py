@@ -5,7 +5,7 @@
 One run, a worker on each emulated host (`netlab.py`), to the bit. Again and again some of the
 hosts, drawn by chance, are cut off from the others and from the master (packets vanish,
 nobody is told), and after 2 to 5 s the network is healed. Every process writes down each move
-of its parameters beside the run's own books. Told are:
+of its parameters beside the run's own recorder. Told are:
 
 - moves on the side without the master: after the cut, and once the lease has run out;
 - from the cut to the next step that the full number of workers committed;
@@ -35,7 +35,7 @@ import torch
 from recipes.tells_moves import read, space_of
 from rivals.contender import end_tree, tail
 
-from instep.comm.tie import LEASE_S
+from instep.comm.connection import LEASE_S
 from instep.events import STEPS, read_events
 from instep.lab.netlab import OUTSIDE, Network, NetworkError
 from instep.store.run_folder import RunFolder, step_ends

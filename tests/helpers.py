@@ -18,7 +18,7 @@ from instep.worker.buffers import Buffers
 from instep.worker.gradients import Gradients
 from instep.worker.passes import share_of
 
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 def run_processes(size, body, folder, *arguments):
@@ -56,12 +56,12 @@ def _one_process(pipe, meeting, rank, size, body, arguments):
     except Exception:
         result = traceback.format_exc(), None
     pipe.send_bytes(pickle.dumps(result))
-    if pipe.poll(PATIENCE_S):
+    if pipe.poll(TIMEOUT_S):
         pipe.recv_bytes()  # peers may still read from us; we are killed, or our parent hangs up
 
 
 def _result(pipe):
-    assert pipe.poll(PATIENCE_S), "a rank has neither answered nor ended"
+    assert pipe.poll(TIMEOUT_S), "a rank has neither answered nor ended"
     try:
         failure, value = pickle.loads(pipe.recv_bytes())
     except EOFError:

@@ -1,6 +1,6 @@
 """A small perceptron whose every process writes down when its parameters moved, and where.
 
-Beside the run's own books: each move of the optimizer is a record of a file named after
+Beside the run's own recorder: each move of the optimizer is a record of a file named after
 the network namespace and the process. `read` gives them back.
 """
 

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from instep.events import LEDGER, STEPS, read_events, read_records
 
 RECIPES = Path(__file__).parent / "recipes"
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 """For anything that should happen, on a machine that does other things too."""
 
 SOON_S = 10.0
@@ -134,13 +134,13 @@ class Started:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Watch it until a condition holds, and note what it listens on meanwhile."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert self.process.poll() is None, f"it ended before {what}:\n{self.stderr}"
-            assert time.monotonic() < deadline, f"not {what} in {PATIENCE_S} s:\n{self.stderr}"
+            assert time.monotonic() < deadline, f"not {what} in {TIMEOUT_S} s:\n{self.stderr}"
             self._look()
 
-    def end(self, limit_s: float = PATIENCE_S) -> int:
+    def end(self, limit_s: float = TIMEOUT_S) -> int:
         """Watch it to its end; the exit code."""
         deadline = time.monotonic() + limit_s
         while self.process.poll() is None:

@@ -123,7 +123,7 @@ def test_one_that_is_being_replaced_is_awaited_and_one_that_never_comes_is_misse
     made: Made,
 ) -> None:
     made.commit(60)
-    breaker = made.breaker(kill(0.5), kill(0.6), patience_s=0.3)
+    breaker = made.breaker(kill(0.5), kill(0.6), timeout_s=0.3)
     breaker.serve(until(lambda: None, lambda: None, made.worker, lambda: len(breaker.injected) > 1))
     assert [each.missed for each in breaker.injected] == [
         "",
@@ -135,7 +135,7 @@ def test_a_hang_that_nobody_notices_is_ended_and_told(made: Made) -> None:
     worker = made.worker()
     process = psutil.Process(worker.pid)
     made.commit(60)
-    breaker = made.breaker(kill(0.5, kind="hang"), patience_s=3.0)
+    breaker = made.breaker(kill(0.5, kind="hang"), timeout_s=3.0)
     stopped = []
     breaker.serve(
         until(

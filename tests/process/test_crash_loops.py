@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from deadly import BATCH, FIRST, KNOWN_BY, MARKED, SAMPLES, SEED
-from started import PATIENCE_S, Start, Started, long, slow
+from started import TIMEOUT_S, Start, Started, long, slow
 
 from instep.control.crash_loop import MOST_APART
 from instep.store.run_folder import RunFolder
@@ -28,7 +28,7 @@ def deadly(run: Start, how: str, workers: int, *settings: str) -> Started:
 
 def failed(program: Started) -> str:
     """The first line of the error of a run that has failed, as it should."""
-    code = program.end(2 * PATIENCE_S)
+    code = program.end(2 * TIMEOUT_S)
     assert code in (4, 5), program.stderr
     assert program.stderr.count("instep: ") == 1
     program.check_nothing_is_left()
@@ -139,7 +139,7 @@ def test_a_read_that_never_ends_before_the_first_step_is_the_cause_after_two_att
     run: Start, marked: int, loaders: int
 ) -> None:
     program = deadly(run, "loops", 2, f"data.loaders={loaders}", f"arguments.marked={marked}")
-    assert program.end(2 * PATIENCE_S) == 4, program.stderr
+    assert program.end(2 * TIMEOUT_S) == 4, program.stderr
     program.check_no_process_is_left()
     assert list(program.work.rglob("ledger.bin")) == []  # it is refused: no run has begun
     first = program.error.splitlines()[0]
@@ -155,7 +155,7 @@ def test_a_read_that_never_ends_before_the_first_step_is_left_out_where_such_are
 ) -> None:
     settings = (f"data.loaders={loaders}", f"arguments.marked={KNOWN_BY}")
     program = deadly(run, "loops", 2, *settings, 'data.unreadable="skip"')
-    assert program.end(3 * PATIENCE_S) == 0, program.stderr
+    assert program.end(3 * TIMEOUT_S) == 0, program.stderr
     assert {each["index"] for each in RunFolder(program.run).skipped} == {KNOWN_BY}
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
     program.check_nothing_is_left()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import PATIENCE_S, RECIPES
+from started import RECIPES, TIMEOUT_S
 
 from instep.comm import messages as m
 from instep.comm.channel import LARGEST, Peer
@@ -27,7 +27,7 @@ class Master:
         self.heard: list[tuple[Peer, m.AnyMessage]] = []
 
     def wait_for(self, kind: type[m.AnyMessage], **fields: object) -> tuple[Peer, m.AnyMessage]:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             for place, (peer, message) in enumerate(self.heard):
                 if isinstance(message, kind) and all(
@@ -48,7 +48,7 @@ def test_the_spare_of_a_killed_server_signals_its_workers_and_tells_how_they_end
     master, launcher = Master(), LocalLauncher()
     (tmp_path / "logs").mkdir()
     try:
-        launcher.start(master.board.seat, tmp_path / "logs")
+        launcher.start(master.board.endpoint, tmp_path / "logs")
         peer, hello = master.wait_for(m.Hello, role="host")
         job = f'recipe = "{RECIPES / "tiny.py"}:recipe"\n[launch]\nhosts = ["here", "there"]\n'
         welcome = m.Welcome(job=job, run=str(tmp_path), started=time.time())
@@ -66,7 +66,7 @@ def test_the_spare_of_a_killed_server_signals_its_workers_and_tells_how_they_end
         assert again.pid != hello.pid
         master.board.hub.send(spare, welcome)
         os.kill(pids[1], signal.SIGSTOP)
-        master.wait_for(m.Pulse, stopped=[pids[1]])
+        master.wait_for(m.Heartbeat, stopped=[pids[1]])
         master.board.hub.send(spare, m.Signal(pid=pids[1], signals=[signal.SIGKILL]))
         _, exited = master.wait_for(m.Exited, pid=pids[1])  # the other end may be told twice
         assert (exited.number, exited.pid) == (1, pids[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import PATIENCE_S, RECIPES, SOON_S, Start, Started, slow
+from started import RECIPES, SOON_S, TIMEOUT_S, Start, Started, slow
 from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
@@ -139,7 +139,7 @@ def test_a_run_whose_output_nobody_reads_is_trained(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(tmp_path / "runs")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=write) as program:
         try:
-            assert program.wait(PATIENCE_S) == 0
+            assert program.wait(TIMEOUT_S) == 0
         finally:
             os.close(read)
             os.close(write)

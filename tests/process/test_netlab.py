@@ -19,7 +19,7 @@ from instep.lab.netlab import Network, NetworkError
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TOOL = BENCHMARKS / "netlab.py"
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 NO = netlab.why_not()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NO is not None, reason=str(NO))]
 
@@ -36,11 +36,11 @@ def connection(network: Network, one: str, other: str) -> Iterator[tuple[socket.
     with network.socket(one) as listening, network.socket(other) as mine:
         listening.bind((network.address(one), 0))
         listening.listen()
-        mine.settimeout(PATIENCE_S)
+        mine.settimeout(TIMEOUT_S)
         mine.connect(listening.getsockname())
         theirs, _ = listening.accept()
         with theirs:
-            theirs.settimeout(PATIENCE_S)
+            theirs.settimeout(TIMEOUT_S)
             yield theirs, mine
 
 
@@ -66,18 +66,18 @@ def test_a_command_in_a_host_reaches_another_host_and_this_machine(network):
         with network.socket(goal) as listening:
             listening.bind((network.address(goal), 0))
             listening.listen()
-            listening.settimeout(PATIENCE_S)
+            listening.settimeout(TIMEOUT_S)
             place = [network.address(goal), str(listening.getsockname()[1])]
             program = network.run("h2", [sys.executable, "-c", greet, *place])
             theirs, whence = listening.accept()
             theirs.close()
             assert whence[0] == network.address("h2")
-            assert program.wait(PATIENCE_S) == 0
+            assert program.wait(TIMEOUT_S) == 0
 
 
 def test_a_host_has_only_its_own_interface(network):
     program = network.run("h3", ["ip", "-j", "addr"], stdout=subprocess.PIPE)
-    links = json.loads(program.communicate(timeout=PATIENCE_S)[0])
+    links = json.loads(program.communicate(timeout=TIMEOUT_S)[0])
     assert [link["ifname"] for link in links] == ["lo", "eth0"]
     assert [a["local"] for a in links[1]["addr_info"]] == [network.address("h3")]
 
@@ -108,7 +108,7 @@ def test_to_connect_into_a_partition_is_not_refused(network):
 
 def test_hosts_know_each_other_for_ever_so_that_nobody_says_unreachable(network):
     known = network.run("h1", ["ip", "-j", "neigh"], stdout=subprocess.PIPE)
-    neighbours = json.loads(known.communicate(timeout=PATIENCE_S)[0])
+    neighbours = json.loads(known.communicate(timeout=TIMEOUT_S)[0])
     others = [network.address(host) for host in ("h2", "h3", netlab.OUTSIDE)]
     permanent = {each["dst"] for each in neighbours if each["state"] == ["PERMANENT"]}
     assert permanent == set(others)
@@ -118,7 +118,7 @@ def test_links_stay_up_in_a_partition(network):
     network.partition(["h1"], ["h2"])
     for host in network.hosts:
         shown = network.run(host, ["ip", "-j", "link", "show", "eth0"], stdout=subprocess.PIPE)
-        (link,) = json.loads(shown.communicate(timeout=PATIENCE_S)[0])
+        (link,) = json.loads(shown.communicate(timeout=TIMEOUT_S)[0])
         assert "LOWER_UP" in link["flags"]
 
 
@@ -198,7 +198,7 @@ def test_processes_in_the_hosts_end_with_the_network():
         traces = Traces(network.name)
     assert traces.are_gone()
     assert program.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):  # its parent reaps the second
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -241,7 +241,7 @@ def test_a_network_is_steered_from_elsewhere_and_cleaned_up_when_its_creator_was
         creator.kill()
         creator.wait()
         assert name in netlab.clean()
-        assert inside.wait(PATIENCE_S) == -signal.SIGKILL
+        assert inside.wait(TIMEOUT_S) == -signal.SIGKILL
         assert traces.are_gone()
     finally:
         creator.kill()
@@ -260,7 +260,7 @@ def test_a_signal_ends_up_and_takes_the_network_away(number):
         with creator.stdout as said:
             traces = Traces([said.readline() for _ in range(3)][-1].split()[0])
         creator.send_signal(number)
-        assert creator.wait(PATIENCE_S) == 0
+        assert creator.wait(TIMEOUT_S) == 0
         assert traces.are_gone()
     finally:
         creator.kill()

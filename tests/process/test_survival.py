@@ -187,7 +187,7 @@ def test_a_run_grows_and_shrinks_while_it_goes_on(
     sizes = [len(e["members"]) for e in program.events("generation_started")]
     assert sizes == [2, 4, 1, 3]
     assert program.events("worker_lost") == []
-    assert (tmp_path / "work" / "runs" / "disturbed" / "seat.json").exists() is False
+    assert (tmp_path / "work" / "runs" / "disturbed" / "endpoint.json").exists() is False
     check_as_if_nothing_had_been(program, undisturbed)
 
 

@@ -31,11 +31,11 @@ class End:
         self._closed = self._broken = self._late = False
         process.at_death.append(self._dies)
 
-    def connect(self, numbers: list[int], patience_s: float) -> Wait:
+    def connect(self, numbers: list[int], timeout_s: float) -> Wait:
         """Be in a group with these; PeerError where it takes too long."""
         self._group = tuple(self._ends[number] for number in numbers)
         engine = self.process.engine
-        engine.after(patience_s, self._give_up)
+        engine.after(timeout_s, self._give_up)
         for end in self._group:
             engine.after(engine.delay(), end.process.wake)
         while not all(self in end._group and self._reaches(end) for end in self._group):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from instep.comm.connection import MasterConnection
 from instep.comm.messages import Broken, Done, Formed
-from instep.comm.tie import Tie
 from instep.control import decide as mind
 from instep.control.news import GoBack, Kill, State
 from instep.control.stop_rules import Rules
@@ -88,14 +88,14 @@ def _any_generation(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forgets(kind: type) -> Change:
-    """A tie that does not say this again to the next master."""
+    """A connection that does not say this again to the next master."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
-        def mutant(tie: Tie, error: Any) -> Any:
-            kept = [each for each in tie._unheard if not isinstance(each, kind)]
-            tie._unheard.clear()
-            tie._unheard.extend(kept)
-            return real(tie, error)
+        def mutant(connection: MasterConnection, error: Any) -> Any:
+            kept = [each for each in connection._unacknowledged if not isinstance(each, kind)]
+            connection._unacknowledged.clear()
+            connection._unacknowledged.extend(kept)
+            return real(connection, error)
 
         return mutant
 
@@ -140,8 +140,8 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "who leaves is never released": (mind, "_let_go", lambda real: lambda state: (state, [])),
     "the lowest rank gives its state": (workers, "beginning", _lowest_rank_gives),
     "the ledger is not mended": (Truth, "mend", _nothing),
-    "who has formed does not say so again": (Tie, "_find_another", _forgets(Formed)),
-    "who has left does not say so again": (Tie, "_find_another", _forgets(Broken)),
+    "who has formed does not say so again": (MasterConnection, "_find_another", _forgets(Formed)),
+    "who has left does not say so again": (MasterConnection, "_find_another", _forgets(Broken)),
     # found by these stories
     "who may have committed is not asked": (
         mind,

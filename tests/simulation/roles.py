@@ -1,8 +1,8 @@
 """Client, host and master of a story. The master's code is the real one, with its mind and watch.
 
-The client brings the master up again as `guard.py` does; the host starts,
+The client brings the master up again as `watchdog.py` does; the host starts,
 adopts and ends workers, and has a spare, as `launch/fork_server.py`. Both
-speak by the real `Tie`. What a worker does is in `workers.py`.
+speak by the real `MasterConnection`. What a worker does is in `workers.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from unittest import mock
 import msgspec
 import numpy as np
 
+from instep.comm import connection as connection_module
 from instep.comm import messages as m
-from instep.comm import tie as tie_module
+from instep.comm.connection import MasterConnection
 from instep.comm.messages import Form, Hello
-from instep.comm.tie import Tie
-from instep.control import books, questions
 from instep.control import master as master_module
+from instep.control import questions, recorder
 from instep.control.master import Master
 from instep.control.news import State
 from instep.errors import PeerError
@@ -46,7 +46,7 @@ class At:
         self.listener, self.owner = listener, owner
 
 
-class SimulatedTie(Tie):
+class SimulatedConnection(MasterConnection):
     """The real one; the thread that listens is the engine."""
 
     def __init__(self, world: World, owner: Process, hello: Hello) -> None:
@@ -60,9 +60,9 @@ class SimulatedTie(Tie):
         """What a listening thread does when something arrives."""
         return self._take_in(0.0)
 
-    def beats(self, pulse: m.Pulse) -> None:
+    def beats(self, heartbeat: m.Heartbeat) -> None:
         """What a listening thread does a few times a second."""
-        self._beat(pulse)
+        self._beat(heartbeat)
 
 
 # ---- the master
@@ -223,9 +223,9 @@ def staged(world: World) -> Generator[None, None, None]:
     }
     with (
         mock.patch.multiple(master_module, **of_the_master),
-        mock.patch.multiple(books, **of_the_books),
+        mock.patch.multiple(recorder, **of_the_books),
         mock.patch.multiple(questions, **of_the_questions),
-        mock.patch.multiple(tie_module, time=TIME, Channel=Channel),
+        mock.patch.multiple(connection_module, time=TIME, Channel=Channel),
     ):
         yield
 
@@ -240,7 +240,7 @@ class MasterProcess(Process):
         self.stalled_until = 0.0
         self._soon = False
         self.at_death.append(self._leave)
-        board = SimpleNamespace(hub=self.hub, seat=SimpleNamespace(token="token"))
+        board = SimpleNamespace(hub=self.hub, endpoint=SimpleNamespace(token="token"))
         self._run(lambda: self._make(board))
         if self.alive:
             world.listener.serve(self.hub)
@@ -312,7 +312,7 @@ class MasterProcess(Process):
         world.takes_effect()
         process = peer.end.owner
         told = self.engine.story is not None
-        if told and not isinstance(message, (m.Heard, m.StoreValue, m.Welcome)):
+        if told and not isinstance(message, (m.Ack, m.StoreValue, m.Welcome)):
             self.engine.tell("master", f"to {process}: {message}")
         if isinstance(message, Form):
             world.told_to_form(process, message)
@@ -342,15 +342,15 @@ class Client(Process):
         """Bring up master and host, and listen to the one."""
         self._start_master()
         self._world.start_host(fresh=True)
-        self.tie = SimulatedTie(
+        self.connection = SimulatedConnection(
             self._world, self, Hello(token="token", role="client", number=0, pid=0)
         )
-        self.tie.lasting = True
+        self.connection.lasting = True
         self.lead(self._life())
 
     def _life(self) -> Generator[float | None, None, int]:
         while True:
-            message = self.tie.poll()
+            message = self.connection.poll()
             if isinstance(message, m.Over):
                 self._world.over(message)
                 return 0
@@ -378,7 +378,7 @@ class Client(Process):
     def interrupt(self) -> None:
         """Somebody asks for a stop."""
         self._asked += 1
-        self.tie.send(m.Interrupt(by="SIGINT", times=self._asked))
+        self.connection.send(m.Interrupt(by="SIGINT", times=self._asked))
 
 
 class Wisher(Process):
@@ -386,13 +386,15 @@ class Wisher(Process):
 
     def __init__(self, world: World, pid: int, workers: int) -> None:
         super().__init__(world.engine, pid, "wisher")
-        self.tie = SimulatedTie(world, self, Hello(token="token", role="client", number=1, pid=pid))
-        self.tie.send(m.Scale(workers=workers))
+        self.connection = SimulatedConnection(
+            world, self, Hello(token="token", role="client", number=1, pid=pid)
+        )
+        self.connection.send(m.Scale(workers=workers))
         self.lead(self._life())
 
     def _life(self) -> Generator[float | None, None, int]:
         try:
-            while not isinstance(self.tie.poll(), m.Answer):
+            while not isinstance(self.connection.poll(), m.Answer):
                 yield None
         except PeerError:
             return 1  # the master was lost before it had answered
@@ -412,8 +414,10 @@ class Host(Process):
         self._adopted: dict[Process, int] = {}
         self.spare = False
         self.at_death.append(self._leave)
-        self.tie = SimulatedTie(world, self, Hello(token="token", role="host", number=0, pid=pid))
-        self.tie.lasting = True
+        self.connection = SimulatedConnection(
+            world, self, Hello(token="token", role="host", number=0, pid=pid)
+        )
+        self.connection.lasting = True
         self.lead(self._life(fresh))
 
     @property
@@ -427,7 +431,7 @@ class Host(Process):
         self.engine.after(self.engine.between(0.001, 0.02), self._have_a_spare)
         try:
             while True:
-                while (message := self.tie.poll()) is not None:
+                while (message := self.connection.poll()) is not None:
                     if isinstance(message, m.Refused):
                         raise PeerError(message.text)
                     self._obey(message)
@@ -464,12 +468,12 @@ class Host(Process):
     def _reap(self, process: Process) -> None:
         if self.alive and process in self._workers:
             number = self._workers.pop(process)
-            self.tie.send(m.Exited(number=number, pid=process.pid, code=process.code))
+            self.connection.send(m.Exited(number=number, pid=process.pid, code=process.code))
 
     def _miss(self, process: Process) -> None:
         if self.alive and process in self._adopted:
             number = self._adopted.pop(process)
-            self.tie.send(m.Exited(number=number, pid=process.pid, code=None))
+            self.connection.send(m.Exited(number=number, pid=process.pid, code=None))
 
     def _kill_all(self) -> None:
         for process in [*self._workers, *self._adopted]:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from instep.comm import messages as m
+from instep.comm.connection import HEARTBEAT_S
 from instep.comm.messages import TOLD
-from instep.comm.tie import PULSE_S
 from instep.control.watch import WAITING
 from instep.errors import PeerError
 from instep.events import STEPS
@@ -25,7 +25,7 @@ from instep.worker.member import FLUSH_S
 
 from .engine import TIME, Death, Process, Violation
 from .groups import End, Wait
-from .roles import SimulatedTie
+from .roles import SimulatedConnection
 from .truth import Lineage, Record
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class Worker(Process):
         self._known_keys: dict[str, bytes] = {}
         self.lead(self._life())
 
-    # ---- the tie
+    # ---- the connection
 
     def arrived(self) -> None:
         """Something is there to be read."""
         if self._listening:
-            for message in self.tie.takes_in():
+            for message in self.connection.takes_in():
                 newer = isinstance(message, m.Form) and self.form is not None
                 if newer and message.generation > self.form.generation:
                     self._interrupt()
@@ -97,8 +97,10 @@ class Worker(Process):
         if not self.alive:
             return
         if not self.stopped:
-            self.tie.beats(m.Pulse(step=self._step, phase=self.phase, progress=self._progress))
-        self.engine.after(PULSE_S, self._beat)
+            self.connection.beats(
+                m.Heartbeat(step=self._step, phase=self.phase, progress=self._progress)
+            )
+        self.engine.after(HEARTBEAT_S, self._beat)
 
     def told_to_leave(self) -> None:
         """SIGTERM."""
@@ -106,20 +108,20 @@ class Worker(Process):
 
     def _wait_for(self, *wanted: type[m.AnyMessage]) -> Wait:
         passed = []
-        while not isinstance(message := self.tie.poll(), wanted):
+        while not isinstance(message := self.connection.poll(), wanted):
             if message is None:
                 yield None
             else:
                 passed.append(message)
         for each in reversed(passed):
-            self.tie.put_back(each)
+            self.connection.put_back(each)
         return message
 
     def _listen(self) -> None:
         if self._leaving:
             self._leaving = False
-            self.tie.send(m.Notice())
-        while (message := self.tie.poll()) is not None:
+            self.connection.send(m.Notice())
+        while (message := self.connection.poll()) is not None:
             match message:
                 case m.Stop():
                     self._stop = message
@@ -130,19 +132,21 @@ class Worker(Process):
                 case m.Regroup(generation=generation):
                     self._regroup_at = generation
                 case _:
-                    self.tie.put_back(message)
+                    self.connection.put_back(message)
                     return
 
     def _take(self, form: m.Form) -> None:
         self._next = form
-        self.tie.hello = msgspec.structs.replace(self.tie.hello, generation=form.generation)
+        self.connection.hello = msgspec.structs.replace(
+            self.connection.hello, generation=form.generation
+        )
 
     def _flush(self) -> None:
         self._flushed = TIME.now
         if self._timed:
             data = np.array(self._timed, STEPS).tobytes()
             self._timed.clear()
-            self.tie.send(m.Records(ledger=b"", steps=data))
+            self.connection.send(m.Records(ledger=b"", steps=data))
 
     def _point(self, name: str) -> None:
         """A place in the code at which it may be killed."""
@@ -155,16 +159,16 @@ class Worker(Process):
     def _life(self) -> Generator[float | None, None, int]:
         hello = m.Hello(token="token", role="worker", number=self.number, pid=self.pid)
         try:
-            self.tie = SimulatedTie(self._world, self, hello)
-            self.tie.lasting = True
+            self.connection = SimulatedConnection(self._world, self, hello)
+            self.connection.lasting = True
             answer = yield from self._wait_for(m.Welcome, m.Refused)
         except PeerError:
             return 5
-        self.tie._welcomed = True
+        self.connection._welcomed = True
         if isinstance(answer, m.Refused):
             return 5
-        self.tie.lasting = answer.recovers
-        self.tie.shows_itself()
+        self.connection.lasting = answer.recovers
+        self.connection.shows_itself()
         self._listening = True
         self._beat()
         try:
@@ -182,7 +186,7 @@ class Worker(Process):
 
     def _wait_for_group(self) -> Wait:
         if self.form is None:
-            self.tie.send(m.Built(recovers=True))
+            self.connection.send(m.Built(recovers=True))
             self.built = True
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
@@ -214,7 +218,7 @@ class Worker(Process):
         self._flush()
         assert self.form is not None
         self.engine.tell(self, f"leaves generation {self.form.generation} at step {self._step}")
-        self.tie.send(m.Broken(generation=self.form.generation))
+        self.connection.send(m.Broken(generation=self.form.generation))
 
     # ---- a generation begins
 
@@ -242,28 +246,28 @@ class Worker(Process):
         self._truth.takes(self, self._lineage)
         self._point("formed")
         self.engine.tell(self, f"is in generation {form.generation} at step {self._step}")
-        self.tie.send(m.Formed(generation=form.generation))
+        self.connection.send(m.Formed(generation=form.generation))
 
     def _meet(self, form: m.Form, end: End) -> Wait:
         """Find the others by the store that the master keeps."""
         if len(form.members) == 1:
-            yield from end.connect([end.number], form.patience_s)
+            yield from end.connect([end.number], form.timeout_s)
             return
         prefix = f"generation-{form.generation}/"
-        self.tie.send(m.StoreSet(key=f"{prefix}{form.rank}", value=str(end.number).encode()))
+        self.connection.send(m.StoreSet(key=f"{prefix}{form.rank}", value=str(end.number).encode()))
         numbers = []
         known: dict[str, bytes] = {}
         for rank in range(len(form.members)):
             key = f"{prefix}{rank}"
-            self.tie.send(m.StoreGet(key=key))
+            self.connection.send(m.StoreGet(key=key))
             while key not in known:
                 answer = yield from self._wait_for(m.StoreValue, m.Form, m.Release)
                 if not isinstance(answer, m.StoreValue):
-                    self.tie.put_back(answer)
+                    self.connection.put_back(answer)
                     raise PeerError("the members changed while the group was forming.")
                 known[answer.key] = answer.value
             numbers.append(int(known[key]))
-        yield from end.connect(numbers, form.patience_s)
+        yield from end.connect(numbers, form.timeout_s)
 
     def _begin(self, form: m.Form, end: End) -> Wait:
         if form.checkpoint is None:
@@ -399,7 +403,7 @@ class Worker(Process):
             self._asked += 1
             self._waiting_for += 1
             figures = m.Figures(step=done.step, loss=1.0, gradient_norm=norm, number=self._asked)
-            self.tie.send(figures)
+            self.connection.send(figures)
         if done.ends or (plan.validate_every and done.step % plan.validate_every == 0):
             self.phase = "validation"
             yield self.engine.between(0.0, plan.step_s)
@@ -429,7 +433,7 @@ class Worker(Process):
         rule = TOLD if self._step < self._world.plan.steps else "steps"
         self.engine.tell(self, f"is done at step {self._step}")
         self._truth.done.add((generation, self.number))
-        self.tie.send(m.Done(generation=generation, step=self._step, rule=rule))
+        self.connection.send(m.Done(generation=generation, step=self._step, rule=rule))
         if self._next is None:
             answer = yield from self._wait_for(m.Release, m.Form)
             if isinstance(answer, m.Release):

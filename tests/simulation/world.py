@@ -21,7 +21,7 @@ from .roles import Client, Host, MasterProcess, Wisher, staged
 from .truth import Lineage, Truth
 from .workers import Worker
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """How long a run may take after the last fault; twice as long for each time that a worker was
 lost at one place, since as much longer it may be silent there."""
 
@@ -236,13 +236,13 @@ class World:
             while self._over_at is None:
                 if not self.engine.turn():
                     raise Violation("nothing happens any more, and the run is not over")
-                if TIME.now > self.plan.until_s + PATIENCE_S and self._takes_too_long():
+                if TIME.now > self.plan.until_s + TIMEOUT_S and self._takes_too_long():
                     raise Violation(f"the run does not end: {self._where()}")
 
     def _takes_too_long(self) -> bool:
         lost = self.truth.journal.lost if self.truth.journal is not None else {}
         times = max((times for _, times in lost.values()), default=0)
-        return TIME.now > self.plan.until_s + PATIENCE_S * 2**times
+        return TIME.now > self.plan.until_s + TIMEOUT_S * 2**times
 
     def _where(self) -> str:
         state = self.master.state if self.master is not None and self.master.alive else None

@@ -54,9 +54,9 @@ def refuse_all(place: Placement, meeting: Path, error: Exception) -> None:
     missing = len(others)
     if place.one_host and others:
         switchboard = Switchboard()
-        placement.invite(meeting, switchboard.seat)
+        placement.invite(meeting, switchboard.endpoint)
         answer = blame.refused(error)
-        missing -= answer_all(switchboard, missing, answer, meeting, patience_s=BRIEFLY_S)
+        missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
     if missing:
         leave_all(meeting, others, error)
 
@@ -74,13 +74,13 @@ def _call_in(place: Placement, meeting: Path, error: Exception) -> None:
     deadline = time.monotonic() + BRIEFLY_S
     stale: set[str] = set()
     while mine.exists() and time.monotonic() < deadline:
-        seat = placement.read(meeting)
-        if seat is None or seat.token in stale:
+        endpoint = placement.read(meeting)
+        if endpoint is None or endpoint.token in stale:
             time.sleep(0.02)
             continue
-        stale.add(seat.token)
+        stale.add(endpoint.token)
         with contextlib.suppress(InstepError):  # it is gone, or refuses as well
-            member = Member(seat, place.rank)
+            member = Member(endpoint, place.rank)
             mine.unlink(missing_ok=True)
             try:
                 member.failed(blame.failed(error, 0, ""))

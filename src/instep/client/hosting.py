@@ -1,7 +1,7 @@
 """Process 0's other half under `instep.join`: the run folder, and a watch over the master.
 
 The master is a process of its own, as under `instep run`; a thread of process 0 has the
-client's part (`guard.py`), and replaces a master that is lost or hangs. It ends with process 0.
+client's part (`watchdog.py`), and replaces a master that is lost or hangs. It ends with process 0.
 The other processes find the master by the meeting file (`placement.py`).
 Where there is nothing for them to do, because the run cannot go on or is
 complete, they are told so in the master's stead (`one_answer.py`). Models
@@ -24,11 +24,11 @@ import msgspec
 
 from instep import spec_file
 from instep.client import early_words, placement
-from instep.client.guard import Guard
 from instep.client.one_answer import answer_all
 from instep.client.placement import Placement
 from instep.client.submit import about, failure, finish, recipe_sha256, refused
-from instep.comm.endpoint import Seat, Switchboard
+from instep.client.watchdog import MasterWatchdog
+from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Over, Welcome
 from instep.control.journal import Begin, Journal
 from instep.control.resume import check_changes, prepare
@@ -99,7 +99,7 @@ class Host:
                 self._origin = origin
                 Journal(self.folder, Begin(time.time(), origin)).close()
             if place.size > 1:
-                placement.invite(self._meeting, self._switchboard.seat)
+                placement.invite(self._meeting, self._switchboard.endpoint)
                 try:
                     self._check_words()  # again: reading a checkpoint takes its time
                 except InstepError:
@@ -147,7 +147,7 @@ class Host:
         others = self._place.size - 1 - len(self._failed)
         with contextlib.suppress(OSError):  # where no file can be written, none can be read
             if others > 0:
-                placement.invite(self._meeting, self._switchboard.seat)
+                placement.invite(self._meeting, self._switchboard.endpoint)
                 answer_all(self._switchboard, others, answer, self._meeting)
             else:
                 self._meeting.unlink(missing_ok=True)
@@ -169,11 +169,11 @@ class Host:
 
         The kernel ends a master with the thread that started it.
         """
-        guard = Guard(self.folder, self._switchboard, None, self._note)
+        watchdog = MasterWatchdog(self.folder, self._switchboard, None, self._note)
         try:
-            self._over = guard.serve()
+            self._over = watchdog.serve()
         finally:
-            guard.close()
+            watchdog.close()
 
     def _complete(self) -> Welcome:
         job = spec_file.dump(self._job)
@@ -181,7 +181,7 @@ class Host:
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
-        return _call(self._switchboard.seat, 0)
+        return _call(self._switchboard.endpoint, 0)
 
     def formed(self) -> None:
         """All have come. The meeting file stays: one that comes once more is refused."""
@@ -266,21 +266,21 @@ def meet(meeting: Path, rank: int) -> Member:
     stale, late = set(_MET), None
     while True:
         try:
-            patience_s = placement.PATIENCE_S if late is None else LATE_S
-            seat = placement.find(meeting, stale, patience_s=patience_s, look=look)
+            timeout_s = placement.TIMEOUT_S if late is None else LATE_S
+            endpoint = placement.find(meeting, stale, timeout_s=timeout_s, look=look)
         except RunError:
             if late is None:
                 raise
             raise late from None
-        stale.add(seat.token)
+        stale.add(endpoint.token)
         try:
-            member = _call(seat, rank)
+            member = _call(endpoint, rank)
         except blame.Unwanted as error:
             late = error
         except PeerError:
             late = None
         else:
-            _MET.add(seat.token)
+            _MET.add(endpoint.token)
             return member
 
 
@@ -288,7 +288,7 @@ _MET: set[str] = set()
 """Tokens of the masters that this process has joined: a next session is not theirs."""
 
 
-def _call(seat: Seat, number: int) -> Member:
+def _call(endpoint: Endpoint, number: int) -> Member:
     """Become a member; a master that is lost before it has answered is replaced by another.
 
     Raises:
@@ -298,7 +298,7 @@ def _call(seat: Seat, number: int) -> Member:
     deadline = time.monotonic() + AGAIN_S
     while True:
         try:
-            return Member(seat, number)
+            return Member(endpoint, number)
         except blame.Unwanted:
             raise
         except PeerError as error:

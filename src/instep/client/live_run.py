@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from instep.comm.channel import Address, Channel
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.comm.messages import Answer, Hello, Scale, Welcome
 from instep.errors import PeerError, RunError, SpecError
 from instep.plain_file import read_plain
@@ -24,19 +24,19 @@ MOST_WORKERS = 1 << 15
 ANSWER_S = 10.0
 """How long a master may take to answer; one that was lost is replaced meanwhile."""
 
-FILE = "seat.json"
+FILE = "endpoint.json"
 """In the run folder, while the run goes on."""
 
 
 @contextmanager
-def seated(run: Path, seat: Seat) -> Iterator[None]:
+def seated(run: Path, endpoint: Endpoint) -> Iterator[None]:
     """Let the run be found, for as long as the context lasts.
 
     Raises:
         RunError: the run folder cannot be written.
     """
     path = run / FILE
-    note = {"host": seat.address.host, "port": seat.address.port, "token": seat.token}
+    note = {"host": endpoint.address.host, "port": endpoint.address.port, "token": endpoint.token}
     try:
         path.unlink(missing_ok=True)  # of a client that was killed
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -85,9 +85,9 @@ def call(run: Path) -> Channel:
     folder = RunFolder(run)  # says what is wrong with the path
     try:
         note = json.loads(read_plain(folder.path / FILE))
-        seat = Seat(Address(note["host"], note["port"]), note["token"])
-        channel = Channel.connect(seat.address)
-        channel.send(Hello(token=seat.token, role="client", number=1, pid=os.getpid()))
+        endpoint = Endpoint(Address(note["host"], note["port"]), note["token"])
+        channel = Channel.connect(endpoint.address)
+        channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
         _await(channel)
         channel.wait_for(Welcome)
     except (OSError, ValueError, KeyError, TypeError, PeerError):

@@ -18,7 +18,7 @@ from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import VERSION, Hello, Refused, Welcome
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 """How long processes of one start may take to come, after the first one knows the answer."""
 
 
@@ -28,7 +28,7 @@ def answer_all(
     answer: Refused | Welcome,
     meeting: Path,
     *,
-    patience_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> int:
     """Wait for `count` processes and tell them one thing.
 
@@ -37,17 +37,17 @@ def answer_all(
         count: how many will come.
         answer: for each of them.
         meeting: the file that invited them; removed before they are told.
-        patience_s: seconds after which those that have come are told, and no more is waited.
+        timeout_s: seconds after which those that have come are told, and no more is waited.
 
     Returns:
         How many were told.
     """
     come: dict[int, Peer] = {}
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     try:
         while len(come) < count and (left_s := deadline - time.monotonic()) > 0:
             for peer, message in switchboard.hub.receive(left_s):
-                if isinstance(message, Hello) and _is_ours(message, switchboard.seat.token):
+                if isinstance(message, Hello) and _is_ours(message, switchboard.endpoint.token):
                     come[message.number] = peer
                 elif message is not None:
                     switchboard.hub.drop(peer)

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.comm.channel import Address
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.errors import RunError, SpecError
 from instep.units import readable_seconds
 
 SAY_AFTER_S = 10.0
 """A wait longer than this is said aloud."""
 
-PATIENCE_S = 1800.0
+TIMEOUT_S = 1800.0
 """How long process 0 may take to invite: where a run goes on, it reads all of a checkpoint."""
 
 
@@ -154,10 +154,10 @@ def meeting_file(runs: Path, place: Placement) -> Path:
     return runs / f".meeting-{place.key}.json"
 
 
-def invite(file: Path, seat: Seat) -> None:
-    """Process 0: leave the seat in the meeting file."""
-    address = seat.address
-    leave(file, {"host": address.host, "port": address.port, "token": seat.token})
+def invite(file: Path, endpoint: Endpoint) -> None:
+    """Process 0: leave the endpoint in the meeting file."""
+    address = endpoint.address
+    leave(file, {"host": address.host, "port": address.port, "token": endpoint.token})
 
 
 def leave(file: Path, note: Mapping[str, object]) -> None:
@@ -170,30 +170,30 @@ def leave(file: Path, note: Mapping[str, object]) -> None:
     beside.replace(file)
 
 
-def read(file: Path) -> Seat | None:
-    """The seat in the meeting file; None where there is none, or what it says is of no use."""
+def read(file: Path) -> Endpoint | None:
+    """The endpoint in the meeting file; None where there is none, or what it says is of no use."""
     try:
         note = json.loads(file.read_text())
         host, port, token = note["host"], note["port"], note["token"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
     sound = isinstance(host, str) and type(port) is int and isinstance(token, str)
-    return Seat(Address(host, port), token) if sound and 0 < port < 1 << 16 else None
+    return Endpoint(Address(host, port), token) if sound and 0 < port < 1 << 16 else None
 
 
 def find(
     file: Path,
     stale: Collection[str] = (),
     *,
-    patience_s: float = PATIENCE_S,
+    timeout_s: float = TIMEOUT_S,
     look: Callable[[], None] = lambda: None,
-) -> Seat:
-    """The others: wait for the seat.
+) -> Endpoint:
+    """The others: wait for the endpoint.
 
     Args:
         file: where they meet.
         stale: tokens of which nothing is to be expected.
-        patience_s: seconds to wait at most.
+        timeout_s: seconds to wait at most.
         look: called now and then; what it raises ends the wait.
 
     Raises:
@@ -201,9 +201,9 @@ def find(
     """
     began, said = time.monotonic(), False
     while True:
-        seat = read(file)
-        if seat is not None and seat.token not in stale:
-            return seat
+        endpoint = read(file)
+        if endpoint is not None and endpoint.token not in stale:
+            return endpoint
         look()
         if not said and time.monotonic() - began > SAY_AFTER_S:
             print(
@@ -212,9 +212,9 @@ def find(
                 file=sys.stderr,
             )
             said = True
-        if time.monotonic() - began > patience_s:
+        if time.monotonic() - began > timeout_s:
             raise RunError(
-                f"process 0 has not written {file} in {readable_seconds(patience_s)}. Look at what "
+                f"process 0 has not written {file} in {readable_seconds(timeout_s)}. Look at what "
                 "it printed last, and whether the folder of runs is shared between the hosts."
             )
         time.sleep(0.02)

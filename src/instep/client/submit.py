@@ -238,7 +238,7 @@ def _conduct(
     launcher = LAUNCHERS["hosts"](hosts) if hosts else LAUNCHERS["local"]()
     try:
         for number in range(len(hosts) or 1):
-            launcher.start(replace(switchboard.seat, host=number), folder / "logs")
+            launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
         began = started or time.time()
         over = _follow(job, folder, origin, switchboard, launcher, began, audience)
     except RunError as error:  # there is no master any more; what was committed is there
@@ -269,19 +269,21 @@ def _follow(
     audience: _Audience,
 ) -> Over:
     """See to it that the run has a master and a host until it is over."""
-    from instep.client.guard import Guard
     from instep.client.live_run import seated
+    from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
 
     Journal(folder, Begin(began, origin)).close()
     note = {"about": about(job), "quiet": audience.quiet, "json": audience.json_output}
     hosts = len(job.launch.hosts) or 1
-    guard = Guard(folder, switchboard, launcher, note, watch=audience.watch, hosts=hosts)
+    watchdog = MasterWatchdog(
+        folder, switchboard, launcher, note, watch=audience.watch, hosts=hosts
+    )
     try:
-        with seated(folder, switchboard.seat):
-            return guard.serve()
+        with seated(folder, switchboard.endpoint):
+            return watchdog.serve()
     finally:
-        guard.close()
+        watchdog.close()
 
 
 def open_switchboard(job: JobSpec) -> Switchboard:

@@ -1,4 +1,4 @@
-"""The meeting place of a group that is forming: kept by the master, reached by a worker's tie.
+"""Where the ranks of a group that is forming meet: kept by the master, reached by connection.
 
 Torch's own `TCPStore` listens on every interface and lets anybody write. This
 one opens no port: a worker's keys go over the connection it already has, so a
@@ -12,45 +12,45 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from instep.comm.connection import MasterConnection
 from instep.comm.messages import Form, Release, StoreGet, StoreSet, StoreValue
-from instep.comm.tie import Tie
 from instep.errors import PeerError
 
 
 class ChannelStore(Store):
-    """What `ProcessGroupGloo` and `ProcessGroupNCCL` need of a store, over a tie.
+    """What `ProcessGroupGloo` and `ProcessGroupNCCL` need of a store, over a connection.
 
     Args:
-        tie: to the master; used only while the group forms.
+        connection: to the master; used only while the group forms.
         prefix: put before every key, one for each generation.
     """
 
-    def __init__(self, tie: Tie, prefix: str) -> None:
+    def __init__(self, connection: MasterConnection, prefix: str) -> None:
         super().__init__()
-        self._tie, self._prefix = tie, prefix
+        self._connection, self._prefix = connection, prefix
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Leave a value for the others."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._tie.send(StoreSet(key=self._prefix + key, value=data))
+        self._connection.send(StoreSet(key=self._prefix + key, value=data))
 
     def get(self, key: str) -> bytes:
         """A value, once somebody has left it; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
             question = StoreGet(key=name)
-            self._tie.send(question)
+            self._connection.send(question)
             # while another thread listens, a lost master ends the group, and two answers are many
-            self._tie.question = None if self._tie.listens else question
+            self._connection.question = None if self._connection.listens else question
             while name not in self._known:
-                answer = self._tie.wait_for(StoreValue, Form, Release)
+                answer = self._connection.wait_for(StoreValue, Form, Release)
                 if not isinstance(answer, StoreValue):  # this group will never form
-                    self._tie.put_back(answer)
-                    self._tie.question = None
+                    self._connection.put_back(answer)
+                    self._connection.question = None
                     raise PeerError("the members changed while the group was forming.")
                 self._known[answer.key] = answer.value
-            self._tie.question = None
+            self._connection.question = None
         return self._known[name]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -15,7 +15,7 @@ from instep.comm.channel import Address, Hub, listen
 
 
 @dataclass(frozen=True)
-class Seat:
+class Endpoint:
     """All that a new process needs to find its master and be believed."""
 
     address: Address
@@ -42,7 +42,7 @@ class Switchboard:
     ) -> None:
         self.listener = listener or listen(host)
         name = self.listener.getsockname()
-        self.seat = Seat(Address(name[0], name[1]), token or secrets.token_hex(16))
+        self.endpoint = Endpoint(Address(name[0], name[1]), token or secrets.token_hex(16))
 
     @cached_property
     def hub(self) -> Hub:

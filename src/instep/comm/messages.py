@@ -205,10 +205,10 @@ READING = "loading"
 sample."""
 
 
-class Pulse(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """From a worker or host: it lives, and is at this; a few times a second.
 
-    Not counted by `Heard`, which answers it.
+    Not counted by `Ack`, which answers it.
     """
 
     step: int = 0
@@ -223,15 +223,15 @@ class Pulse(Message, frozen=True):
     stopped: list[int] = []
     """From a host: processes of workers that were stopped, as by SIGSTOP."""
     number: int = 0
-    """Counts the pulses of a process."""
+    """Counts the heartbeats of a process."""
 
 
-class Heard(Message, frozen=True):
+class Ack(Message, frozen=True):
     """To a worker or host: how many of its messages on this connection have taken effect."""
 
     count: int
-    pulse: int = 0
-    """The number of its newest pulse."""
+    heartbeat: int = 0
+    """The number of its newest heartbeat."""
 
 
 # ---- master and worker: a generation and its work
@@ -251,7 +251,7 @@ class Form(Message, frozen=True):
     rank: int
     members: list[int]
     """Worker numbers in rank order."""
-    patience_s: float = 1800.0
+    timeout_s: float = 1800.0
     """How long the members may take to find each other."""
     checkpoint: str | None = None
     """Folder of the checkpoint that all take up, empty for a beginning; None where the highest
@@ -403,8 +403,8 @@ AnyMessage: TypeAlias = (
     | Scale
     | Answer
     | Over
-    | Pulse
-    | Heard
+    | Heartbeat
+    | Ack
     | Built
     | Form
     | Formed

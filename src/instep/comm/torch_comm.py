@@ -50,7 +50,7 @@ class TorchComm:
         size: processes in the group.
         device: where the tensors live; picks gloo or NCCL.
         address: the local address that gloo listens on.
-        patience_s: how long the ranks may take to find each other.
+        timeout_s: how long the ranks may take to find each other.
 
     Raises:
         PeerError: the group could not be formed.
@@ -64,13 +64,13 @@ class TorchComm:
         *,
         device: torch.device | None = None,
         address: str = "127.0.0.1",
-        patience_s: float = PATIENCE.total_seconds(),
+        timeout_s: float = PATIENCE.total_seconds(),
     ) -> None:
         self._rank, self._size = rank, size
         before, noted = open_sockets(), _Noted(store)
         cuda = device is not None and device.type == "cuda"
         try:
-            patience = timedelta(seconds=patience_s)
+            patience = timedelta(seconds=timeout_s)
             if cuda:
                 group = _nccl(store, rank, size)
             else:

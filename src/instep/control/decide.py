@@ -156,7 +156,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         begins_at=state.origin if anew else None,
         course=state.generation + 1 if anew else state.course,
         bound=state.bound | chosen,
-        patience_s=(MEETING_S * 2 ** min(state.broken, 6) if state.formed else FIRST_MEETING_S),
+        timeout_s=(MEETING_S * 2 ** min(state.broken, 6) if state.formed else FIRST_MEETING_S),
         inside=frozenset(),
         out=frozenset(),
         changing=False,
@@ -186,7 +186,7 @@ def _form(state: State, worker: int) -> Form:
         generation=state.generation,
         rank=state.members.index(worker),
         members=list(state.members),
-        patience_s=state.patience_s,
+        timeout_s=state.timeout_s,
         checkpoint=state.begins_at,
         ends=state.begins_at is not None and after is not None and after < state.origin_step,
         marks=crash_loop.marks(state),
@@ -237,8 +237,8 @@ def _broke(state: State, news: Broke, now: float) -> tuple[State, list[Action]]:
     if state.deadline is not None:
         return state, []
     # as a rule a process has ended, and its parent is about to say so
-    patience_s = BROKEN_S if not state.changing else MEETING_S
-    return replace(state, deadline=now + patience_s), []
+    timeout_s = BROKEN_S if not state.changing else MEETING_S
+    return replace(state, deadline=now + timeout_s), []
 
 
 def _stuck(state: State, news: Stuck, now: float) -> tuple[State, list[Action]]:

@@ -3,7 +3,7 @@
 A run on this machine has one host. One on several knows a process of another
 machine by its host's word only: the master asks the host to signal it, hears
 from the host that it has ended, and where the host itself is silent, counts
-the process as lost once it cannot commit any more (`comm/tie.py`, LEASE_S).
+the process as lost once it cannot commit any more (`comm/connection.py`, LEASE_S).
 What follows for the run is decided elsewhere.
 """
 
@@ -26,7 +26,7 @@ GATHER_S = 10.0
 QUIET_S = 0.6
 """A host that says nothing for so long will hardly tell how a process of its has ended."""
 
-FIRST_PULSE_S = 60.0
+FIRST_HEARTBEAT_S = 60.0
 """How long a host may take to import what workers need; it says nothing meanwhile."""
 
 BALANCE_S = 3.0
@@ -125,7 +125,7 @@ class Hosts:
         return [
             host.peer
             for number, host in self._there.items()
-            if now - host.heard > (FLOOR_S if self._speaks(number) else FIRST_PULSE_S)
+            if now - host.heard > (FLOOR_S if self._speaks(number) else FIRST_HEARTBEAT_S)
         ]
 
     def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:

@@ -28,13 +28,13 @@ from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
 from instep.control import news as mind
-from instep.control.books import Books
 from instep.control.decide import decide
 from instep.control.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.control.journal import Journal
 from instep.control.keys import Keys
 from instep.control.lease import NOBODY, Lease, SignsOfLife
 from instep.control.questions import Questions
+from instep.control.recorder import Recorder
 from instep.control.resume import go_back
 from instep.control.silence import Silence
 from instep.control.stop_rules import Fired, Judge, recorded
@@ -111,9 +111,9 @@ class Master:
         self._job, self._run, self._hosted = job, run, hosted
         self._started, self._origin, self._journal = started, origin, journal
         self._signs, self._why = signs, why
-        self._hub, self._token = switchboard.hub, switchboard.seat.token
+        self._hub, self._token = switchboard.hub, switchboard.endpoint.token
         self._machine = machine()
-        self._books, self._judge = Books(run, views), Judge(job.stop, origin.heard)
+        self._recorder, self._judge = Recorder(run, views), Judge(job.stop, origin.heard)
         self._undone = (-1, 0)  # generation in which what came after a step was found wrong, step
         self._keys, self._questions = Keys(), Questions(run)
         self._peers: dict[int, Peer] = {}
@@ -122,8 +122,10 @@ class Master:
         self._pids: dict[int, int] = {}  # of workers that nobody here can watch
         self._leases: dict[Peer, Lease] = {}  # of hosts on this machine
         self._places: dict[int, int] = {}  # worker to the number of its host
-        self._pulsed: dict[int, tuple[float, m.Pulse | None]] = {}  # when heard last, and what
-        self._pulses: dict[Peer, int] = {}  # number of the newest
+        self._last_heartbeat: dict[
+            int, tuple[float, m.Heartbeat | None]
+        ] = {}  # when heard last, and what
+        self._heartbeats: dict[Peer, int] = {}  # number of the newest
         self._heard: dict[Peer, int] = {}
         self._resends: dict[Peer, int] = {}
         self._ready: set[int] = set()
@@ -166,12 +168,12 @@ class Master:
             time_limit=limit,
         )
         resumed = {"resumed_step": origin.step} if origin.generations else {}
-        self._books.emit("run_started", {"job": as_table(self._job), **about, **resumed})
+        self._recorder.emit("run_started", {"job": as_table(self._job), **about, **resumed})
         if self._hosted or self._journal is not None:
-            self._books.emit("master_started", {"pid": os.getpid(), "again": False})
+            self._recorder.emit("master_started", {"pid": os.getpid(), "again": False})
         for text in origin.warnings:
-            self._books.emit("warning", {"text": text})
-        self._books.show_ledger()
+            self._recorder.emit("warning", {"text": text})
+        self._recorder.show_ledger()
 
     def _take_over(self, known: mind.State) -> None:
         """Go on where a master was lost; the processes are about to call again."""
@@ -189,7 +191,7 @@ class Master:
                 if self._hosted:
                     self._watch_process(worker, pid, int(event.get("host", 0)))
                 self._pids[worker] = pid
-        if (pace := self._books.take_up(folder, known.joined)) is not None:
+        if (pace := self._recorder.take_up(folder, known.joined)) is not None:
             self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
@@ -200,7 +202,7 @@ class Master:
             heard = recorded(folder.steps, folder.validations, until)
             self._judge = Judge(self._job.stop, heard)
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
-        self._books.emit("master_started", fields)
+        self._recorder.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, time.monotonic())
         for worker in known.joined - known.ended:
             self._silence.hears(worker, time.monotonic())
@@ -224,7 +226,7 @@ class Master:
         except Outcome as outcome:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
-            self._books.emit("run_finished", {**fields, "seconds": time.time() - self._started})
+            self._recorder.emit("run_finished", {**fields, "seconds": time.time() - self._started})
             patience = time.monotonic() + endings.FAREWELL_S
             followed = self._hosted or self._journal is not None
             while followed and self._client is None and time.monotonic() < patience:
@@ -232,7 +234,7 @@ class Master:
             if followed:
                 self._act(mind.KillAll())  # whoever has come since
             # first: a client that has heard it ends this process, and speaks itself
-            self._books.show(lambda view: view.close())
+            self._recorder.show(lambda view: view.close())
             self._tell_clients(outcome)
             return outcome
         finally:
@@ -261,18 +263,18 @@ class Master:
                 self._hub.drop(peer)  # who does not introduce himself is not heard
         while self._interrupts:
             by = self._interrupts.pop(0)
-            self._think(mind.Interrupted(by, self._began, self._books.committed))
+            self._think(mind.Interrupted(by, self._began, self._recorder.committed))
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
         for peer in self._hub.peers():
             if peer not in self._names and time.monotonic() - peer.since > _STRANGE_S:
                 self._hub.drop(peer)
-        self._think(mind.Tick(self._books.committed))
-        self._books.show(lambda view: view.tick(time.monotonic()))
+        self._think(mind.Tick(self._recorder.committed))
+        self._recorder.show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
-        self._books.close()
+        self._recorder.close()
         if self._journal is not None:
             self._journal.close()
         for process in (*self._processes.values(), *self._joined.values()):
@@ -313,7 +315,7 @@ class Master:
 
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
-        self._books.emit("host_joined", {"pid": hello.pid, "host": number})
+        self._recorder.emit("host_joined", {"pid": hello.pid, "host": number})
         before = self._hosts.comes(peer, number, hello.pid, now)
         if before is not None:
             self._names.pop(before, None)
@@ -330,7 +332,7 @@ class Master:
         number, state = hello.number, self._state
         self._peers[number] = peer
         self._absent.pop(number, None)
-        self._pulsed[number] = time.monotonic(), None
+        self._last_heartbeat[number] = time.monotonic(), None
         self._hosts.started(number, hello.host)
         far, known = self._is_far(hello), self._processes.get(number)
         same = known is not None and known.pid == hello.pid and isinstance(known, Far) == far
@@ -350,7 +352,7 @@ class Master:
                 self._think(mind.Broke(number, state.generation))
             return
         fields = {"worker": number, "pid": hello.pid, "host": hello.host}
-        self._books.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
+        self._recorder.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
         self._think(mind.Joined(number))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
@@ -411,7 +413,7 @@ class Master:
         self._hung_up(peer)
         if times >= MOST_UNUSABLE:
             how = f"sent a message that the master cannot use, {times} times ({what}),"
-            step = self._books.in_flight(number)
+            step = self._recorder.in_flight(number)
             if self._state.recovers:
                 self._think(mind.Hung(number, step, "what it tells", how))
             else:
@@ -430,7 +432,7 @@ class Master:
             what = f"{type(message).__name__}: {sentence(error)}"
             if times == 1:
                 text = f"{role} {number} sent a message that the master cannot use ({what})."
-                self._books.emit("warning", {"text": text})
+                self._recorder.emit("warning", {"text": text})
             return what
 
     def _hear(self, peer: Peer, message: m.AnyMessage) -> None:
@@ -439,7 +441,7 @@ class Master:
             self._hear_client(peer, message)
             return
         match message:
-            case m.Pulse():
+            case m.Heartbeat():
                 self._hear_pulse(peer, message)
             case m.StoreSet(key=key, value=value):
                 if self._journal is not None and not self._state.recovers:
@@ -472,23 +474,23 @@ class Master:
             case _:
                 raise TypeError(message)
 
-    def _hear_pulse(self, peer: Peer, pulse: m.Pulse) -> None:
+    def _hear_pulse(self, peer: Peer, heartbeat: m.Heartbeat) -> None:
         (role, number), now = self._names[peer], time.monotonic()
-        self._pulses[peer] = pulse.number
+        self._heartbeats[peer] = heartbeat.number
         if role == "host":
-            self._hosts.hears(number, peer, now, pulse.stopped)
+            self._hosts.hears(number, peer, now, heartbeat.stopped)
             if peer in self._leases:
                 self._leases[peer].hears(now)
         else:
-            self._pulsed[number] = now, pulse
+            self._last_heartbeat[number] = now, heartbeat
             self._silence.hears(number, now)
-            self._watch.hears(number, msgspec.structs.replace(pulse, number=0), now)
+            self._watch.hears(number, msgspec.structs.replace(heartbeat, number=0), now)
 
     def _hear_client(self, peer: Peer, message: m.AnyMessage) -> None:
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has heard it
-                    self._think(mind.Interrupted(by, self._began, self._books.committed))
+                    self._think(mind.Interrupted(by, self._began, self._recorder.committed))
             case m.HostEnded(code=code, detail=detail, number=number):
                 self._host_ended(number, code, detail)
             case m.Scale(workers=workers):
@@ -506,7 +508,7 @@ class Master:
             return
         host = self._job.launch.hosts[number]
         text = f"host {number} ({host}) ended with code {code}; it is tried again. {detail}"
-        self._books.emit("warning", {"text": text.strip()})
+        self._recorder.emit("warning", {"text": text.strip()})
 
     def _refusal_of(self, workers: int) -> str:
         most = self._job.train.micro_batches
@@ -531,16 +533,16 @@ class Master:
         process = self._processes.get(number) if role == "worker" else None
         if isinstance(process, Far) and process.killed_at is not None:
             return  # its lease is to run out
-        if not isinstance(message, m.Pulse):
+        if not isinstance(message, m.Heartbeat):
             self._heard[peer] += 1
             self._resends[peer] = max(0, self._resends[peer] - 1)
-        often = self._heard[peer] % _CONFIRMED == 0  # so many between two pulses
-        if isinstance(message, (m.Pulse, m.Failed)) or role != "worker" or often:
-            heard = m.Heard(count=self._heard[peer], pulse=self._pulses.get(peer, 0))
+        often = self._heard[peer] % _CONFIRMED == 0  # so many between two heartbeats
+        if isinstance(message, (m.Heartbeat, m.Failed)) or role != "worker" or often:
+            heard = m.Ack(count=self._heard[peer], heartbeat=self._heartbeats.get(peer, 0))
             self._hub.send(peer, heard)
 
     def _record(self, peer: Peer, worker: int, ledger: bytes, steps: bytes) -> None:
-        new = self._books.record(worker, ledger, steps, again=self._may_repeat(peer))
+        new = self._recorder.record(worker, ledger, steps, again=self._may_repeat(peer))
         if new is not None:
             self._watch.commits(worker, *new)
 
@@ -548,7 +550,7 @@ class Master:
         """An event that a worker tells of."""
         _, number = self._names[peer]
         clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
-        if not self._books.hear(name, fields, again=self._may_repeat(peer)):
+        if not self._recorder.hear(name, fields, again=self._may_repeat(peer)):
             return
         if name == "worker_ready":
             self._ready.add(number)
@@ -628,20 +630,20 @@ class Master:
             self._processes.pop(worker).close()
         for hung in self._questions.close(worker):  # it may have crashed when it was asked
             self._think(hung)
-        for known in (self._seen_ended, self._absent, self._pulsed, self._places):
+        for known in (self._seen_ended, self._absent, self._last_heartbeat, self._places):
             known.pop(worker, None)
         self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
         self._silence.leaves(worker)
-        self._books.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
-        step = (place.step if place is not None else 0) or self._books.in_flight(worker)
-        self._think(mind.Ended(worker, code, step, self._books.reached, place))
+        self._recorder.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
+        step = (place.step if place is not None else 0) or self._recorder.in_flight(worker)
+        self._think(mind.Ended(worker, code, step, self._recorder.reached, place))
 
     def _hung_up(self, peer: Peer) -> None:
         role, number = self._names.pop(peer, ("", -1))
         self._heard.pop(peer, None)
         self._resends.pop(peer, None)
-        self._pulses.pop(peer, None)
+        self._heartbeats.pop(peer, None)
         if role == "host":
             self._host_left(peer, number, "it hung up")
         if role == "worker" and self._peers.get(number) is peer:
@@ -655,7 +657,7 @@ class Master:
         self._absent.pop(worker, None)
         self._silence.leaves(worker)
         code = 0 if worker in self._state.done else endings.UNSEEN
-        self._think(mind.Ended(worker, code, self._books.in_flight(worker)))
+        self._think(mind.Ended(worker, code, self._recorder.in_flight(worker)))
 
     def _watch_processes(self) -> None:
         """Where nobody tells of a process that has ended, or one does not call again."""
@@ -669,14 +671,14 @@ class Master:
                 since = self._seen_ended.setdefault(worker, now)
                 if not hosts or now - since > PARENT_S:
                     self._exited(worker, process.pid, None, self._places[worker])
-            elif self._state.recovers and absent_s > self._patience_s(worker, process):
+            elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # nobody knows its process
             if now - self._absent.get(worker, now) > ATTACH_S:
                 self._exited(worker, 0, None)
         self._want_hosts(now)
 
-    def _patience_s(self, worker: int, process: Process) -> float:
+    def _timeout_s(self, worker: int, process: Process) -> float:
         """How long it may take to find another master; an import may hold it up."""
         if self._state.joined <= self._absent.keys():
             return UNKNOWN_S  # where all are away, as a rule it is none of them
@@ -715,16 +717,18 @@ class Master:
             self._spread()
 
     def _watch_far(self, worker: int, process: Far, now: float) -> None:
-        heard, pulse = self._pulsed.setdefault(worker, (now, None))
+        heard, heartbeat = self._last_heartbeat.setdefault(worker, (now, None))
         silent_s = now - heard
-        if pulse is not None and worker in self._state.built:
+        if heartbeat is not None and worker in self._state.built:
             silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
         else:  # an import may hold the interpreter's lock
             silent = self._hosts.is_gone(process.host)
         if worker in self._state.holders and not self._holder_beside(worker, now):
             silent &= silent_s > LAST_S
         if silent and self._hosts.can_do_without and process.killed_at is None:
-            step, phase = (pulse.step, pulse.phase) if pulse is not None else (0, "building")
+            step, phase = (
+                (heartbeat.step, heartbeat.phase) if heartbeat is not None else (0, "building")
+            )
             how = f"gave no sign of life for {silent_s:.1f} s, nor did its host"
             self._think(mind.Hung(worker, step, phase, how))
             process.signal(signal.SIGKILL)
@@ -735,9 +739,9 @@ class Master:
     def _holder_beside(self, worker: int, now: float) -> bool:
         """Whether another worker that holds the run's state can be reached."""
         return any(
-            now - self._pulsed[other][0] < FLOOR_S
+            now - self._last_heartbeat[other][0] < FLOOR_S
             for other in self._state.holders
-            if other != worker and other in self._peers and other in self._pulsed
+            if other != worker and other in self._peers and other in self._last_heartbeat
         )
 
     def _spread(self) -> None:
@@ -752,7 +756,9 @@ class Master:
     def _end_host(self, peer: Peer, pid: int, how: str) -> None:
         """A host of this machine hangs: another takes its place, once it is dead."""
         del self._leases[peer]
-        self._books.emit("warning", {"text": f"fork server (pid {pid}): {how}, so it is replaced."})
+        self._recorder.emit(
+            "warning", {"text": f"fork server (pid {pid}): {how}, so it is replaced."}
+        )
         process = Watched(pid)
         process.signal(signal.SIGKILL)
         process.close()
@@ -762,7 +768,7 @@ class Master:
     def _host_left(self, peer: Peer, number: int, why: str) -> None:
         self._leases.pop(peer, None)
         if self._hosts.goes(number, peer) and self._hosts.several:
-            self._books.emit("host_lost", {"host": number, "why": why})
+            self._recorder.emit("host_lost", {"host": number, "why": why})
             self._think(mind.HostCame())  # what it was to start, another starts
 
     def _watch_progress(self) -> None:
@@ -773,7 +779,7 @@ class Master:
             return
         self._watch.turn(now)
         if self._state.phase in ("gathering", "training"):
-            last, hangs = self._books.committed, self._state.hangs
+            last, hangs = self._recorder.committed, self._state.hangs
             often = {worker: times for worker, (step, times) in hangs.items() if step >= last}
             for hang in self._watch.hangs(now, often, self._is_stopped):
                 if hang.worker in self._processes and hang.worker not in self._questions:
@@ -781,7 +787,7 @@ class Master:
         if self._state.phase == "training":
             seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
-                self._think(mind.Stuck(self._state.generation, seconds, self._books.committed))
+                self._think(mind.Stuck(self._state.generation, seconds, self._recorder.committed))
         for hung in self._questions.answered(now):
             self._think(hung)
 
@@ -795,8 +801,12 @@ class Master:
         process = (self._processes if self._hosted else self._joined).get(worker)
         stopped = process is not None and process.stopped
         cause = silent.cause(pid, node, stopped=stopped, joined=not self._hosted)
-        _, pulse = self._pulsed.get(worker, (now, None))
-        step, phase = (pulse.step, pulse.phase) if pulse else (self._books.in_flight(worker), "")
+        _, heartbeat = self._last_heartbeat.get(worker, (now, None))
+        step, phase = (
+            (heartbeat.step, heartbeat.phase)
+            if heartbeat
+            else (self._recorder.in_flight(worker), "")
+        )
         if not silent.all and not self._hosted:
             self.stale = self._joined.pop(worker, None)
         self._think(mind.Silent(worker, step, phase, cause))
@@ -829,7 +839,7 @@ class Master:
                     self._keys.clear()
                     if self._journal is not None and not self._state.recovers:
                         self._journal.forget()
-                self._books.emit(name, fields)
+                self._recorder.emit(name, fields)
             case mind.Kill(worker):
                 if worker in self._processes:
                     self._processes[worker].signal(signal.SIGKILL)
@@ -871,11 +881,11 @@ class Master:
         """Begin again from the newest checkpoint: nobody is left who has more."""
         self._origin = go_back(self._run, self._job)
         self._judge = Judge(self._job.stop, self._origin.heard)
-        self._books.go_back(self._origin.step)
+        self._recorder.go_back(self._origin.step)
         path = str(self._origin.checkpoint or "")
-        self._books.emit("went_back", {"resumed_step": self._origin.step, "path": path})
+        self._recorder.emit("went_back", {"resumed_step": self._origin.step, "path": path})
         for text in self._origin.warnings:
-            self._books.emit("warning", {"text": text})
+            self._recorder.emit("warning", {"text": text})
         self._think(mind.WentBack(path, self._origin.step))
 
     def _tell_clients(self, outcome: Outcome) -> None:

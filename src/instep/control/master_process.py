@@ -1,6 +1,6 @@
 """The master as a process of its own: killed, another like it goes on with its journal.
 
-The client starts it (`guard.py`), and hands it the socket on which it
+The client starts it (`watchdog.py`), and hands it the socket on which it
 listens, which outlives it, and a pipe on which it shows that it lives. Under
 `instep.join` process 0 is the client. What there is to do stands in the run folder; the
 rest comes as one line of JSON on standard input.

@@ -326,7 +326,7 @@ class State:
     begins_at: str | None = None
     """The checkpoint that the present generation began from, empty for a beginning; None where
     it began with what its members held."""
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
     """How long the members of the present generation may take to find each other."""
     inside: frozenset[int] = frozenset()
     """Who is in the group of the present generation."""

@@ -33,7 +33,7 @@ from instep.store.ledger import check_reaches, cut_back
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 """How long workers whose client was killed may take to let go of the ledger."""
 
 FIXED = {
@@ -308,7 +308,7 @@ def _nobody_writes(ledger: Path) -> Iterator[None]:
     if not ledger.exists():
         yield
         return
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     try:
         file = open(ledger, "ab", opener=plain)  # noqa: SIM115 closed below
     except OSError as error:

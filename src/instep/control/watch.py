@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from instep.comm.messages import READING, Pulse
+from instep.comm.messages import READING, Heartbeat
 from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
 
 STILL_S = 0.5
@@ -33,10 +33,10 @@ BLAMED_S = UNKNOWN_S / STEPS
 """No more is learnt from a read that was given up: a loop has no end, and later ones are to be
 found."""
 
-_UNHEARD = Pulse(step=0, phase="joining", progress=0)
+_UNHEARD = Heartbeat(step=0, phase="joining", progress=0)
 """Who was told to form a group, and has not been heard since."""
 
-_GETTING_READY = Pulse(phase="recipe")
+_GETTING_READY = Heartbeat(phase="recipe")
 """Who has introduced itself, and has not been heard since."""
 
 FORGET = 0.98
@@ -52,9 +52,9 @@ def away_s(before: float | None, now: float) -> float:
     return gap_s if gap_s > FLOOR_S / 4 else 0.0
 
 
-def _done(pulse: Pulse) -> tuple[int, str, int]:
+def _done(heartbeat: Heartbeat) -> tuple[int, str, int]:
     """What changes where something gets done."""
-    return pulse.step, pulse.phase, pulse.progress
+    return heartbeat.step, heartbeat.phase, heartbeat.progress
 
 
 def _raise_to(longest: dict[str, float], phase: str, seconds: float) -> None:
@@ -80,7 +80,7 @@ class _Seen:
     """When it was heard last."""
     since: float
     """When it got something done last, as far as is known."""
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     cpu_s: float = 0.0
     """What it had used when it got something done last."""
     steps: int = 0
@@ -93,23 +93,27 @@ class _Seen:
     @property
     def busy_s(self) -> float:
         """How long a processor has been busy with it since it got something done last."""
-        return max(0.0, self.pulse.cpu_s - self.cpu_s) if self.pulse else 0.0
+        return max(0.0, self.heartbeat.cpu_s - self.cpu_s) if self.heartbeat else 0.0
 
     @property
     def has_read(self) -> bool:
         """Whether it has come to the end of a step's reads, though it may not have told of it."""
-        return self.steps > 0 or (self.pulse is not None and self.pulse.steps > 0)
+        return self.steps > 0 or (self.heartbeat is not None and self.heartbeat.steps > 0)
 
     def reads_busily(self, now: float) -> bool:
         """Whether it is at what may wait, and has kept a processor busy with it instead."""
-        if self.pulse is None or self.pulse.phase in OF_A_STEP or self.pulse.phase in WAITING:
+        if (
+            self.heartbeat is None
+            or self.heartbeat.phase in OF_A_STEP
+            or self.heartbeat.phase in WAITING
+        ):
             return False
         return self.busy_s >= BUSY * (now - self.since)
 
 
 @dataclass
 class Watch:
-    """Learns from the steps and pulses of a run's workers."""
+    """Learns from the steps and heartbeats of a run's workers."""
 
     step_s: float | None = None
     """How long a step takes, all told; None before there was one."""
@@ -146,20 +150,20 @@ class Watch:
     def leaves(self, worker: int) -> None:
         """Nothing more is expected of a worker; a read that it was lost with is learnt from."""
         seen = self._seen.pop(worker, None)
-        if seen is None or seen.pulse is None or not seen.given_up_s:
+        if seen is None or seen.heartbeat is None or not seen.given_up_s:
             return
-        phase = seen.pulse.phase
-        self._given_up[worker] = seen.pulse.step, phase
+        phase = seen.heartbeat.phase
+        self._given_up[worker] = seen.heartbeat.step, phase
         if phase == READING or phase in self._busy:
             _raise_to(self._busy, phase, min(seen.given_up_s, BLAMED_S))
 
-    def hears(self, worker: int, pulse: Pulse, now: float) -> None:
+    def hears(self, worker: int, heartbeat: Heartbeat, now: float) -> None:
         """A worker lives, and is at this."""
         seen = self._seen.get(worker)
         if seen is None:
             return
-        before, silent = seen.pulse, now - seen.heard
-        goes_on = silent > STILL_S or before is None or _done(before) != _done(pulse)
+        before, silent = seen.heartbeat, now - seen.heard
+        goes_on = silent > STILL_S or before is None or _done(before) != _done(heartbeat)
         if self._all_still and goes_on:  # who is the first is not ahead of the others
             self._all_still = False
             seen.since += silent
@@ -167,15 +171,15 @@ class Watch:
                 if other is not seen:
                     other.heard = other.since = now
         seen.heard = now
-        if before is None or _done(before) != _done(pulse):
+        if before is None or _done(before) != _done(heartbeat):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
                 _raise_to(self._stretches, before.phase, now - seen.since)
                 again = self._given_up.get(worker) == (before.step, before.phase)
                 if seen.steps or again:  # else it may open what all later reads use
                     _raise_to(self._busy, before.phase, seen.busy_s)
-            seen.since, seen.cpu_s, seen.given_up_s = now, pulse.cpu_s, 0.0
-        seen.pulse = pulse
+            seen.since, seen.cpu_s, seen.given_up_s = now, heartbeat.cpu_s, 0.0
+        seen.heartbeat = heartbeat
 
     def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
         """A worker has committed so many steps, of so many seconds each, and of these for data."""
@@ -192,7 +196,7 @@ class Watch:
     def limit_s(self, worker: int, now: float, times: int = 0) -> float:
         """How long a worker may get nothing done, where it was lost so often already."""
         seen = self._seen[worker]
-        phase = seen.pulse.phase if seen.pulse else ""
+        phase = seen.heartbeat.phase if seen.heartbeat else ""
         computes = phase in OF_A_STEP
         stretch = (self._stretches if computes else self._busy).get(phase, 0.0)
         known = computes or phase == READING or phase in self._busy
@@ -229,7 +233,7 @@ class Watch:
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
             silent, idle = now - seen.heard, now - seen.since
-            at = seen.pulse or (_UNHEARD if seen.ready else _GETTING_READY)
+            at = seen.heartbeat or (_UNHEARD if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how = f"gave no sign of life for {silent:.1f} s"
                 among = excused if seen.ready and silent <= UNKNOWN_S else found
@@ -252,7 +256,7 @@ class Watch:
             self._seen[worker].given_up_s = now - self._seen[worker].since
         return named
 
-    def _may_hang(self, seen: _Seen, at: Pulse) -> bool:
+    def _may_hang(self, seen: _Seen, at: Heartbeat) -> bool:
         """Whether it is to get something done; of who gets ready that is known of reads only."""
         return at.phase not in WAITING if seen.ready else at.phase == READING
 
@@ -274,7 +278,7 @@ class Watch:
             return 0.0
         waits = []
         for each in seen:
-            if each is None or each.pulse is None or each.pulse.phase != "exchange":
+            if each is None or each.heartbeat is None or each.heartbeat.phase != "exchange":
                 return 0.0
             waits.append(now - each.since)
         limit_s = max(FLOOR_S, STEPS * self.step_s) * 2 ** min(times, 6)

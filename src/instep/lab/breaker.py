@@ -36,7 +36,7 @@ from instep.store.run_folder import RunFolder
 LOOK_S = 0.005
 """How often the run is looked at."""
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 """How long a process of the role may be awaited, a hang go unnoticed, a recovery take."""
 
 _TRY_S, _RECORDS_S = 0.05, 0.25
@@ -76,7 +76,7 @@ class Breaker:
         say: told of each.
         begin: the step from which on they are spread.
         steps: of the whole run.
-        patience_s: how long a process of a role may be awaited, and a hang go unnoticed.
+        timeout_s: how long a process of a role may be awaited, and a hang go unnoticed.
         parting: of its network, where partitions are drawn.
     """
 
@@ -89,14 +89,14 @@ class Breaker:
         *,
         begin: int = 0,
         steps: int = 0,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
         parting: Parting | None = None,
     ) -> None:
         self.roster, self.falls = Roster(run), list[Fall]()
         self.injected: list[Injected] = []
         self._run, self._plan, self._say = run, plan, say
         self._begin, self._steps = begin, steps
-        self._patience_s, self._left = patience_s, deque(injections)
+        self._timeout_s, self._left = timeout_s, deque(injections)
         self._total, self._parting = len(injections), parting
         self._since = 0.0  # when the first step was seen
         self._due_at: float | None = None
@@ -125,7 +125,7 @@ class Breaker:
         if self._left or self._hanging:
             return False
         done = [each.time for each in self.injected if not each.missed]
-        if not done or time.time() > done[-1] + self._patience_s:
+        if not done or time.time() > done[-1] + self._timeout_s:
             return True
         if time.time() < self._asked + _RECORDS_S:
             return False
@@ -213,8 +213,8 @@ class Breaker:
         injection = self._left[0]
         assert self._due_at is not None
         self._try_at = time.time() + _TRY_S
-        if time.time() - self._due_at > self._patience_s:
-            missed = f"there was no {injection.role} process for {self._patience_s:g} s"
+        if time.time() - self._due_at > self._timeout_s:
+            missed = f"there was no {injection.role} process for {self._timeout_s:g} s"
             self._take(Injected(kind=injection.kind, role=injection.role, missed=missed))
 
     def _take(self, done: Injected) -> None:
@@ -232,7 +232,7 @@ class Breaker:
             noticed = known.role == "worker" and self._step >= self.injected[place].step + 2
             if noticed or not _lives(known.pid):
                 del self._hanging[place]
-            elif time.time() - self.injected[place].time > self._patience_s:
+            elif time.time() - self.injected[place].time > self._timeout_s:
                 released = send(known, signal.SIGCONT)
                 self.injected[place] = replace(self.injected[place], released=released)
                 del self._hanging[place]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 
 
 class Launcher(Protocol):
     """Starts a host on each machine; it starts the workers there, at the master's word."""
 
-    def start(self, seat: Seat, logs: Path) -> None:
-        """Bring up the host of number `seat.host`. Returns at once; it calls the master itself.
+    def start(self, endpoint: Endpoint, logs: Path) -> None:
+        """Bring up the host of number `endpoint.host`. Returns at once; it calls the master itself.
 
         Args:
-            seat: where the master is.
+            endpoint: where the master is.
             logs: existing folder for what the processes print.
         """
 

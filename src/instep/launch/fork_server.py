@@ -31,20 +31,20 @@ from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from instep.comm.channel import Address
-from instep.comm.endpoint import Seat
+from instep.comm.connection import HEARTBEAT_S, MasterConnection
+from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
     Adopt,
     Emit,
     Exited,
+    Heartbeat,
     Hello,
     KillAll,
-    Pulse,
     Refused,
     Signal,
     StartWorker,
     Welcome,
 )
-from instep.comm.tie import PULSE_S, Tie
 from instep.control.lease import Lease
 from instep.data.breadcrumb import Pages, leave_in
 from instep.errors import PeerError
@@ -81,12 +81,12 @@ def main() -> None:
     die_with_parent(END)
     note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
     seen = json.loads(note)
-    seat = Seat(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
+    endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
     _settle(seen["folder"])
-    tie = _call(seat)
+    connection = _call(endpoint)
     _import_torch()  # while the master gets ready to answer
     preloading = time.time()
-    welcome = tie.welcome()
+    welcome = connection.welcome()
     if not isinstance(welcome, Welcome):
         return
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
@@ -96,7 +96,7 @@ def main() -> None:
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
     several = bool(job.get("launch", {}).get("hosts"))
-    Server(tie, seat, phases, several=several).serve()
+    Server(connection, endpoint, phases, several=several).serve()
 
 
 def _settle(folder: str) -> None:
@@ -106,13 +106,13 @@ def _settle(folder: str) -> None:
         os.chdir(folder)
 
 
-def _call(seat: Seat) -> Tie:
+def _call(endpoint: Endpoint) -> MasterConnection:
     hello = Hello(
-        token=seat.token, role="host", number=seat.host, pid=os.getpid(), machine=machine()
+        token=endpoint.token, role="host", number=endpoint.host, pid=os.getpid(), machine=machine()
     )
-    tie = Tie(seat.address, hello)
-    tie.lasting = True
-    return tie
+    connection = MasterConnection(endpoint.address, hello)
+    connection.lasting = True
+    return connection
 
 
 def _import_torch() -> None:
@@ -160,8 +160,8 @@ class Server:
     """Forks, reaps, reports; and has a spare of itself.
 
     Args:
-        tie: to the master.
-        seat: where that is, for the workers.
+        connection: to the master.
+        endpoint: where that is, for the workers.
         phases: seconds that parts of the start took.
         several: whether it is one of several hosts, which may lose the master from sight.
         left: number and handle by process, of the server whose place this one takes.
@@ -170,8 +170,8 @@ class Server:
 
     def __init__(
         self,
-        tie: Tie,
-        seat: Seat,
+        connection: MasterConnection,
+        endpoint: Endpoint,
         phases: dict[str, float],
         *,
         several: bool = False,
@@ -179,7 +179,12 @@ class Server:
         pages: Pages | None = None,
     ) -> None:
         self._pages = pages or Pages(MOST_PAGES)
-        self._tie, self._seat, self._phases, self._several = tie, seat, phases, several
+        self._connection, self._endpoint, self._phases, self._several = (
+            connection,
+            endpoint,
+            phases,
+            several,
+        )
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
@@ -200,14 +205,14 @@ class Server:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._several:
-            self._tie.keep()
+            self._connection.keep()
         try:
             while not self._ending:
                 self._reap()
                 self._look_after_adopted()
                 self._look_after_spare()
                 self._fork_late()
-                self._tie.show(self._pulse)
+                self._connection.show(self._heartbeat)
                 self._obey()  # before waiting: messages may have come together with the welcome
                 self._wait()
         except PeerError:
@@ -215,13 +220,13 @@ class Server:
         finally:
             self._kill_all()
 
-    def _pulse(self) -> Pulse:
-        return Pulse(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
 
     def _wait(self) -> None:
         """For a message, a signal, or the time to look after something."""
-        tick_s = ADOPTED_S if self._adopted or self._late else PULSE_S / 2
-        ends = [end for end in (self._tie.fileno(), self._wake_read) if end >= 0]
+        tick_s = ADOPTED_S if self._adopted or self._late else HEARTBEAT_S / 2
+        ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
         select.select(ends, [], [], tick_s)
 
     def _have_a_spare(self) -> None:
@@ -246,16 +251,18 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._tie.close()
+            self._connection.close()
             name = call_itself(SPARE)
             left = _hear_of_workers(theirs, server)
             os.close(theirs)
             call_itself(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
-            tie = _call(self._seat)
+            connection = _call(self._endpoint)
             several, pages = self._several, self._pages
-            Server(tie, self._seat, self._phases, several=several, left=left, pages=pages).serve()
+            Server(
+                connection, self._endpoint, self._phases, several=several, left=left, pages=pages
+            ).serve()
         except PeerError:
             pass  # no master is left either
         finally:
@@ -267,7 +274,7 @@ class Server:
         It only waits, so it can hang in no other way.
         """
         now = time.monotonic()
-        if not self._spare or now - self._shown_at < PULSE_S:
+        if not self._spare or now - self._shown_at < HEARTBEAT_S:
             return
         self._shown_at = now
         self._tell_spare(0, _GONE)
@@ -287,7 +294,7 @@ class Server:
         self._ending = True
 
     def _obey(self) -> None:
-        while (message := self._tie.poll()) is not None:
+        while (message := self._connection.poll()) is not None:
             match message:
                 case StartWorker(number=number):
                     there = self._workers.items()
@@ -337,13 +344,13 @@ class Server:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, END):
                 signal.signal(number, signal.SIG_DFL)
-            self._tie.close()
+            self._connection.close()
             os.close(self._life)
             _redirect(Path(order.log))
             leave_in(page)
             from instep.worker.process import main as work
 
-            code = work(self._seat, order.number, {**self._phases, "forked": forked})
+            code = work(self._endpoint, order.number, {**self._phases, "forked": forked})
         finally:
             try:
                 sys.stdout.flush()
@@ -357,7 +364,7 @@ class Server:
         if tries > len(PAUSES_S):
             del self._late[order.number]
             why = f"{error.strerror}, tried {tries} times"
-            self._tie.send(Exited(number=order.number, pid=0, code=None, error=why))
+            self._connection.send(Exited(number=order.number, pid=0, code=None, error=why))
             return
         pause_s = PAUSES_S[tries - 1]
         self._late[order.number] = _Late(order, tries, time.monotonic() + pause_s)
@@ -365,7 +372,7 @@ class Server:
             f"worker {order.number} could not be forked ({error.strerror}); it is tried again "
             f"in {pause_s:g} s."
         )
-        self._tie.send(Emit(name="warning", fields={"text": text}))
+        self._connection.send(Emit(name="warning", fields={"text": text}))
 
     def _fork_late(self) -> None:
         """Those that could not be forked, and whose pause is over."""
@@ -402,7 +409,7 @@ class Server:
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
         place = self._pages.take(pid)
-        self._tie.send(Exited(number=number, pid=pid, code=code, place=place))
+        self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 
     def _kill_all(self, *, wait: bool = True) -> None:
@@ -434,7 +441,7 @@ def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
     workers: dict[int, int] = {}
     lease = Lease(server, time.monotonic())
     while True:
-        if not select.select([pipe], [], [], PULSE_S)[0]:
+        if not select.select([pipe], [], [], HEARTBEAT_S)[0]:
             if lease.turn(time.monotonic()) and os.getppid() == server:
                 os.kill(server, signal.SIGKILL)
             continue

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.launch.local import LocalLauncher
 
 
@@ -25,9 +25,9 @@ class HostsLauncher:
     def __init__(self, hosts: Sequence[str]) -> None:
         self._each = [LocalLauncher(shlex.split(host)) for host in hosts]
 
-    def start(self, seat: Seat, logs: Path) -> None:
+    def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server of one host."""
-        self._each[seat.host].start(seat, logs)
+        self._each[endpoint.host].start(endpoint, logs)
 
     def ended(self, host: int = 0) -> int | None:
         """The exit code of the command that was run last for a host, or None while it runs."""

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.errors import RunError
 from instep.plain_file import plain
 from instep.store.folder import host_log
 from instep.system.environment import END, SETTINGS
 from instep.system.processes import end_group, is_stopped, start_patiently
 
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 """How long a fork server may take to end its workers and itself, before it is killed."""
 
 
@@ -36,13 +36,13 @@ class LocalLauncher:
         self._process: subprocess.Popen[bytes] | None = None
         self._groups: list[int] = []
 
-    def start(self, seat: Seat, logs: Path) -> None:
+    def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Start the fork server in a session of its own, so that Ctrl-C reaches only us.
 
         Raises:
             RunError: the command before it is none.
         """
-        with open(host_log(logs, seat.host), "ab", opener=plain) as log:
+        with open(host_log(logs, endpoint.host), "ab", opener=plain) as log:
             command = [*self._before, sys.executable, "-P", "-m", "instep.launch.fork_server"]
             try:
                 self._process = start_patiently(
@@ -66,10 +66,10 @@ class LocalLauncher:
         self._groups.append(self._process.pid)  # all that comes of it stays in its group
         assert self._process.stdin is not None
         note = {
-            "host": seat.address.host,
-            "port": seat.address.port,
-            "token": seat.token,
-            "number": seat.host,
+            "host": endpoint.address.host,
+            "port": endpoint.address.port,
+            "token": endpoint.token,
+            "number": endpoint.host,
             "folder": os.getcwd(),
         }
         try:
@@ -101,8 +101,8 @@ class LocalLauncher:
         self.ask_to_stop()
         if process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
+                process.wait(TIMEOUT_S)
         for group in self._groups:
-            end_group(group, PATIENCE_S)
+            end_group(group, TIMEOUT_S)
         process.wait()
         self._process = None

@@ -24,7 +24,7 @@ from instep.events import LEDGER, LEDGER_START, check_ledger, ledger_header, rea
 from instep.plain_file import plain
 from instep.store.folder import gone, lock, open_own, unlock
 
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 """How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
 
 LOCKED_S = 120.0
@@ -41,7 +41,7 @@ class Ledger:
         path: the file; created with its header if missing, appended to if not.
         wait: asked again and again whether to wait for another process that has the file;
             what it raises is raised.
-        patience_s: how long to wait for room on a full disk.
+        timeout_s: how long to wait for room on a full disk.
 
     Raises:
         RunError: it cannot be written, or is of another format.
@@ -52,9 +52,9 @@ class Ledger:
         path: Path,
         wait: Callable[[], bool] = lambda: False,
         *,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._path, self._patience_s = path, patience_s
+        self._path, self._timeout_s = path, timeout_s
         try:
             self._file = open_own(path, "a+b", buffering=0)
         except OSError as error:
@@ -129,7 +129,7 @@ class Ledger:
             )
 
     def _write(self, data: bytes) -> None:
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         while data:
             try:
                 data = data[self._file.write(data) :]

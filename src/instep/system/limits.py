@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FLOOR_S = 1.2
 """Nobody hangs before; with the replacement a run stands still for less than 2 s. More than
-`tie.LEASE_S`, after which who is cut off commits nothing."""
+`connection.LEASE_S`, after which who is cut off commits nothing."""
 
 STEPS = 2.5
 """How many learnt step times may pass without anything getting done."""

@@ -132,9 +132,9 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def end_group(group: int, patience_s: float) -> None:
+def end_group(group: int, timeout_s: float) -> None:
     """Kill every process of a group, and wait until they are gone, but no longer than that."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
         while time.monotonic() < deadline and _has_living(group):

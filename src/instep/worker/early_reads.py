@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 
-from instep.comm.messages import READING, Pulse, Whereabouts
+from instep.comm.messages import READING, Heartbeat, Whereabouts
 from instep.data import breadcrumb
 from instep.worker.loader_watch import LoaderWatch
 
@@ -29,7 +29,7 @@ class EarlyReads:
         self._at: tuple[Whereabouts, ...] = ()
         self._ended = 0
 
-    def pulse(self, phase: str, cpu_s: float) -> Pulse:
+    def heartbeat(self, phase: str, cpu_s: float) -> Heartbeat:
         """To be asked for a few times a second, by another thread than the one that reads.
 
         Args:
@@ -43,7 +43,7 @@ class EarlyReads:
             self._ended += 1
         waits = bool(others) and here is None
         self._loaders.turn(time.monotonic(), [*others], at=self._at, waits=waits, known=False)
-        return Pulse(
+        return Heartbeat(
             phase=READING if at else phase,
             progress=self._ended + self._loaders.ended,
             cpu_s=cpu_s,

@@ -20,7 +20,7 @@ class Gradients:
         self, parameters: Sequence[nn.Parameter], hear: Callable[[int, Tensor], None]
     ) -> None:
         self.count = 0
-        """Heard so far: a sign of life."""
+        """Taken so far: a sign of life."""
         self._hear = hear
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._of(slot))

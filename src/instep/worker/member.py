@@ -1,4 +1,4 @@
-"""A worker's tie to its run: what it hears from the master, and what it tells.
+"""A worker's connection to its run: what it hears from the master, and what it tells.
 
 Step records are gathered and sent a few times a second, so that a step costs
 the master nothing; listening costs a step a microsecond. It knows nothing of
@@ -21,7 +21,8 @@ import numpy as np
 
 from instep import spec_file
 from instep.comm.channel_store import ChannelStore
-from instep.comm.endpoint import Seat
+from instep.comm.connection import MasterConnection
+from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
     AnyMessage,
     Broken,
@@ -32,10 +33,10 @@ from instep.comm.messages import (
     Figures,
     Form,
     Formed,
+    Heartbeat,
     Hello,
     Mark,
     Notice,
-    Pulse,
     Records,
     Refused,
     Regroup,
@@ -44,7 +45,6 @@ from instep.comm.messages import (
     Verdict,
 )
 from instep.comm.metered import tcp_traffic
-from instep.comm.tie import Tie
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.system import blame
@@ -69,7 +69,7 @@ class Member:
     """One worker's membership in a run.
 
     Args:
-        seat: where the master is.
+        endpoint: where the master is.
         number: this worker's, for as long as it lives.
         phases: seconds that parts of the start took, so far.
 
@@ -78,23 +78,25 @@ class Member:
         InstepError: the run cannot begin or go on, as process 0 found out.
     """
 
-    def __init__(self, seat: Seat, number: int, phases: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, number: int, phases: Mapping[str, float] | None = None
+    ) -> None:
         self.number = number
-        self.master_host = seat.address.host
+        self.master_host = endpoint.address.host
         hello = Hello(
-            token=seat.token,
+            token=endpoint.token,
             role="worker",
             number=number,
             pid=os.getpid(),
-            host=seat.host,
+            host=endpoint.host,
             machine=machine(),
             node=platform.node(),
         )
-        self._tie = Tie(seat.address, hello)
-        self._tie.lasting = phases is not None  # forked: another master may answer
-        welcome = self._tie.welcome()
+        self._connection = MasterConnection(endpoint.address, hello)
+        self._connection.lasting = phases is not None  # forked: another master may answer
+        welcome = self._connection.welcome()
         if isinstance(welcome, Refused):
-            self._tie.close()
+            self._connection.close()
             raise blame.as_error(welcome)
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
@@ -104,13 +106,13 @@ class Member:
         self.recovers, self.complete = welcome.recovers, welcome.complete
         self.goes_on = welcome.goes_on
         """Whether other workers hold the state of the run."""
-        self._tie.lasting = not welcome.complete  # the master is lost, and another answers
+        self._connection.lasting = not welcome.complete  # the master is lost, and another answers
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None
         self.phase = "recipe"
         """What this worker is at while it gets ready."""
-        self.at: Callable[[], Pulse] | None = None
+        self.at: Callable[[], Heartbeat] | None = None
         """What this worker is doing; told to the master while it trains."""
         self.interrupt: Callable[[], None] = lambda: None
         """Breaks the exchange under way, from another thread."""
@@ -134,10 +136,10 @@ class Member:
         that they use.
         """
         if not self.complete:
-            self._tie.listen(self._pulse, self._arrived, self._lapsed)
+            self._connection.listen(self._heartbeat, self._arrived, self._lapsed)
 
-    def _pulse(self) -> Pulse:
-        return self.at() if self.at is not None else Pulse(phase=self.phase)
+    def _heartbeat(self) -> Heartbeat:
+        return self.at() if self.at is not None else Heartbeat(phase=self.phase)
 
     def wait_for_group(self) -> Form:
         """The members of the next generation, once all have come.
@@ -146,26 +148,28 @@ class Member:
             Released: there will be none with this worker in it.
         """
         if self.form is None:
-            self._tie.send(Built(recovers=self.recovers))
+            self._connection.send(Built(recovers=self.recovers))
             if self.at is not None:
                 if self.recovers and self.job.launch.hosts:
-                    self._tie.keep()
-                if not self._tie.listens:
+                    self._connection.keep()
+                if not self._connection.listens:
                     self.show_itself()
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
-            answer = self._tie.wait_for(Form, Release)
+            answer = self._connection.wait_for(Form, Release)
             if isinstance(answer, Release):
                 raise Released
             self._take(answer)
-        self._tie.wait_for_lease()
+        self._connection.wait_for_lease()
         self.form, self._next = self._next, None
         self.marks = self.form.marks
         return self.form
 
     def _take(self, form: Form) -> None:
         self._next = form
-        self._tie.hello = msgspec.structs.replace(self._tie.hello, generation=form.generation)
+        self._connection.hello = msgspec.structs.replace(
+            self._connection.hello, generation=form.generation
+        )
 
     def _arrived(self, message: AnyMessage) -> None:
         """In the listening thread: break an exchange that will not end by itself."""
@@ -191,7 +195,7 @@ class Member:
         So it is between hosts once the master has not been heard from for a lease,
         and stays so until the next generation.
         """
-        if self._tie.lapsed:
+        if self._connection.lapsed:
             self.fence()
         return self.form is not None and self._fenced == self.form.generation
 
@@ -229,7 +233,7 @@ class Member:
     def formed(self) -> None:
         """Tell that this worker is in the group, and holds the state of the run."""
         assert self.form is not None, "no generation yet"
-        self._tie.send(Formed(generation=self.form.generation))
+        self._connection.send(Formed(generation=self.form.generation))
 
     def broken(self, error: PeerError | None = None) -> None:
         """Tell that this worker has left the group, and waits for the next.
@@ -240,12 +244,12 @@ class Member:
         assert self.form is not None, "no generation yet"
         self.flush()
         cause, mine = (str(error), error.mine) if error is not None else ("", False)
-        self._tie.send(Broken(generation=self.form.generation, cause=cause, mine=mine))
+        self._connection.send(Broken(generation=self.form.generation, cause=cause, mine=mine))
 
     def store(self) -> ChannelStore:
         """The meeting place of the present generation."""
         assert self.form is not None, "no generation yet"
-        return ChannelStore(self._tie, f"generation-{self.form.generation}/")
+        return ChannelStore(self._connection, f"generation-{self.form.generation}/")
 
     def stop_rule(self, step: int) -> str | None:
         """Why the master wants to stop with this step, if it does; listens without waiting."""
@@ -264,8 +268,8 @@ class Member:
     def _listen(self) -> None:
         if self._leaving:
             self._leaving = False
-            self._tie.send(Notice())
-        while (message := self._tie.poll()) is not None:
+            self._connection.send(Notice())
+        while (message := self._connection.poll()) is not None:
             match message:
                 case Stop():
                     self._stop = message
@@ -276,19 +280,19 @@ class Member:
                 case Regroup(generation=generation):
                     self._regroup = generation
                 case _:
-                    self._tie.put_back(message)
+                    self._connection.put_back(message)
                     return
 
     def tell(self, figures: Figures) -> None:
         """Figures for the master to judge; `verdict` gives the answer."""
         self._asked += 1
-        self._tie.send(msgspec.structs.replace(figures, number=self._asked))
+        self._connection.send(msgspec.structs.replace(figures, number=self._asked))
 
     def verdict(self) -> Verdict:
         """The answer to the oldest figures that have had none; waits for it."""
         while True:
             waiting = self._verdicts
-            answer = waiting.popleft() if waiting else self._tie.wait_for(Verdict)
+            answer = waiting.popleft() if waiting else self._connection.wait_for(Verdict)
             if answer.number > self._answered:  # else two masters have answered
                 self._answered = answer.number
                 return answer
@@ -296,7 +300,7 @@ class Member:
     def emit(self, name: str, **fields: Any) -> None:
         """An event for the run's log, after whatever was recorded before it."""
         self.flush()
-        self._tie.send(Emit(name=name, fields=fields))
+        self._connection.send(Emit(name=name, fields=fields))
 
     def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
         """One committed step, for whoever watches.
@@ -318,7 +322,7 @@ class Member:
             ledger, steps = bytes(self._ledger), np.array(self._steps, STEPS).tobytes()
             self._ledger.clear()
             self._steps.clear()
-            self._tie.send(Records(ledger=ledger, steps=steps))
+            self._connection.send(Records(ledger=ledger, steps=steps))
         if now - self._metered > TRAFFIC_S:
             self.meter()
 
@@ -326,13 +330,13 @@ class Member:
         """Tell how much has gone over the network so far."""
         self._metered = time.monotonic()
         fields = {"worker": self.number, **tcp_traffic()._asdict()}
-        self._tie.send(Emit(name="traffic", fields=fields))
+        self._connection.send(Emit(name="traffic", fields=fields))
 
     def failed(self, word: Failed) -> None:
         """The last word of a worker that cannot go on; a master that is lost is waited for."""
         self.flush()
-        self._tie.send(word)
-        self._tie.wait_until_heard(LAST_WORD_S)
+        self._connection.send(word)
+        self._connection.wait_until_acknowledged(LAST_WORD_S)
 
     def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
         """Say that all is done, and wait until everyone else is: peers may still read from us.
@@ -348,9 +352,9 @@ class Member:
         self.flush()
         self.meter()
         generation = self.form.generation if self.form else 0
-        self._tie.send(Done(generation=generation, step=step, rule=rule, finite=finite))
+        self._connection.send(Done(generation=generation, step=step, rule=rule, finite=finite))
         if self._next is None:
-            answer = self._tie.wait_for(Release, Form)
+            answer = self._connection.wait_for(Release, Form)
             if isinstance(answer, Release):
                 return True
             self._take(answer)
@@ -358,4 +362,4 @@ class Member:
 
     def close(self) -> None:
         """Hang up."""
-        self._tie.close()
+        self._connection.close()

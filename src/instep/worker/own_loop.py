@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep.comm.messages import NOT_FINITE, TOLD, Pulse
+from instep.comm.messages import NOT_FINITE, TOLD, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import PeerError, SpecError
@@ -98,7 +98,7 @@ class OwnLoop:
         member, model, parameters = self._member, self._model, self._parameters
         before = taken_up(member.checkpoint, model, self._update)
         self.step = before.step
-        member.at = lambda: Pulse(step=self.in_flight, phase=self.doing)
+        member.at = lambda: Heartbeat(step=self.in_flight, phase=self.doing)
         member.wait_for_group()
         device = parameters[0].device
         comm = make_comm(member, device, address_towards(member.master_host))

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.data.child import own_places
 from instep.data.choose import cores
 from instep.errors import PeerError
@@ -22,11 +22,11 @@ from instep.worker.member import Member, Released
 from instep.worker.training import Training, choose_device
 
 
-def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
+def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
     """Work until the run is over.
 
     Args:
-        seat: where the master is.
+        endpoint: where the master is.
         number: this worker's.
         phases: seconds that parts of the start took before; `forked` is the Unix time of the fork.
 
@@ -37,7 +37,7 @@ def main(seat: Seat, number: int, phases: Mapping[str, float]) -> int:
     spare_prints()
     tell_when_asked()
     try:
-        member = Member(seat, number, phases)
+        member = Member(endpoint, number, phases)
     except PeerError as error:
         print(f"instep: {error}", file=sys.stderr)
         return error.exit_code

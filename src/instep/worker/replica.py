@@ -99,7 +99,7 @@ class Replica:
     """A model that agrees, step by step, with the copies of the other workers.
 
     Args:
-        member: this worker's tie to the run, in a generation.
+        member: this worker's connection to the run, in a generation.
         model: with the same parameters in every worker.
         parameters: those that are trained, in the same order in every worker.
         strategy: how the copies agree.
@@ -455,7 +455,7 @@ def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") 
         len(form.members),
         device=device,
         address=address,
-        patience_s=form.patience_s,
+        timeout_s=form.timeout_s,
     )
 
 

@@ -49,7 +49,7 @@ class Standing:
     """The state that one worker holds, between steps.
 
     Args:
-        member: its tie to the run.
+        member: its connection to the run.
         model: as the recipe builds it.
         update: with the optimizer as the recipe makes it.
     """

@@ -30,7 +30,7 @@ class Stopping:
     """Asks for verdicts on behalf of all workers.
 
     Args:
-        member: this worker's tie to the run.
+        member: this worker's connection to the run.
         comm: the workers of this generation.
         device: where a tensor must be to be broadcast.
     """

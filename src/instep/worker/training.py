@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from instep.comm.base import Comm
-from instep.comm.messages import NOT_FINITE, TOLD, Pulse
+from instep.comm.messages import NOT_FINITE, TOLD, Heartbeat
 from instep.data import breadcrumb
 from instep.data.contents import Record
 from instep.data.loader import Loader, Read, Skipped, Slice
@@ -80,7 +80,7 @@ class Training:
     """What one worker needs to train, built and checked.
 
     Args:
-        member: this worker's tie to the run.
+        member: this worker's connection to the run.
         recipe: what to train.
         device: where.
 
@@ -93,7 +93,7 @@ class Training:
         self.phase, self.step = "building", 0
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
-        member.at = lambda: early.pulse(self.phase, self._clock())
+        member.at = lambda: early.heartbeat(self.phase, self._clock())
         self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
@@ -188,7 +188,7 @@ class Training:
             if self._validation is not None and self.member.number == 0:
                 samples = min(self._validation_batch, self._validation_samples)
                 try_validation(self._forward, self._validation, samples)
-        self.member.at = self._pulse
+        self.member.at = self._heartbeat
         self._regroup()
         self.member.phases["group"] = time.time() - began
         self._announce()
@@ -206,7 +206,7 @@ class Training:
                     raise
                 self._leave(error)
 
-    def _pulse(self) -> Pulse:
+    def _heartbeat(self) -> Heartbeat:
         """What this worker is at; asked for by another thread."""
         replica = self._replica
         taken = replica.gradients.count if replica is not None else 0
@@ -215,7 +215,7 @@ class Training:
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
             self._loader_watch.turn(time.monotonic(), pids, at=at, waits=waits, known=known)
-        return Pulse(
+        return Heartbeat(
             step=self.step,
             steps=self._done,
             phase=self.phase,

@@ -14,7 +14,7 @@ from instep.comm.torch_comm import TorchComm
 from instep.errors import PeerError
 
 rank, address, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-comm = TorchComm(FileStore(file, 2), rank, 2, address=address, patience_s=60.0)
+comm = TorchComm(FileStore(file, 2), rank, 2, address=address, timeout_s=60.0)
 tensor = torch.ones(100_000, dtype=torch.int32)  # half of it takes 1.6 s, in two messages
 if rank == 0:
     threading.Timer(float(sys.argv[4]), comm.interrupt).start()

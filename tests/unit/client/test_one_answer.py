@@ -27,7 +27,7 @@ def told(answer, meeting, numbers, **options):
 
     def come(number):
         try:
-            found[number] = Member(switchboard.seat, number), meeting.exists()
+            found[number] = Member(switchboard.endpoint, number), meeting.exists()
         except Exception as error:
             found[number] = error, meeting.exists()
 
@@ -56,7 +56,7 @@ def test_an_error_that_is_not_ours_arrives_as_that_of_a_worker(meeting):
 
 
 def test_whoever_does_not_come_is_not_waited_for_without_end(meeting):
-    count, found = told(REFUSED, meeting, [2], patience_s=1.0)
+    count, found = told(REFUSED, meeting, [2], timeout_s=1.0)
     assert count == 1
     assert type(found[2][0]) is CheckpointError
     assert not meeting.exists()
@@ -73,9 +73,9 @@ def test_a_run_that_is_over_is_known_as_such(meeting, tmp_path):
 
 def test_a_stranger_is_told_nothing(meeting):
     switchboard = Switchboard()
-    channel = Channel.connect(switchboard.seat.address)
+    channel = Channel.connect(switchboard.endpoint.address)
     channel.send(Hello(token="guessed", role="worker", number=1, pid=1))
-    assert answer_all(switchboard, 1, REFUSED, meeting, patience_s=0.2) == 0
+    assert answer_all(switchboard, 1, REFUSED, meeting, timeout_s=0.2) == 0
     with pytest.raises(PeerError):
         channel.receive()
     channel.close()

@@ -14,7 +14,7 @@ from instep.client.placement import (
     placement,
 )
 from instep.comm.channel import Address
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.errors import RunError, SpecError
 from instep.system.addresses import address_towards
 
@@ -116,7 +116,7 @@ def test_loopback_is_reached_from_loopback():
     assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
-SEAT = Seat(Address("127.0.0.1", 4567), "a token")
+SEAT = Endpoint(Address("127.0.0.1", 4567), "a token")
 
 
 def test_an_invitation_is_found_and_is_for_the_users_eyes_only(tmp_path):
@@ -133,7 +133,7 @@ def test_a_stale_invitation_is_waited_out(tmp_path):
     found = []
     waiting = threading.Thread(target=lambda: found.append(find(file, {"a token"})))
     waiting.start()
-    fresh = Seat(Address("127.0.0.1", 1234), "another token")
+    fresh = Endpoint(Address("127.0.0.1", 1234), "another token")
     invite(file, fresh)
     waiting.join()
     assert found == [fresh]
@@ -150,7 +150,7 @@ def test_who_comes_first_waits_for_the_invitation(tmp_path):
 
 def test_an_invitation_that_does_not_come_is_not_waited_for_without_end(tmp_path):
     with pytest.raises(RunError, match=r"process 0 has not written .*meeting in 10 ms"):
-        find(tmp_path / "meeting", patience_s=0.01)
+        find(tmp_path / "meeting", timeout_s=0.01)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,6 @@ def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
     file = tmp_path / "meeting"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RunError, match="process 0 has not written"):
-        find(file, patience_s=0.01)
+        find(file, timeout_s=0.01)
     invite(file, SEAT)
     assert find(file) == SEAT

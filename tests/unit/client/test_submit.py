@@ -179,7 +179,7 @@ def test_a_log_that_somebody_else_keeps_is_not_promised(tmp_path):
 def test_a_run_with_hosts_listens_where_they_reach_this_machine(monkeypatch):
     launch = {"hosts": ["ssh node1"], "address": "127.0.0.1"}
     board = open_switchboard(job(network="private", launch=launch))
-    assert board.seat.address.host == "127.0.0.1"
+    assert board.endpoint.address.host == "127.0.0.1"
     board.close()
     for wild in ("0.0.0.0", "::", "0"):
         launch["address"] = wild

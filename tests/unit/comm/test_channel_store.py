@@ -10,9 +10,9 @@ import torch
 from instep import spec_file
 from instep.comm.channel import Hub
 from instep.comm.channel_store import ChannelStore
+from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Form, Hello, Release, Stop, StoreGet
-from instep.comm.tie import Tie
 from instep.comm.torch_comm import TorchComm
 from instep.control.master import Master
 from instep.errors import PeerError
@@ -33,7 +33,7 @@ def run(tmp_path):
         threads.append(threading.Thread(target=master.serve))
         threads[-1].start()
         boards.append((board, master))
-        return board.seat
+        return board.endpoint
 
     yield start
     for _, master in boards:
@@ -45,9 +45,9 @@ def run(tmp_path):
         board.close()
 
 
-def members(seat, count):
+def members(endpoint, count):
     with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(lambda number: Member(seat, number), range(count)))
+        found = list(pool.map(lambda number: Member(endpoint, number), range(count)))
         list(pool.map(lambda member: member.wait_for_group(), found))
     return found
 
@@ -72,8 +72,8 @@ def test_a_value_that_one_leaves_is_found_by_the_others_whoever_comes_first(run)
 def test_a_generation_does_not_see_the_keys_of_another(run):
     (only,) = members(run(1), 1)
     old, new = (
-        ChannelStore(only._tie, "generation-1/"),
-        ChannelStore(only._tie, "generation-2/"),
+        ChannelStore(only._connection, "generation-1/"),
+        ChannelStore(only._connection, "generation-2/"),
     )
     old.set("key", b"old")
     new.set("key", b"new")
@@ -96,22 +96,22 @@ def test_a_gloo_group_forms_over_channels_and_sums(run):
 
 def test_a_master_that_hangs_up_ends_the_wait_for_a_key():
     board = Switchboard()
-    tie = Tie(board.seat.address, HELLO)
+    connection = MasterConnection(board.endpoint.address, HELLO)
     ((peer, _),) = [*board.hub.receive(5), *board.hub.receive(5)][-1:]
     board.hub.send(peer, Stop(rule="interrupted"))
     board.close()
     with pytest.raises(PeerError, match="the master is gone"):
-        ChannelStore(tie, "").get("never")
-    tie.close()
+        ChannelStore(connection, "").get("never")
+    connection.close()
 
 
 @pytest.mark.parametrize("word", [Form(generation=2, rank=0, members=[0]), Release()])
 def test_a_newer_generation_ends_the_wait_for_a_key_and_is_heard_of_afterwards(word):
     hub = Hub()
     try:
-        tie = Tie(hub.address, HELLO)
+        connection = MasterConnection(hub.address, HELLO)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ChannelStore(tie, "generation-1/").get, "never")
+            waiting = pool.submit(ChannelStore(connection, "generation-1/").get, "never")
             arrived = (each for _ in range(100) for each in hub.receive(0.1))
             assert next(arrived)[1] == HELLO
             peer, message = next(arrived)
@@ -119,7 +119,7 @@ def test_a_newer_generation_ends_the_wait_for_a_key_and_is_heard_of_afterwards(w
             hub.send(peer, word)
             with pytest.raises(PeerError, match="members changed"):
                 waiting.result()
-        assert tie.poll() == word
-        tie.close()
+        assert connection.poll() == word
+        connection.close()
     finally:
         hub.close()

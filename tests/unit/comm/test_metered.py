@@ -10,7 +10,7 @@ from instep.comm.metered import tcp_traffic
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
 
-PATIENCE_S = 10
+TIMEOUT_S = 10
 
 
 def pair():
@@ -22,7 +22,7 @@ def pair():
 
 def counted_until(wanted, before):
     """The traffic since `before`; an acknowledgement may be some milliseconds late."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         now = tcp_traffic()
         grown = (now.sent_bytes - before.sent_bytes, now.received_bytes - before.received_bytes)

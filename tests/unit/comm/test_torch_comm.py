@@ -97,5 +97,5 @@ def test_a_process_that_gets_no_more_memory_says_that_it_is_the_cause_itself():
 
 def test_a_member_that_never_comes_is_no_fault_of_whoever_waits():
     with pytest.raises(PeerError, match="did not form") as caught:
-        TorchComm(HashStore(), 0, 2, patience_s=0.2)
+        TorchComm(HashStore(), 0, 2, timeout_s=0.2)
     assert not caught.value.mine

@@ -19,7 +19,7 @@ from instep.errors import PeerError
 from instep.system.processes import machine
 from instep.worker.member import Member
 
-PATIENCE_S = 20
+TIMEOUT_S = 20
 
 
 class Run:
@@ -40,7 +40,7 @@ class Run:
         self.outcome = self.master.serve()
 
     def end(self):
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         return self.outcome
 
     def events(self, name):
@@ -69,17 +69,17 @@ def sleeper():
 
 def introduce(run, number, pid):
     """A worker that calls, and then says nothing."""
-    seat = run.board.seat
-    channel = Channel.connect(seat.address)
+    endpoint = run.board.endpoint
+    channel = Channel.connect(endpoint.address)
     own = {"pid": pid, "machine": machine(), "node": "node4"}
-    channel.send(m.Hello(token=seat.token, role="worker", number=number, **own))
+    channel.send(m.Hello(token=endpoint.token, role="worker", number=number, **own))
     channel.wait_for(m.Welcome)
     return channel
 
 
 def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
     with patch.object(silence, "SILENT_S", 0.5), Run(tmp_path) as run:
-        member = Member(run.board.seat, 0)
+        member = Member(run.board.endpoint, 0)
         member.show_itself()
         silent = introduce(run, 1, sleeper.pid)
         outcome = run.end()
@@ -95,7 +95,7 @@ def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
         assert "the run has ended: worker 1 failed: its process" in str(told.value)
         assert sleeper.poll() is None
         run.master.stale.signal(signal.SIGKILL)
-        assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+        assert sleeper.wait(TIMEOUT_S) == -signal.SIGKILL
         member.close()
         silent.close()
 
@@ -111,9 +111,9 @@ def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_o
         for channel in channels:
             channel.send(m.Built(recovers=False))
         while living.poll() is None:
-            channels[0].send(m.Pulse(phase="exchange"))
+            channels[0].send(m.Heartbeat(phase="exchange"))
             run._thread.join(0.1)
-        assert living.wait(PATIENCE_S) == sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+        assert living.wait(TIMEOUT_S) == sleeper.wait(TIMEOUT_S) == -signal.SIGKILL
         run.end()
         assert (run.outcome.blame.worker, run.outcome.finish.exit_code) == (1, 5)
         assert run.outcome.blame.failed.cause.endswith("Nobody can take its place on GPUs.")
@@ -123,7 +123,7 @@ def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_o
 
 def test_workers_that_show_themselves_are_left_alone(tmp_path):
     with patch.object(silence, "SILENT_S", 0.5), Run(tmp_path) as run:
-        members = [Member(run.board.seat, number) for number in (0, 1)]
+        members = [Member(run.board.endpoint, number) for number in (0, 1)]
         for member in members:
             member.show_itself()
         deadline = time.monotonic() + silence.LIVES_S + 1.0

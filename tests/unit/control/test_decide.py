@@ -111,7 +111,7 @@ def test_once_all_have_joined_each_is_told_its_rank_in_order_of_numbers():
     assert state.phase == "training"
     assert [a.worker for a in actions if isinstance(a, Send)] == [0, 1, 2]
     forms = [a.message for a in actions if isinstance(a, Send)]
-    told = {"generation": 1, "members": [0, 1, 2], "patience_s": FIRST_MEETING_S, "checkpoint": ""}
+    told = {"generation": 1, "members": [0, 1, 2], "timeout_s": FIRST_MEETING_S, "checkpoint": ""}
     assert forms == [Form(rank=n, **told) for n in range(3)]
 
 
@@ -780,7 +780,7 @@ def test_a_group_that_comes_apart_forms_again_when_no_process_is_found_to_have_e
     assert len(formed(after(*broken, BROKEN_S * 0.9, recovers=True)[1])) == 2
     _, actions = after(*broken, Broke(1, 1), BROKEN_S, recovers=True)
     assert formed(actions)[2:] == [(0, 2, 0), (1, 2, 1)]
-    patience = [a.message.patience_s for a in actions if isinstance(a, Send)]
+    patience = [a.message.timeout_s for a in actions if isinstance(a, Send)]
     assert patience == [FIRST_MEETING_S] * 2 + [2 * MEETING_S] * 2
 
 

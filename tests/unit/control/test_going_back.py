@@ -192,7 +192,7 @@ def test_what_a_worker_wrote_while_it_was_waited_for_is_seen(run, monkeypatch):
 
 
 def test_a_ledger_that_somebody_keeps_writing_is_left_alone(run, monkeypatch):
-    monkeypatch.setattr(resume, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(resume, "TIMEOUT_S", 0.0)
     last = Ledger(run / "ledger.bin")
     with pytest.raises(RunError, match="another process still writes"):
         go_on(run)

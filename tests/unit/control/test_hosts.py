@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from instep.comm import messages as m
-from instep.control.hosts import BACK_S, BALANCE_S, FIRST_PULSE_S, GATHER_S, Far, Hosts
+from instep.control.hosts import BACK_S, BALANCE_S, FIRST_HEARTBEAT_S, GATHER_S, Far, Hosts
 from instep.system.limits import FLOOR_S
 
 
@@ -119,7 +119,7 @@ def test_a_host_that_has_spoken_is_not_given_time_to_import_on_its_next_connecti
 def test_a_host_that_imports_what_workers_need_may_be_silent_for_long():
     table = Table(2)
     table.come(0, 1)
-    assert table.wait(FIRST_PULSE_S - 1, 0) == set()
+    assert table.wait(FIRST_HEARTBEAT_S - 1, 0) == set()
     assert table.wait(1.5, 0) == {"peer 1"}
 
 

@@ -93,10 +93,10 @@ class Next:
 
     def call(self, *again):
         """Worker 0 calls, says these again, and hears the verdicts."""
-        seat = self._board.seat
-        channel = self.channel = Channel.connect(seat.address)
+        endpoint = self._board.endpoint
+        channel = self.channel = Channel.connect(endpoint.address)
         hello = m.Hello(
-            token=seat.token,
+            token=endpoint.token,
             role="worker",
             number=0,
             pid=self._process.pid,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.comm.messages import Pulse
+from instep.comm.messages import Heartbeat
 from instep.control.watch import OF_A_STEP, WAITING, Watch
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 
@@ -19,7 +19,9 @@ class Shown:
 
     def __init__(self, *workers, step_s=0.05):
         self.watch, self.now = Watch(), 100.0
-        self.workers = {worker: Pulse(step=1, phase="forward", progress=0) for worker in workers}
+        self.workers = {
+            worker: Heartbeat(step=1, phase="forward", progress=0) for worker in workers
+        }
         for worker in workers:
             self.watch.begins(worker, self.now)
         self.goes_on(3)
@@ -36,15 +38,17 @@ class Shown:
         for _ in range(beats):
             self.now += BEAT_S
             self.watch.turn(self.now)
-            for worker, pulse in self.workers.items():
+            for worker, heartbeat in self.workers.items():
                 if worker in silent:
                     continue
                 if worker in frozen:
-                    pulse = msgspec.structs.replace(pulse, cpu_s=pulse.cpu_s + share * BEAT_S)
+                    heartbeat = msgspec.structs.replace(
+                        heartbeat, cpu_s=heartbeat.cpu_s + share * BEAT_S
+                    )
                 elif worker not in but:
-                    pulse = msgspec.structs.replace(pulse, progress=pulse.progress + 1)
-                self.workers[worker] = pulse
-                self.watch.hears(worker, pulse, self.now)
+                    heartbeat = msgspec.structs.replace(heartbeat, progress=heartbeat.progress + 1)
+                self.workers[worker] = heartbeat
+                self.watch.hears(worker, heartbeat, self.now)
 
     def at(self, worker, phase):
         self.workers[worker] = msgspec.structs.replace(self.workers[worker], phase=phase)
@@ -69,7 +73,7 @@ class Shown:
         """A process takes the place of a worker that was lost, at its step."""
         self.watch.leaves(worker)
         self.watch.begins(worker, self.now)
-        self.workers[worker] = Pulse(step=1, phase="joining", progress=0)
+        self.workers[worker] = Heartbeat(step=1, phase="joining", progress=0)
         self.goes_on(1, frozen=[worker])
         self.watch.forms(worker, self.now)
 
@@ -243,7 +247,7 @@ def gets_ready(*workers):
     shown = Shown(*workers, step_s=None)
     for worker in workers:
         shown.watch.begins(worker, shown.now, ready=False)
-        shown.workers[worker] = Pulse(phase="building", progress=3)
+        shown.workers[worker] = Heartbeat(phase="building", progress=3)
     shown.goes_on(1)
     return shown
 
@@ -261,7 +265,7 @@ def test_a_read_that_loops_has_half_a_minute_each_time_before_its_process_is_rea
 def test_who_gets_ready_is_found_at_a_read_that_loops_while_others_train():
     shown = Shown(0, 1)
     shown.watch.begins(1, shown.now, ready=False)
-    shown.workers[1] = Pulse(phase="building")
+    shown.workers[1] = Heartbeat(phase="building")
     shown.goes_on(1)
     assert UNKNOWN_S <= shown.reads(1, 10 * UNKNOWN_S) < UNKNOWN_S + 2 * BEAT_S
 

@@ -10,7 +10,7 @@ from instep.data.fetch import Slice
 from instep.data.readers import Ahead
 from instep.data.threads import cpu_clock
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 pytestmark = pytest.mark.skipif(
     not hasattr(time, "pthread_getcpuclockid"), reason="the system does not tell"
@@ -32,7 +32,7 @@ class Doing:
 
         self.thread = threading.Thread(target=do, daemon=True)
         self.thread.start()
-        assert ready.wait(PATIENCE_S)
+        assert ready.wait(TIMEOUT_S)
 
     def end(self):
         self.ended.set()
@@ -40,7 +40,7 @@ class Doing:
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -35,7 +35,7 @@ JOB = spec_file.build(
 )
 
 
-class Tie:
+class MasterConnection:
     """A member that writes down what it is told, and has nobody to take its place."""
 
     def __init__(self, size, told, recovers=False):
@@ -65,7 +65,7 @@ class Copy:
 
 
 class Rank:
-    """The middle of a worker's loop: passes, agreement, update, with a guard; no data layer."""
+    """The middle of a worker's loop: passes, agreement, update, with a check; no data layer."""
 
     def __init__(self, comm, fault, told, recovers=False):
         self.comm, self.fault, self.step, self.asked = comm, fault, 0, False
@@ -80,9 +80,9 @@ class Rank:
             max_grad_norm=None,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
-        self.member, self.copy = Tie(comm.size, told, recovers), Copy()
+        self.member, self.copy = MasterConnection(comm.size, told, recovers), Copy()
         self.dropped = []
-        self.guard = self.new_guard()
+        self.check = self.new_guard()
         self.strategy = AllReduce()
         self.parameters[0].register_hook(lambda g: fault(self, "gradient", g))
         self.enter()
@@ -100,17 +100,17 @@ class Rank:
         return CorruptionCheck(observed, self.copy)
 
     def enter(self):
-        self.guard.generation(self.parameters, self.comm)
-        self.strategy.start(self.parameters, self.comm, notes=self.guard.size, parts=PARTS)
+        self.check.generation(self.parameters, self.comm)
+        self.strategy.start(self.parameters, self.comm, notes=self.check.size, parts=PARTS)
         self.gradients = Gradients(self.parameters, self.hear)
 
     def leave(self):
         self.gradients.close()
-        self.guard.over()
+        self.check.over()
         self.strategy.stop()
 
     def hear(self, slot, gradient):
-        self.guard.gradient(slot, gradient)
+        self.check.gradient(slot, gradient)
         if not self.aside:
             self.strategy.gradient(slot, gradient)
 
@@ -133,7 +133,7 @@ class Rank:
             share = share_of(
                 where, parts_of(where, JOB.train), self.comm.size, self.comm.rank, merge=False
             )
-            plan = self.guard.plan(iter([(where, share)]), self.step, None)
+            plan = self.check.plan(iter([(where, share)]), self.step, None)
             self.one_step(where, next(plan)[1].passes)
         return self.step
 
@@ -141,23 +141,23 @@ class Rank:
         self.fault(self, "begin", None)
         notes = None
         while notes is None:
-            self.guard.begin_step(self.step, where)
+            self.check.begin_step(self.step, where)
             for part in passes:
                 weight = 0.0 if part.repeats else 1 / PARTS
                 self.strategy.begin_pass(weight, last=part is passes[-1])
-                self.guard.begin_pass(part)
+                self.check.begin_pass(part)
                 self.run_pass(part)
-                self.guard.end_pass(part)
-            self.guard.passes_done()
-            own = torch.tensor(self.guard.notes(), dtype=torch.float64)
+                self.check.end_pass(part)
+            self.check.passes_done()
+            own = torch.tensor(self.check.notes(), dtype=torch.float64)
             try:
                 notes = self.strategy.exchange(own)
             except Unrepeatable as error:
-                self.guard.unrepeatable(error)
+                self.check.unrepeatable(error)
                 raise
-        self.guard.judge(notes.tolist(), self.strategy.state)
+        self.check.judge(notes.tolist(), self.strategy.state)
         self.strategy.apply(self.move)
-        self.guard.committed()
+        self.check.committed()
 
     def move(self):
         self.fault(self, "agreed", None)
@@ -307,7 +307,7 @@ def go_on(comm, fault, told):
         except PeerError:
             rounds += 1
             rank.leave()
-            rank.guard.go_back()
+            rank.check.go_back()
             rank.step -= rank.step % 10 or 10
             rank.enter()
         except WorkerError as error:
@@ -346,18 +346,18 @@ def lose_the_state(comm, fault, told, copied):
     rank.train(12)
     rank.leave()
     if comm.rank < comm.size - 1:
-        rank.guard = rank.new_guard()
+        rank.check = rank.new_guard()
     rank.enter()
-    rank.guard.formed({}, anew=False)
+    rank.check.formed({}, anew=False)
     with pytest.raises(PeerError):
         rank.train(40)
     at_once = list(rank.dropped)
     rank.member.recovers = False  # else it ends itself
     if copied:
-        rank.guard.go_back()
+        rank.check.go_back()
     else:
         with pytest.raises(WorkerError):
-            rank.guard.go_back()
+            rank.check.go_back()
     return at_once, rank.dropped
 
 

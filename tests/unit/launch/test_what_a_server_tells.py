@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import pytest
 
 from instep.comm.channel import Address
-from instep.comm.endpoint import Seat
+from instep.comm.endpoint import Endpoint
 from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
 from instep.data import breadcrumb
 from instep.launch import fork_server
 from instep.launch.fork_server import Server
 
-SEAT = Seat(Address("127.0.0.1", 1), "token", 0)
+SEAT = Endpoint(Address("127.0.0.1", 1), "token", 0)
 
 
-class Tie:
+class MasterConnection:
     """Keeps what was said, and what the spare had been told by then."""
 
     def __init__(self):
@@ -34,11 +34,11 @@ class Tie:
 @pytest.fixture
 def served():
     """A server that has a spare, as far as it knows: what it tells that one can be read."""
-    tie = Tie()
-    server = Server(tie, SEAT, {})
-    tie.pipe, server._life = os.pipe()
-    yield server, tie
-    for end in (tie.pipe, server._life, server._wake_read, server._wake_write):
+    connection = MasterConnection()
+    server = Server(connection, SEAT, {})
+    connection.pipe, server._life = os.pipe()
+    yield server, connection
+    for end in (connection.pipe, server._life, server._wake_read, server._wake_write):
         os.close(end)
 
 
@@ -66,19 +66,19 @@ def ended(pid):
 
 @pytest.mark.parametrize("adopted", [False, True])
 def test_the_master_hears_of_an_end_before_the_spare_forgets_the_worker(served, adopted):
-    server, tie = served
+    server, connection = served
     with child() as pid:
         if adopted:
-            tie.orders.append(Adopt(workers=[(3, pid)]))
+            connection.orders.append(Adopt(workers=[(3, pid)]))
             server._obey()
-            os.read(tie.pipe, 4096)
+            os.read(connection.pipe, 4096)
         else:
             server._workers[pid] = 3
         ended(pid)
         server._look_after_adopted() if adopted else server._reap()
     code = None if adopted else -signal.SIGKILL
-    assert tie.said == [(Exited(number=3, pid=pid, code=code), False)]
-    assert os.read(tie.pipe, 4096) == fork_server._WORKER.pack(pid, fork_server._GONE)
+    assert connection.said == [(Exited(number=3, pid=pid, code=code), False)]
+    assert os.read(connection.pipe, 4096) == fork_server._WORKER.pack(pid, fork_server._GONE)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="handles of Linux")
@@ -100,7 +100,7 @@ def test_a_spare_has_handles_of_the_workers_as_soon_as_its_server_has_ended():
 
 
 def test_a_server_that_cannot_fork_forgets_the_spare_that_it_had(served, monkeypatch):
-    server, tie = served
+    server, connection = served
     with child() as pid:
         server._spare = pid
 
@@ -112,7 +112,7 @@ def test_a_server_that_cannot_fork_forgets_the_spare_that_it_had(served, monkeyp
         server._reap()
         assert server._spare == 0
         server._kill_all()
-    assert tie.said == []
+    assert connection.said == []
 
 
 class Full:
@@ -133,11 +133,11 @@ class Full:
 
 @pytest.mark.parametrize("times", [3, len(fork_server.PAUSES_S) + 1])
 def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, monkeypatch, times):
-    server, tie = served
+    server, connection = served
     full = Full(times)
     monkeypatch.setattr(os, "fork", full)
     monkeypatch.setattr(fork_server.time, "monotonic", full.monotonic)
-    tie.orders.append(StartWorker(number=3, log="log"))
+    connection.orders.append(StartWorker(number=3, log="log"))
     server._obey()
     pauses = []
     while server._late:
@@ -148,11 +148,11 @@ def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, m
         full.now += pauses[-1]
         server._fork_late()
     assert pauses == pytest.approx(fork_server.PAUSES_S[: len(pauses)])
-    words = [message for message, _ in tie.said if isinstance(message, Emit)]
+    words = [message for message, _ in connection.said if isinstance(message, Emit)]
     assert len(words) == len(pauses)
     assert "worker 3 could not be forked (Resource temporarily unavailable)" in str(words[0])
     assert "tried again in 0.1 s" in str(words[0])
-    ends = [message for message, _ in tie.said if isinstance(message, Exited)]
+    ends = [message for message, _ in connection.said if isinstance(message, Exited)]
     if times == 3:
         assert (ends, server._workers) == ([], {4711: 3})
         server._workers.clear()
@@ -163,7 +163,7 @@ def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, m
 
 
 def test_where_a_process_ended_is_told_with_its_end(served):
-    server, tie = served
+    server, connection = served
     page = server._pages.free()
     read, write = os.pipe()
     pid = os.fork()
@@ -178,7 +178,7 @@ def test_where_a_process_ended_is_told_with_its_end(served):
     os.read(read, 1)
     ended(pid)
     server._reap()
-    [(end, _)] = tie.said
+    [(end, _)] = connection.said
     assert end.place == Whereabouts(step=7, dataset="training", sample=512, file="a/b.png")
     assert server._pages.take(pid) is None  # it is told once, and the page is another's
     for one in (read, write):

@@ -201,7 +201,7 @@ def test_nothing_is_written_into_what_is_no_ledger_of_this_format(tmp_path, begi
 
 
 def test_a_step_that_finds_no_room_is_an_error_and_the_file_ends_with_the_one_before(small_disk):
-    ledger = Ledger(small_disk.path / "ledger.bin", patience_s=0)
+    ledger = Ledger(small_disk.path / "ledger.bin", timeout_s=0)
     ledger.append(shares(1))
     small_disk.fill()
     why = r"No space left on device\. Make room, .* every step that was committed before is in it"
@@ -217,7 +217,7 @@ def test_a_step_that_finds_no_room_is_an_error_and_the_file_ends_with_the_one_be
 
 
 def test_a_step_waits_for_room_that_a_checkpoint_is_about_to_give_back(small_disk):
-    ledger = Ledger(small_disk.path / "ledger.bin", patience_s=60)
+    ledger = Ledger(small_disk.path / "ledger.bin", timeout_s=60)
     small_disk.fill()
     other = threading.Timer(0.2, small_disk.make_room)
     other.start()

@@ -22,7 +22,7 @@ from instep.system.stacks import (
     waits_for_reader,
 )
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 HANGS = {
     "endless": "while True:\n        pass",
@@ -53,7 +53,7 @@ stand()
 def test_whatever_a_process_hangs_in_its_own_line_is_told(tmp_path, hang):
     with standing(tmp_path, HANGS[hang]) as (process, log):
         size = log.stat().st_size
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while "in <module>" not in last_stack(log, size):  # caught between two frames, none is told
             assert time.monotonic() < deadline, last_stack(log, size)
             send(process.pid, ASK)
@@ -147,7 +147,7 @@ def standing(folder, hang="", *, threads=1, program=PROGRAM):
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -37,19 +37,21 @@ def test_a_read_is_shown_from_its_begin_to_its_end_wherever_it_is(tmp_path, proc
     loader = Loader(data, seed=0, shuffle=False, processes=processes)
     early = EarlyReads(LoaderWatch())
     try:
-        assert early.pulse("building", 1.0).phase == "building"
+        assert early.heartbeat("building", 1.0).phase == "building"
         thread = threading.Thread(target=loader.fingerprint)
         thread.start()
-        while early.pulse("building", 1.0).phase != READING:
+        while early.heartbeat("building", 1.0).phase != READING:
             assert thread.is_alive()
         shown = None
-        while (now := early.pulse("building", 1.0)) != shown:  # until it has come to the held one
+        while (
+            now := early.heartbeat("building", 1.0)
+        ) != shown:  # until it has come to the held one
             shown = now
             time.sleep(0.2)
         assert (shown.phase, shown.step, shown.cpu_s) == (READING, 0, 1.0)
         data.go_on.touch()
         thread.join(60.0)
-        assert early.pulse("building", 1.0).phase == "building"
+        assert early.heartbeat("building", 1.0).phase == "building"
     finally:
         data.go_on.touch()
         loader.close()

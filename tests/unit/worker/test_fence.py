@@ -10,9 +10,9 @@ from torch import nn
 from instep import spec_file
 from instep.comm.alone import AloneComm
 from instep.comm.channel import LARGEST, Hub
-from instep.comm.endpoint import Seat
-from instep.comm.messages import Broken, Built, Form, Heard, Hello, Pulse, Refused, Welcome
-from instep.comm.tie import LEASE_S
+from instep.comm.connection import LEASE_S
+from instep.comm.endpoint import Endpoint
+from instep.comm.messages import Ack, Broken, Built, Form, Heartbeat, Hello, Refused, Welcome
 from instep.data.loader import Slice
 from instep.data.order import position
 from instep.errors import PeerError, RunError, WorkerError
@@ -24,19 +24,19 @@ from instep.worker.passes import Pass
 from instep.worker.replica import Replica, Weighed
 from instep.worker.update import Update
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 HOSTS = {"hosts": ["ssh node1"]}
 WHOLE = Pass(Slice(0, 0, 64), 0)
 
 
 class Master:
-    """Takes one worker in, forms its group, and answers its pulses while it is told to."""
+    """Takes one worker in, forms its group, and answers its heartbeats while it is told to."""
 
     def __init__(self, folder, launch):
         table = {"recipe": "a.py:recipe", "workers": 1, "network": "private", "launch": launch}
         self.job = spec_file.dump(spec_file.build(table, source="a test"))
         self.hub, self.folder = Hub(largest=LARGEST), folder
-        self.seat = Seat(self.hub.address, "token")
+        self.endpoint = Endpoint(self.hub.address, "token")
         self.answers, self.refuses, self.ended, self.said = True, False, False, []
         self.generation, self.peer = 1, None
         self.thread = threading.Thread(target=self.serve)
@@ -63,8 +63,8 @@ class Master:
                 form = Form(generation=self.generation, rank=0, members=[0])
                 self.generation += 1
                 self.hub.send(peer, form)
-            case Pulse(number=number):
-                self.hub.send(peer, Heard(count=0, pulse=number))
+            case Heartbeat(number=number):
+                self.hub.send(peer, Ack(count=0, heartbeat=number))
 
     def close(self):
         self.ended = True
@@ -76,8 +76,8 @@ class Worker:
     """A member of its group, with a model of a few numbers, and statistics."""
 
     def __init__(self, master):
-        self.member = Member(master.seat, 0)
-        self.member.at = Pulse
+        self.member = Member(master.endpoint, 0)
+        self.member.at = Heartbeat
         self.interrupts = []
         self.member.interrupt = lambda: self.interrupts.append(None)
         self.member.hold, self.replica = self.hold, None
@@ -123,7 +123,7 @@ class Worker:
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -188,7 +188,7 @@ def test_it_stays_so_in_that_generation_though_the_master_be_back_and_ends_with_
     master.answers = False
     until(lambda: worker.interrupts)
     master.answers = True
-    until(lambda: not worker.member._tie.lapsed)
+    until(lambda: not worker.member._connection.lapsed)
     with pytest.raises(PeerError):
         worker.advance(1)
     worker.replica.close()

@@ -26,10 +26,10 @@ def test_a_last_message_that_cannot_be_used_is_said_and_those_after_it_are_heard
     job = spec_file.build({"recipe": "a.py:f", "workers": 2}, source="a test")
     about = {"hosted": True, "started": 1.0, "about": {}}
     master = Master(job, tmp_path, board, views=[], **about)
-    channel = Channel.connect(board.seat.address)
+    channel = Channel.connect(board.endpoint.address)
     try:
         own = {"role": "worker", "number": 0, "pid": process.pid}
-        channel.send(m.Hello(token=board.seat.token, **own))
+        channel.send(m.Hello(token=board.endpoint.token, **own))
         while 0 not in master._peers:
             master._turn()
         channel.send(m.Records(ledger=b"", steps=b"no record"))

@@ -25,7 +25,7 @@ from instep.worker.update import Update
 WHERE = Position(0, 0, 64)
 
 
-class Tie:
+class MasterConnection:
     """A member that writes down what it is told to do, and what was on disk by then."""
 
     fenced = False
@@ -65,8 +65,8 @@ def make(runs, best=None, now=time.monotonic, **kept):
         measure=False,
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
-    tie = Tie(make_run_folder(runs, job, named=True), job)
-    return Saver(tie, model, update, best, now=now), tie
+    connection = MasterConnection(make_run_folder(runs, job, named=True), job)
+    return Saver(connection, model, update, best, now=now), connection
 
 
 def after(saver, step, last=False, metrics=None):
@@ -80,68 +80,70 @@ def after(saver, step, last=False, metrics=None):
 
 
 def test_what_was_set_aside_is_no_longer_the_best(make_saver, tmp_path):
-    saver, tie = make_saver(tmp_path, Best(count=1), every=100)
+    saver, connection = make_saver(tmp_path, Best(count=1), every=100)
     for step, loss in {1: 0.5, 2: 0.3, 3: 0.1}.items():
         after(saver, step, metrics={"loss": loss})
     saver.drop_after(2)
     after(saver, 4, metrics={"loss": 0.2})  # the third is not validated the second time
     saver.hand_over()
-    assert 4 in [step for step, _ in published(tie.run / "checkpoints")]
+    assert 4 in [step for step, _ in published(connection.run / "checkpoints")]
 
 
 def test_what_was_set_aside_is_not_told_as_the_newest(saver):
-    saver, tie = saver
+    saver, connection = saver
     for step in (1, 2, 3):
         after(saver, step)
     saver.drop_after(2)
-    (tie.run / "checkpoints" / ".saving-step-00000003").write_text("in the way of the folder")
+    (connection.run / "checkpoints" / ".saving-step-00000003").write_text(
+        "in the way of the folder"
+    )
     after(saver, 3, last=True)
     with pytest.raises(RunError, match=r"The newest checkpoint is that of step 2\."):
         saver.finish(3)
 
 
 def test_what_was_recorded_leaves_before_the_checkpoint_is_made(saver):
-    saver, tie = saver
+    saver, connection = saver
     after(saver, 1)
     saver.finish(1)
-    assert tie.told[0] == ("flush", [])
-    assert [name for name, _ in tie.told] == ["flush", "checkpoint_saved", "model_saved"]
+    assert connection.told[0] == ("flush", [])
+    assert [name for name, _ in connection.told] == ["flush", "checkpoint_saved", "model_saved"]
 
 
 def test_a_checkpoint_says_of_which_run_and_job_it_is_and_how_long_the_ledger_was(saver):
-    saver, tie = saver
+    saver, connection = saver
     after(saver, 1)
     saver.finish(1)
-    ((_, checkpoint),) = published(tie.run / "checkpoints")
+    ((_, checkpoint),) = published(connection.run / "checkpoints")
     facts = read_manifest(checkpoint).facts
-    assert facts["run"] == run_id(tie.run)
-    assert facts["job"] == (tie.run / "job.toml").read_text()
+    assert facts["run"] == run_id(connection.run)
+    assert facts["job"] == (connection.run / "job.toml").read_text()
     assert facts["ledger_bytes"] == LEDGER.itemsize
 
 
 def test_a_checkpoint_that_was_saved_is_told_though_the_next_could_not_be(saver):
-    saver, tie = saver
+    saver, connection = saver
     saver._writer.poll = lambda poll=saver._writer.poll: [*poll(), CheckpointError("the disk.")]
     after(saver, 1)
     saver._writer.finish()
     saver._tell()
-    told = [each for each in tie.told if each[0] != "flush"]
+    told = [each for each in connection.told if each[0] != "flush"]
     assert ("checkpoint_saved", 1) in told
     assert told[-1] == ("warning", "the disk.")
 
 
-def texts(tie):
-    return [what for name, what in tie.told if name == "warning"]
+def texts(connection):
+    return [what for name, what in connection.told if name == "warning"]
 
 
-def saved(tie):
-    return [what for name, what in tie.told if name == "checkpoint_saved"]
+def saved(connection):
+    return [what for name, what in connection.told if name == "checkpoint_saved"]
 
 
 def test_checkpoints_that_find_no_room_are_one_warning_and_each_next_save_tries_again(
     small_disk, make_saver
 ):
-    saver, tie = make_saver(small_disk.path)
+    saver, connection = make_saver(small_disk.path)
     after(saver, 1)
     saver._writer.finish()
     small_disk.fill(leave=500_000)
@@ -149,10 +151,10 @@ def test_checkpoints_that_find_no_room_are_one_warning_and_each_next_save_tries_
         after(saver, step)
         saver._writer.finish()
     saver._tell()
-    assert len(texts(tie)) == 1
-    assert "the checkpoint of step 2 was not saved" in texts(tie)[0]
-    assert "1.0 MB are needed" in texts(tie)[0]
-    assert "are free (ENOSPC)" in texts(tie)[0]
+    assert len(texts(connection)) == 1
+    assert "the checkpoint of step 2 was not saved" in texts(connection)[0]
+    assert "1.0 MB are needed" in texts(connection)[0]
+    assert "are free (ENOSPC)" in texts(connection)[0]
     small_disk.make_room()
     after(saver, 5)
     saver._writer.finish()
@@ -160,21 +162,21 @@ def test_checkpoints_that_find_no_room_are_one_warning_and_each_next_save_tries_
     after(saver, 6)
     saver._writer.finish()
     saver._tell()
-    assert saved(tie) == [1, 5]
-    assert len(texts(tie)) == 2  # it had gone well meanwhile, so that is news
+    assert saved(connection) == [1, 5]
+    assert len(texts(connection)) == 2  # it had gone well meanwhile, so that is news
 
 
 def test_a_folder_of_checkpoints_that_somebody_took_away_is_made_again(saver):
-    saver, tie = saver
-    shutil.rmtree(tie.run / "checkpoints")
+    saver, connection = saver
+    shutil.rmtree(connection.run / "checkpoints")
     after(saver, 1)
     saver.finish(1)
-    assert saved(tie) == [1]
-    assert texts(tie) == []
+    assert saved(connection) == [1]
+    assert texts(connection) == []
 
 
 def test_the_end_says_what_could_not_be_saved_and_what_there_is(small_disk, make_saver):
-    saver, tie = make_saver(small_disk.path)
+    saver, connection = make_saver(small_disk.path)
     after(saver, 1)
     saver._writer.finish()
     small_disk.fill(leave=500_000)
@@ -184,35 +186,35 @@ def test_the_end_says_what_could_not_be_saved_and_what_there_is(small_disk, make
     text = str(caught.value)
     assert text.startswith("training is over with step 2, but its checkpoint and model.safetensors")
     assert "(ENOSPC). The newest checkpoint is that of step 1. Make room" in text
-    assert not (tie.run / "model.safetensors").exists()
-    assert [path.name for path in tie.run.glob(".saving*")] == []
+    assert not (connection.run / "model.safetensors").exists()
+    assert [path.name for path in connection.run.glob(".saving*")] == []
     small_disk.make_room()
     after(saver, 2, last=True)
     saver.finish(2)
-    assert (tie.run / "model.safetensors").is_file()
+    assert (connection.run / "model.safetensors").is_file()
 
 
 def test_a_model_without_its_last_checkpoint_is_not_all_that_was_to_be_saved(saver):
-    saver, tie = saver
-    blocked = tie.run / "checkpoints" / ".saving-step-00000002"
+    saver, connection = saver
+    blocked = connection.run / "checkpoints" / ".saving-step-00000002"
     blocked.parent.mkdir(exist_ok=True)
     blocked.write_text("a file where a folder is to be made")
     after(saver, 2, last=True)
     with pytest.raises(RunError, match=r"but its checkpoint could not be saved .* none of this"):
         saver.finish(2)
-    assert (tie.run / "model.safetensors").is_file()
+    assert (connection.run / "model.safetensors").is_file()
 
 
 def test_checkpoints_after_a_step_that_is_gone_back_to_are_not_used(saver):
-    saver, tie = saver
+    saver, connection = saver
     for step in (1, 2):
         after(saver, step)
     saver.drop_after(1)
-    assert [step for step, _ in published(tie.run / "checkpoints")] == [1]
-    assert ("checkpoint_saved", 2) in tie.told
+    assert [step for step, _ in published(connection.run / "checkpoints")] == [1]
+    assert ("checkpoint_saved", 2) in connection.told
     after(saver, 2)
     saver.finish(2)
-    assert [step for step, _ in published(tie.run / "checkpoints")] == [2, 1]
+    assert [step for step, _ in published(connection.run / "checkpoints")] == [2, 1]
 
 
 class Watch:
@@ -227,44 +229,44 @@ class Watch:
 
 def test_a_time_after_the_last_save_the_next_commit_is_saved(make_saver, tmp_path):
     watch = Watch()
-    saver, tie = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
+    saver, connection = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
     for step, s in enumerate([0, 200, 299, 301, 302, 590, 602, 2000, 2001], start=1):
         watch.s = 1000 + s
         after(saver, step)
     saver.hand_over()
-    assert saved(tie) == [4, 7, 8]
+    assert saved(connection) == [4, 7, 8]
 
 
 def test_a_save_for_another_reason_counts_as_the_last_one(make_saver, tmp_path):
     watch = Watch()
-    saver, tie = make_saver(tmp_path, now=watch, every="5m", keep_every=3, keep_last=9)
+    saver, connection = make_saver(tmp_path, now=watch, every="5m", keep_every=3, keep_last=9)
     for step, s in enumerate([100, 150, 200, 310, 490, 501], start=1):
         watch.s = 1000 + s
         after(saver, step)
     saver.hand_over()
-    assert saved(tie) == [3, 6]
+    assert saved(connection) == [3, 6]
 
 
 def test_steps_to_be_kept_are_saved_whatever_else_is_said(make_saver, tmp_path):
-    saver, tie = make_saver(tmp_path, every="never", keep_every=4)
+    saver, connection = make_saver(tmp_path, every="never", keep_every=4)
     for step in range(1, 10):
         after(saver, step)
     saver.hand_over()
-    assert saved(tie) == [4, 8]
+    assert saved(connection) == [4, 8]
 
 
 def test_who_takes_over_saving_counts_from_the_last_save_of_the_one_before(make_saver, tmp_path):
     watch = Watch()
-    first, tie = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
+    first, connection = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
     ago = time.time() - 250
-    os.utime(tie.run / "job.toml", (ago, ago))
-    second = Saver(tie, first._model, first._update, now=watch)
+    os.utime(connection.run / "job.toml", (ago, ago))
+    second = Saver(connection, first._model, first._update, now=watch)
     after(second, 1)
     watch.s += 60  # 310 s after the session began
     after(second, 2)
     second.hand_over()
-    third = Saver(tie, first._model, first._update, now=watch)
+    third = Saver(connection, first._model, first._update, now=watch)
     watch.s += 60
     after(third, 3)
     third.hand_over()
-    assert saved(tie) == [2]
+    assert saved(connection) == [2]

@@ -14,7 +14,7 @@ from torch import nn
 from instep import spec_file
 from instep.comm.alone import AloneComm
 from instep.comm.channel import Hub
-from instep.comm.endpoint import Seat, Switchboard
+from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.memory import run_ranks
 from instep.comm.messages import TOLD, Figures, Stop, Verdict, Welcome
 from instep.control.master import Master
@@ -28,7 +28,7 @@ from instep.worker.training import Training
 
 CPU = torch.device("cpu")
 STEPS = 12
-PATIENCE_S = 20
+TIMEOUT_S = 20
 
 
 def job(workers=1, **rules):
@@ -38,7 +38,7 @@ def job(workers=1, **rules):
 
 def impatient(member):
     """A worker that would wait for ever fails the test instead."""
-    member._tie._channel._socket.settimeout(PATIENCE_S)
+    member._connection._channel._socket.settimeout(TIMEOUT_S)
     return member
 
 
@@ -49,7 +49,7 @@ class Run:
         self.job, self.folder = job(workers, **rules), folder
         self.folder.mkdir()
         switchboard = Switchboard()
-        self.seat, self.outcome = switchboard.seat, None
+        self.endpoint, self.outcome = switchboard.endpoint, None
         self._master = Master(
             self.job, folder, switchboard, views=[], hosted=False, started=time.time(), about={}
         )
@@ -64,7 +64,7 @@ class Run:
 
     def _work(self, comm):
         """As `Training.steps` does; gives the step at which this worker stopped."""
-        member = impatient(Member(self.seat, comm.rank))
+        member = impatient(Member(self.endpoint, comm.rank))
         member.wait_for_group()
         stopping, step, last = Stopping(member, comm, CPU), 0, False
         while not last:
@@ -130,7 +130,7 @@ class Silent:
         self.hub = Hub(largest=1 << 20)
         taking_in = threading.Thread(target=self._welcome, args=(job(**rules),))
         taking_in.start()
-        self.member = impatient(Member(Seat(self.hub.address, "token"), 0))
+        self.member = impatient(Member(Endpoint(self.hub.address, "token"), 0))
         taking_in.join()
         self.stopping = Stopping(self.member, AloneComm(), CPU)
 
@@ -190,7 +190,7 @@ def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
         words = [Verdict(step=1, rule="", number=1), Stop(rule="interrupted")]
         for word in reversed(words) if swapped else words:
             master.hub.send(master.peer, word)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not master.member.stop_rule(2):
             assert time.monotonic() < deadline, "the Stop was lost"
         assert master.stopping.told(2)
@@ -200,7 +200,7 @@ def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
 def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stands():
     with Silent() as master:
         master.hub.send(master.peer, Stop(rule="gradient_norm", after=7))
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not master.member.stop_rule(8):
             assert time.monotonic() < deadline, "the Stop was lost"
         assert [master.stopping.told(step) for step in (6, 7, 8)] == [False, False, True]
@@ -290,7 +290,7 @@ def test_a_stop_by_figures_that_were_undone_is_forgotten_until_it_is_said_again(
 ):
     with Silent() as master:
         master.hub.send(master.peer, Stop(rule="diverged", after=after))
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not master.member.stop_rule(9):
             assert time.monotonic() < deadline, "the Stop was lost"
         went_back(master, back_to)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from instep.control.books import Books
+from instep.control.recorder import Recorder
 from instep.events import STEPS, read_events, read_records
 from instep.store.run_folder import RunFolder
 
@@ -17,8 +17,8 @@ def steps(*numbers, worker=0):
 
 
 @pytest.fixture
-def books(tmp_path):
-    made = Books(tmp_path, [])
+def recorder(tmp_path):
+    made = Recorder(tmp_path, [])
     yield made
     made.close()
 
@@ -30,7 +30,7 @@ def next_books(tmp_path):
 
     def take_up(*workers):
         (tmp_path / "job.toml").write_text('format = 2\nname = "net"\nrecipe = "a.py:recipe"\n')
-        made.append(Books(tmp_path, []))
+        made.append(Recorder(tmp_path, []))
         made[-1].lately = made[-1].take_up(RunFolder(tmp_path), workers)
         return made[-1]
 
@@ -39,15 +39,15 @@ def next_books(tmp_path):
         each.close()
 
 
-def test_steps_are_written_and_how_long_they_took_is_given_back(tmp_path, books):
-    assert books.record(1, b"", steps(4, 5, worker=1), again=False) == (2, 0.75, 0.0)
+def test_steps_are_written_and_how_long_they_took_is_given_back(tmp_path, recorder):
+    assert recorder.record(1, b"", steps(4, 5, worker=1), again=False) == (2, 0.75, 0.0)
     assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [4, 5]
-    assert (books.committed, books.in_flight(1), books.in_flight(0)) == (5, 6, 0)
+    assert (recorder.committed, recorder.in_flight(1), recorder.in_flight(0)) == (5, 6, 0)
 
 
-def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, books, next_books):
-    books.emit("run_started", {"job": {}})
-    books.record(0, b"", steps(1, 2), again=False)
+def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, recorder, next_books):
+    recorder.emit("run_started", {"job": {}})
+    recorder.record(0, b"", steps(1, 2), again=False)
     after = next_books(0)
     assert after.lately == (2, 0.75, 0.0)
     assert (after.committed, after.in_flight(0)) == (2, 3)
@@ -56,9 +56,9 @@ def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, bo
     assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [1, 2, 3]
 
 
-def test_an_event_that_a_lost_master_had_written_is_no_news(tmp_path, books, next_books):
-    books.emit("run_started", {"job": {}})
-    assert books.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False)
+def test_an_event_that_a_lost_master_had_written_is_no_news(tmp_path, recorder, next_books):
+    recorder.emit("run_started", {"job": {}})
+    assert recorder.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False)
     after = next_books(0)
     assert not after.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=True)
     assert after.hear(
@@ -69,10 +69,10 @@ def test_an_event_that_a_lost_master_had_written_is_no_news(tmp_path, books, nex
     assert steps_ == [None, 3, 3, 6]
 
 
-def test_after_going_back_nobody_has_committed_more(books):
-    books.record(0, b"", steps(7, 8), again=False)
-    books.go_back(5)
-    assert (books.committed, books.in_flight(0)) == (5, 6)
+def test_after_going_back_nobody_has_committed_more(recorder):
+    recorder.record(0, b"", steps(7, 8), again=False)
+    recorder.go_back(5)
+    assert (recorder.committed, recorder.in_flight(0)) == (5, 6)
 
 
 def test_a_view_that_fails_is_let_go_and_the_log_says_so(tmp_path):
@@ -80,10 +80,10 @@ def test_a_view_that_fails_is_let_go_and_the_log_says_so(tmp_path):
         def event(self, event):
             raise OSError("no terminal")
 
-    books = Books(tmp_path, [Torn()])
-    books.emit("host_joined", {"pid": 1, "host": 0})
-    books.emit("host_joined", {"pid": 2, "host": 1})
-    books.close()
+    recorder = Recorder(tmp_path, [Torn()])
+    recorder.emit("host_joined", {"pid": 1, "host": 0})
+    recorder.emit("host_joined", {"pid": 2, "host": 1})
+    recorder.close()
     events = list(read_events(tmp_path / "events.jsonl"))
     assert [event["event"] for event in events] == ["host_joined", "warning", "host_joined"]
     assert "no terminal" in events[1]["text"]

@@ -3,7 +3,7 @@
 Events and step records come from workers. One that calls again, because a
 master was lost, cannot know what that one had written, and says it again. Who
 says it again is the shell's affair (`master.py`), what follows its mind's.
-Way in: `Books`.
+Way in: `Recorder`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pace(NamedTuple):
     """Of that, waiting for data."""
 
 
-class Books:
+class Recorder:
     """The run's log and step records, and whoever looks at them.
 
     Args:

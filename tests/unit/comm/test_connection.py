@@ -1,4 +1,4 @@
-"""A tie holds from one master to the next: nothing that was sent is lost, order is kept."""
+"""A connection holds from one master to the next: nothing that was sent is lost, order is kept."""
 
 import contextlib
 import threading
@@ -7,24 +7,24 @@ import time
 import pytest
 
 from instep.comm.channel import Address, Hub, listen
+from instep.comm.connection import HEARTBEAT_S, MasterConnection
 from instep.comm.messages import (
+    Ack,
     Built,
     Emit,
-    Heard,
+    Heartbeat,
     Hello,
-    Pulse,
     Refused,
     Release,
     Stop,
     StoreGet,
     Welcome,
 )
-from instep.comm.tie import PULSE_S, Tie
 from instep.errors import PeerError
 
 HELLO = Hello(token="t", role="worker", number=0, pid=1)
 WELCOME = Welcome(job="", run="", started=0.0)
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Masters:
@@ -44,13 +44,13 @@ class Masters:
         self.hub.close()
 
     def heard(self, count):
-        """The next messages, pulses left out; and who sent them."""
+        """The next messages, heartbeats left out; and who sent them."""
         found = []
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while len(found) < count:
             assert time.monotonic() < deadline, found
             for peer, message in self.hub.receive(0.05):
-                if message is not None and not isinstance(message, Pulse):
+                if message is not None and not isinstance(message, Heartbeat):
                     found.append(message)
                     self.last = peer
         return found, self.last
@@ -68,8 +68,8 @@ def masters():
 
 
 @pytest.fixture
-def tie(masters):
-    made = Tie(masters.address, HELLO)
+def connection(masters):
+    made = MasterConnection(masters.address, HELLO)
     made.lasting = True
     yield made
     made.close()
@@ -79,184 +79,186 @@ def emit(number):
     return Emit(name="warning", fields={"text": str(number)})
 
 
-def test_what_no_master_has_heard_is_said_again_to_the_next_in_order(masters, tie):
+def test_what_no_master_has_heard_is_said_again_to_the_next_in_order(masters, connection):
     for number in range(3):
-        tie.send(emit(number))
+        connection.send(emit(number))
     assert masters.heard(4)[0] == [HELLO, *map(emit, range(3))]
     masters.lose()
     masters.begin()
-    assert tie.poll() is None
+    assert connection.poll() is None
     again, _ = masters.heard(4)
     assert again[0].resends == 3
     assert again[1:] == [*map(emit, range(3))]
 
 
-def test_what_was_heard_is_not_said_again(masters, tie):
+def test_what_was_heard_is_not_said_again(masters, connection):
     for number in range(3):
-        tie.send(emit(number))
+        connection.send(emit(number))
     _, peer = masters.heard(4)
-    masters.hub.send(peer, Heard(count=2))
+    masters.hub.send(peer, Ack(count=2))
     masters.hub.send(peer, Stop(rule="a"))
-    assert tie.wait_for(Stop) == Stop(rule="a")
+    assert connection.wait_for(Stop) == Stop(rule="a")
     masters.lose()
     masters.begin()
-    assert tie.poll() is None
+    assert connection.poll() is None
     again, peer = masters.heard(2)
     assert (again[0].resends, again[1:]) == (1, [emit(2)])
-    tie.send(emit(3))
-    masters.hub.send(peer, Heard(count=1))  # counted anew on each connection
+    connection.send(emit(3))
+    masters.hub.send(peer, Ack(count=1))  # counted anew on each connection
     masters.hub.send(peer, Stop(rule="b"))
-    assert tie.wait_for(Stop) == Stop(rule="b")
+    assert connection.wait_for(Stop) == Stop(rule="b")
     masters.lose()
     masters.begin()
-    assert tie.poll() is None
+    assert connection.poll() is None
     assert masters.heard(2)[0][1:] == [emit(3)]
 
 
-def test_a_question_without_an_answer_is_asked_again_also_if_it_was_heard(masters, tie):
-    tie.send(emit(0))
-    tie.question = StoreGet(key="a")
-    tie.send(tie.question)
+def test_a_question_without_an_answer_is_asked_again_also_if_it_was_heard(masters, connection):
+    connection.send(emit(0))
+    connection.question = StoreGet(key="a")
+    connection.send(connection.question)
     _, peer = masters.heard(3)
     for count in (1, 2):  # the last master had not, or had, heard it
-        masters.hub.send(peer, Heard(count=count))
+        masters.hub.send(peer, Ack(count=count))
         masters.hub.send(peer, Stop(rule="a"))
-        assert tie.wait_for(Stop) == Stop(rule="a")
+        assert connection.wait_for(Stop) == Stop(rule="a")
         masters.lose()
         masters.begin()
-        assert tie.poll() is None
+        assert connection.poll() is None
         again, peer = masters.heard(2)
         assert (again[0].resends, again[1:]) == (1, [StoreGet(key="a")])
-    tie.question = None
-    masters.hub.send(peer, Heard(count=1))
+    connection.question = None
+    masters.hub.send(peer, Ack(count=1))
     masters.hub.send(peer, Stop(rule="a"))
-    assert tie.wait_for(Stop) == Stop(rule="a")
+    assert connection.wait_for(Stop) == Stop(rule="a")
     masters.lose()
     masters.begin()
-    assert tie.poll() is None
+    assert connection.poll() is None
     assert masters.heard(1)[0][0].resends == 0
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_last_word_waits_for_the_next_master_to_hear_it_and_not_for_ever(masters, tie, listens):
+def test_a_last_word_waits_for_the_next_master_to_hear_it_and_not_for_ever(
+    masters, connection, listens
+):
     if listens:
-        tie.listen(Pulse, lambda message: None)
-    tie.send(emit(0))
+        connection.listen(Heartbeat, lambda message: None)
+    connection.send(emit(0))
     began = time.monotonic()
-    tie.wait_until_heard(0.3)
+    connection.wait_until_acknowledged(0.3)
     assert time.monotonic() - began >= 0.3
     masters.lose()
     masters.begin()
 
     def hears():
         _, peer = masters.heard(2)
-        masters.hub.send(peer, Heard(count=1))
+        masters.hub.send(peer, Ack(count=1))
 
     thread = threading.Thread(target=hears)
     thread.start()
-    tie.wait_until_heard(PATIENCE_S)
-    assert not tie._unheard
+    connection.wait_until_acknowledged(TIMEOUT_S)
+    assert not connection._unacknowledged
     thread.join()
-    tie.send(emit(1))
+    connection.send(emit(1))
     masters.hub.close()
     masters.listener.close()
-    tie.wait_until_heard(PATIENCE_S)  # nobody is left who could
-    assert time.monotonic() - began < PATIENCE_S
+    connection.wait_until_acknowledged(TIMEOUT_S)  # nobody is left who could
+    assert time.monotonic() - began < TIMEOUT_S
 
 
-def test_a_process_that_waits_waits_for_the_next_master_too(masters, tie):
-    tie.send(Built(recovers=True))
+def test_a_process_that_waits_waits_for_the_next_master_too(masters, connection):
+    connection.send(Built(recovers=True))
     masters.heard(2)
     got = []
-    waiting = threading.Thread(target=lambda: got.append(tie.wait_for(Release)))
+    waiting = threading.Thread(target=lambda: got.append(connection.wait_for(Release)))
     waiting.start()
     masters.lose()
     masters.begin()
     _, peer = masters.heard(2)
     masters.hub.send(peer, WELCOME)
     masters.hub.send(peer, Release())
-    waiting.join(PATIENCE_S)
+    waiting.join(TIMEOUT_S)
     assert got == [Release()]
 
 
-def test_with_nobody_to_call_the_tie_comes_apart(masters, tie):
+def test_with_nobody_to_call_the_tie_comes_apart(masters, connection):
     masters.heard(1)
     masters.close()
     with pytest.raises(PeerError, match="no master answers"):
-        tie.receive()
+        connection.receive()
     with pytest.raises(PeerError):
-        tie.send(emit(1))
+        connection.send(emit(1))
 
 
 def test_a_tie_that_does_not_last_ends_with_its_master(masters):
-    tie = Tie(masters.address, HELLO)
+    connection = MasterConnection(masters.address, HELLO)
     masters.heard(1)
     masters.lose()
     masters.begin()
     with pytest.raises(PeerError, match="the master is gone"):
-        tie.receive()
-    tie.close()
+        connection.receive()
+    connection.close()
 
 
-def test_a_master_that_refuses_a_process_that_comes_back_ends_the_tie(masters, tie):
+def test_a_master_that_refuses_a_process_that_comes_back_ends_the_tie(masters, connection):
     _, peer = masters.heard(1)
     masters.hub.send(peer, WELCOME)
-    assert tie.welcome() == WELCOME
+    assert connection.welcome() == WELCOME
     masters.lose()
     masters.begin()
-    assert tie.poll() is None
+    assert connection.poll() is None
     _, peer = masters.heard(1)
     masters.hub.send(peer, Refused(kind="PeerError", text="another has its place.", exit_code=5))
     with pytest.raises(PeerError, match="another has its place"):
-        tie.receive()
+        connection.receive()
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, tie, loses):
+def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, connection, loses):
     arrived = []
-    tie.listen(lambda: Pulse(step=7, phase="forward", progress=1), arrived.append)
+    connection.listen(lambda: Heartbeat(step=7, phase="forward", progress=1), arrived.append)
     _, peer = masters.heard(1)
     if loses:
         masters.lose()
         masters.begin()
         _, peer = masters.heard(1)
-    pulses = []
-    deadline = time.monotonic() + PATIENCE_S
-    while len(pulses) < 3:
+    heartbeats = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(heartbeats) < 3:
         assert time.monotonic() < deadline
-        pulses += [m for _, m in masters.hub.receive(PULSE_S) if isinstance(m, Pulse)]
-    assert pulses[0] == Pulse(step=7, phase="forward", progress=1)
+        heartbeats += [m for _, m in masters.hub.receive(HEARTBEAT_S) if isinstance(m, Heartbeat)]
+    assert heartbeats[0] == Heartbeat(step=7, phase="forward", progress=1)
     masters.hub.send(peer, Stop(rule="a"))
     while not arrived and time.monotonic() < deadline:
         time.sleep(0.01)
     assert arrived == [Stop(rule="a")]
-    assert tie.poll() == Stop(rule="a")
+    assert connection.poll() == Stop(rule="a")
 
 
-def test_one_that_falls_silent_hears_by_itself_again(masters, tie):
-    tie.listen(lambda: Pulse(step=0, phase="", progress=0), lambda _: None)
+def test_one_that_falls_silent_hears_by_itself_again(masters, connection):
+    connection.listen(lambda: Heartbeat(step=0, phase="", progress=0), lambda _: None)
     _, peer = masters.heard(1)
-    tie.fall_silent()
-    tie.fall_silent()
-    assert not tie.listens
+    connection.fall_silent()
+    connection.fall_silent()
+    assert not connection.listens
     list(masters.hub.receive(0.1))
     masters.hub.send(peer, Stop(rule="a"))
-    assert tie.receive() == Stop(rule="a")
-    assert [m for _, m in masters.hub.receive(3 * PULSE_S) if isinstance(m, Pulse)] == []
+    assert connection.receive() == Stop(rule="a")
+    assert [m for _, m in masters.hub.receive(3 * HEARTBEAT_S) if isinstance(m, Heartbeat)] == []
 
 
-def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(masters, tie):
-    tie.listen(lambda: Pulse(step=0, phase="", progress=0), lambda _: None)
+def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(masters, connection):
+    connection.listen(lambda: Heartbeat(step=0, phase="", progress=0), lambda _: None)
     count, seen = 200, []
 
     def send():
         for number in range(count):
-            tie.send(emit(number))
+            connection.send(emit(number))
             time.sleep(0.002)
 
     sending = threading.Thread(target=send)
     sending.start()
-    deadline, taken, lost = time.monotonic() + PATIENCE_S, 0, 0
+    deadline, taken, lost = time.monotonic() + TIMEOUT_S, 0, 0
     while len(seen) < count:
         assert time.monotonic() < deadline, len(seen)
         for peer, message in list(masters.hub.receive(0.02)):
@@ -269,7 +271,7 @@ def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(ma
                     seen.append(number)
                 assert number < len(seen), "one was left out"
                 with contextlib.suppress(OSError):
-                    masters.hub.send(peer, Heard(count=taken))
+                    masters.hub.send(peer, Ack(count=taken))
         if len(seen) > 40 * lost + 20:
             lost += 1
             masters.lose()
@@ -280,7 +282,7 @@ def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(ma
 
 
 class Answers:
-    """A master that answers pulses while it is told to, in a thread of its own."""
+    """A master that answers heartbeats while it is told to, in a thread of its own."""
 
     def __init__(self, masters):
         self.masters, self.answering, self.ended = masters, True, False
@@ -296,8 +298,8 @@ class Answers:
                     if self.refuses:
                         word = Refused(kind="PeerError", text="it has its place.", exit_code=5)
                         self.masters.hub.send(peer, word)
-                elif isinstance(message, Pulse) and self.answering:
-                    self.masters.hub.send(peer, Heard(count=0, pulse=message.number))
+                elif isinstance(message, Heartbeat) and self.answering:
+                    self.masters.hub.send(peer, Ack(count=0, heartbeat=message.number))
 
     def close(self):
         self.ended = True
@@ -312,71 +314,75 @@ def answers(masters):
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_lease_lasts_while_pulses_are_answered_and_runs_out_once_they_are_not(answers, tie):
+def test_a_lease_lasts_while_pulses_are_answered_and_runs_out_once_they_are_not(
+    answers, connection
+):
     lapses = []
-    tie.keep(0.5)
-    assert tie.lapsed  # nothing has been answered yet
-    tie.listen(Pulse, lambda _: None, lambda: lapses.append(time.monotonic()))
-    until(lambda: not tie.lapsed)
+    connection.keep(0.5)
+    assert connection.lapsed  # nothing has been answered yet
+    connection.listen(Heartbeat, lambda _: None, lambda: lapses.append(time.monotonic()))
+    until(lambda: not connection.lapsed)
     lapses.clear()
     time.sleep(0.8)  # longer than the lease
-    assert not tie.lapsed
+    assert not connection.lapsed
     assert lapses == []
     answers.answering = False
     stopped = time.monotonic()
-    until(lambda: tie.lapsed)
-    assert time.monotonic() - stopped > 0.5 - 2 * PULSE_S  # it began when the pulse was sent
+    until(lambda: connection.lapsed)
+    assert (
+        time.monotonic() - stopped > 0.5 - 2 * HEARTBEAT_S
+    )  # it began when the heartbeat was sent
     until(lambda: len(lapses) > 1)
     answers.answering = True
-    until(lambda: not tie.lapsed)
+    until(lambda: not connection.lapsed)
 
 
-def test_an_answer_that_comes_late_counts_from_when_its_pulse_was_sent(masters, tie):
-    tie.keep(0.5)
-    tie.listen(Pulse, lambda _: None)
-    pulses, peers = [], []
-    while not pulses:
+def test_an_answer_that_comes_late_counts_from_when_its_pulse_was_sent(masters, connection):
+    connection.keep(0.5)
+    connection.listen(Heartbeat, lambda _: None)
+    heartbeats, peers = [], []
+    while not heartbeats:
         for peer, message in masters.hub.receive(0.02):
-            if isinstance(message, Pulse):
-                pulses.append(message)
+            if isinstance(message, Heartbeat):
+                heartbeats.append(message)
                 peers.append(peer)
-    assert pulses[0].number == 1
+    assert heartbeats[0].number == 1
     time.sleep(0.6)
-    masters.hub.send(peers[0], Heard(count=0, pulse=1))
+    masters.hub.send(peers[0], Ack(count=0, heartbeat=1))
     time.sleep(0.2)
-    assert tie.lapsed
+    assert connection.lapsed
 
 
 def test_where_nobody_answers_another_call_is_made_and_what_was_not_heard_is_said_again(
-    answers, masters, tie
+    answers, masters, connection
 ):
-    tie.keep(0.3)
+    connection.keep(0.3)
     answers.answering = False
-    tie.listen(Pulse, lambda _: None)
-    tie.send(emit(1))
+    connection.listen(Heartbeat, lambda _: None)
+    connection.send(emit(1))
     until(lambda: answers.hellos > 1)  # the same master, which lives and says nothing
     answers.answering = True
-    until(lambda: not tie.lapsed)
+    until(lambda: not connection.lapsed)
 
 
-def test_one_that_is_refused_when_it_calls_again_is_told_and_stays_lapsed(answers, tie):
+def test_one_that_is_refused_when_it_calls_again_is_told_and_stays_lapsed(answers, connection):
     lapses = []
-    tie.keep(0.3)
+    connection.keep(0.3)
     answers.answering, answers.refuses = False, True
-    tie._welcomed = True  # it was taken in before
-    tie.listen(Pulse, lambda _: None, lambda: lapses.append(None))
+    connection._welcomed = True  # it was taken in before
+    connection.listen(Heartbeat, lambda _: None, lambda: lapses.append(None))
     with pytest.raises(PeerError, match="it has its place"):
-        tie.receive()
-    until(lambda: not tie._thread.is_alive())
-    assert tie.lapsed
+        connection.receive()
+    until(lambda: not connection._thread.is_alive())
+    assert connection.lapsed
     assert lapses
 
 
-def test_without_a_lease_nothing_lapses(tie):
-    assert not tie.lapsed
+def test_without_a_lease_nothing_lapses(connection):
+    assert not connection.lapsed

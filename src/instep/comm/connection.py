@@ -1,14 +1,14 @@
-"""A process's tie to its master, which may be lost and come back as another process.
+"""A process's connection to its master, which may be lost and come back as another process.
 
 What is sent is kept until the master has said that it took effect, and is
 sent again to the next master; one that answers at the same address is the
 next master. While a process is busy a thread listens for it, and tells the
 master a few times a second that the process lives (`listen`). What the
-messages mean is for others to say: only `Heard` is for the tie itself.
+messages mean is for others to say: only `Ack` is for the connection itself.
 
-Between hosts packets may vanish, and no connection ends: there a tie has a
-lease (`keep`). The master answers each pulse; where no answer comes in time,
-the lease has run out, and the tie calls again until somebody answers.
+Between hosts packets may vanish, and no connection ends: there a connection has a
+lease (`keep`). The master answers each heartbeat; where no answer comes in time,
+the lease has run out, and the connection calls again until somebody answers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from instep.comm.channel import Address, Channel
-from instep.comm.messages import AnyMessage, Heard, Hello, Pulse, Refused, Welcome
+from instep.comm.messages import Ack, AnyMessage, Heartbeat, Hello, Refused, Welcome
 from instep.errors import PeerError
 
-PULSE_S = 0.2
+HEARTBEAT_S = 0.2
 """How often a process shows that it lives."""
 
 LEASE_S = 1.0
-"""How long after a pulse that the master has answered it surely counts with its sender; less
+"""How long after a heartbeat that the master has answered it surely counts with its sender; less
 than `watch.FLOOR_S`, after which it may go on without it. The difference is what two clocks,
 and a process that is late between the check and the write, may be apart."""
 
@@ -44,7 +44,7 @@ Other = TypeVar("Other", bound=AnyMessage)
 Third = TypeVar("Third", bound=AnyMessage)
 
 
-class Tie:
+class MasterConnection:
     """One process's connection to whoever is master now.
 
     Args:
@@ -64,7 +64,7 @@ class Tie:
         self.question: AnyMessage | None = None
         """What has had no answer yet: it is asked again of the next master, which may never have
         heard it though the last one did."""
-        self._unheard: deque[AnyMessage] = deque()
+        self._unacknowledged: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
@@ -73,9 +73,9 @@ class Tie:
         self._closed = self._welcomed = self._still = False
         self._dropped = 0  # messages of this connection that are no longer kept
         self._lease_s: float | None = None
-        self._answered_at = 0.0  # when the newest pulse that was answered was sent
-        self._sent_at: dict[int, float] = {}  # of the pulses after that
-        self._pulses = 0
+        self._answered_at = 0.0  # when the newest heartbeat that was answered was sent
+        self._sent_at: dict[int, float] = {}  # of the heartbeats after that
+        self._heartbeats = 0
         self._severed = False
         self._beat_at = self._called_at = time.monotonic()
         self._channel = Channel.connect(address)
@@ -94,9 +94,9 @@ class Tie:
     # ---- where packets may vanish
 
     def keep(self, lease_s: float = LEASE_S) -> None:
-        """From now on believe the master to be there only while it answers pulses."""
+        """From now on believe the master to be there only while it answers heartbeats."""
         self._answered_at, self._lease_s = _now() - lease_s, lease_s
-        self._called_at, self._beat_at = time.monotonic(), -PULSE_S
+        self._called_at, self._beat_at = time.monotonic(), -HEARTBEAT_S
         self._channel.give_up_after(2 * lease_s)
 
     @property
@@ -116,14 +116,14 @@ class Tie:
             while self.lapsed:
                 if self._gone is not None:
                     raise self._gone
-                self._arrived.wait(PULSE_S)
+                self._arrived.wait(HEARTBEAT_S)
 
-    def show(self, pulse: Callable[[], Pulse]) -> None:
+    def show(self, heartbeat: Callable[[], Heartbeat]) -> None:
         """Tell that this process lives, if it is time to; call again where nobody answers."""
         now = time.monotonic()
-        if now - self._beat_at >= PULSE_S:
+        if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
-            self._beat(pulse())
+            self._beat(heartbeat())
         if (self._severed or self.lapsed) and now - self._called_at > CALL_S:
             self._call_again()
 
@@ -156,13 +156,13 @@ class Tie:
         Returns:
             False where that connection is lost as well.
         """
-        if self.question is not None and self.question not in self._unheard:
-            self._unheard.append(self.question)
-        again = msgspec.structs.replace(self.hello, resends=len(self._unheard))
+        if self.question is not None and self.question not in self._unacknowledged:
+            self._unacknowledged.append(self.question)
+        again = msgspec.structs.replace(self.hello, resends=len(self._unacknowledged))
         self._channel, self._dropped = channel, 0
         self._sent_at.clear()
         try:
-            for message in (again, *self._unheard):
+            for message in (again, *self._unacknowledged):
                 channel.send(message)
         except PeerError:
             channel.close()
@@ -181,7 +181,7 @@ class Tie:
             if self._gone is not None:
                 raise self._gone
             if self.lasting:
-                self._unheard.append(message)
+                self._unacknowledged.append(message)
             try:
                 self._channel.send(message)
             except PeerError as error:
@@ -190,18 +190,22 @@ class Tie:
                 if self._thread is None and self._lease_s is None:  # else it will be noticed
                     self._find_another(error)
 
-    def wait_until_heard(self, timeout_s: float) -> None:
+    def wait_until_acknowledged(self, timeout_s: float) -> None:
         """Wait until all that was sent has taken effect, with this master or the next.
 
         Returns after `timeout_s` seconds in any case, and once the master is gone for good.
         """
         deadline = time.monotonic() + timeout_s
         with self._arrived:
-            while self._unheard and not self._gone and (left_s := deadline - time.monotonic()) > 0:
+            while (
+                self._unacknowledged
+                and not self._gone
+                and (left_s := deadline - time.monotonic()) > 0
+            ):
                 if self._thread is None:
-                    self._take_in(min(left_s, PULSE_S))
+                    self._take_in(min(left_s, HEARTBEAT_S))
                 else:
-                    self._arrived.wait(min(left_s, PULSE_S))
+                    self._arrived.wait(min(left_s, HEARTBEAT_S))
 
     # ---- what arrives
 
@@ -274,20 +278,23 @@ class Tie:
 
     def listen(
         self,
-        pulse: Callable[[], Pulse],
+        heartbeat: Callable[[], Heartbeat],
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None] = lambda: None,
     ) -> None:
         """Have a thread listen from now on, and show that this process lives.
 
         Args:
-            pulse: what the process is at; called in that thread, a few times a second.
+            heartbeat: what the process is at; called in that thread, a few times a second.
             on_arrival: told of each message as it arrives, in that thread; must not wait.
             on_lapse: called there again and again while a lease has run out, and once where
                 the master is gone for good: a peer that hangs would be waited for without end.
         """
         self._thread = threading.Thread(
-            target=self._listen, args=(pulse, on_arrival, on_lapse), name="instep tie", daemon=True
+            target=self._listen,
+            args=(heartbeat, on_arrival, on_lapse),
+            name="instep connection",
+            daemon=True,
         )
         self._thread.start()
 
@@ -297,7 +304,7 @@ class Tie:
         return self._thread is not None
 
     def fall_silent(self) -> None:
-        """End what `listen` began: from now on whoever receives listens. Takes up to a pulse."""
+        """End what `listen` began: from now on the receiver listens. Takes up to a heartbeat."""
         if self._thread is not None:
             self._still = True
             self._thread.join()
@@ -305,34 +312,34 @@ class Tie:
 
     def _listen(
         self,
-        pulse: Callable[[], Pulse],
+        heartbeat: Callable[[], Heartbeat],
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None],
     ) -> None:
         while not self._closed and not self._still and self._gone is None:
-            self.show(pulse)
-            for message in self._take_in(PULSE_S):
+            self.show(heartbeat)
+            for message in self._take_in(HEARTBEAT_S):
                 on_arrival(message)
             if self.lapsed:
                 on_lapse()
         if (self._gone is not None or self.lapsed) and not self._closed:
             on_lapse()
 
-    def _beat(self, pulse: Pulse) -> None:
+    def _beat(self, heartbeat: Heartbeat) -> None:
         with self._lock:
             if self._lease_s is not None:
-                self._pulses += 1
-                self._sent_at[self._pulses] = _now()
-                pulse = msgspec.structs.replace(pulse, number=self._pulses)
+                self._heartbeats += 1
+                self._sent_at[self._heartbeats] = _now()
+                heartbeat = msgspec.structs.replace(heartbeat, number=self._heartbeats)
             try:
-                self._channel.send(pulse)
+                self._channel.send(heartbeat)
             except PeerError:
                 pass  # reading says so too, and does something about it
 
     def _take_in(self, timeout_s: float | None) -> list[AnyMessage]:
         """Wait for what arrives, and put it into the inbox."""
         if self._severed:
-            time.sleep(PULSE_S if timeout_s is None else min(timeout_s, PULSE_S))
+            time.sleep(HEARTBEAT_S if timeout_s is None else min(timeout_s, HEARTBEAT_S))
             return []
         try:
             messages = self._channel.read() if self._channel.wait(timeout_s) else []
@@ -352,11 +359,11 @@ class Tie:
 
     def _is_own(self, message: AnyMessage) -> bool:
         match message:
-            case Heard(count=count, pulse=pulse):
-                self._answered_at = self._sent_at.get(pulse, self._answered_at)
-                self._sent_at = {n: at for n, at in self._sent_at.items() if n > pulse}
-                for _ in range(min(count - self._dropped, len(self._unheard))):
-                    self._unheard.popleft()
+            case Ack(count=count, heartbeat=heartbeat):
+                self._answered_at = self._sent_at.get(heartbeat, self._answered_at)
+                self._sent_at = {n: at for n, at in self._sent_at.items() if n > heartbeat}
+                for _ in range(min(count - self._dropped, len(self._unacknowledged))):
+                    self._unacknowledged.popleft()
                 self._dropped = count
             case Welcome() if self._welcomed:
                 pass
@@ -376,7 +383,7 @@ class Tie:
             self._severed = True  # `show` calls again
 
     def _find_another(self, error: PeerError) -> None:
-        """Call the next master, as long as there can be one; else the tie has come apart."""
+        """Call the next master, as long as there can be one; else the connection has come apart."""
         self._channel.close()
         while self.lasting and not self._closed:
             try:

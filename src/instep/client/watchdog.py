@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
-from instep.comm.tie import Tie
 from instep.control.endings import signal_name
 from instep.control.lease import Lease
 from instep.errors import RunError
@@ -55,7 +55,7 @@ MOST_HANGS, WELL_S = 7, 10.0
 is given up: whatever it waits for, the next waits for as well."""
 
 
-class Guard:
+class MasterWatchdog:
     """Sees a run to its end.
 
     Args:
@@ -117,7 +117,7 @@ class Guard:
             "run": str(self._run),
             "listener": listener,
             "signs": signs,
-            "token": self._board.seat.token,
+            "token": self._board.endpoint.token,
             "hosted": self._launcher is not None,
             "why": why,
         }
@@ -133,14 +133,16 @@ class Guard:
         Raises:
             InstepError: the master cannot go on; the text says why.
         """
-        seat = self._board.seat
-        tie = Tie(seat.address, Hello(token=seat.token, role="client", number=0, pid=0))
-        tie.lasting = True
+        endpoint = self._board.endpoint
+        connection = MasterConnection(
+            endpoint.address, Hello(token=endpoint.token, role="client", number=0, pid=0)
+        )
+        connection.lasting = True
         try:
             # the first asks the workers to stop at the next commit
             with on_signals(lambda number, _: self._asked.append(signal.Signals(number).name)):
                 while True:
-                    message = tie.look(LOOK_S)
+                    message = connection.look(LOOK_S)
                     if isinstance(message, Over):
                         self._over = True
                         return message
@@ -148,37 +150,37 @@ class Guard:
                         raise as_error(message)
                     if isinstance(message, HostWanted):
                         self._bring_hosts(message.numbers)
-                    self._pass_on(tie)
-                    self._look_after(tie)
+                    self._pass_on(connection)
+                    self._look_after(connection)
                     if self._watch is not None:
                         self._watch(self._run)
         finally:
-            tie.close()
+            connection.close()
 
-    def _pass_on(self, tie: Tie) -> None:
+    def _pass_on(self, connection: MasterConnection) -> None:
         while self._told < len(self._asked):
             self._told += 1
-            tie.send(Interrupt(by=self._asked[self._told - 1], times=self._told))
+            connection.send(Interrupt(by=self._asked[self._told - 1], times=self._told))
             self._last_asked = time.monotonic()
         if self._told > 1 and time.monotonic() - self._last_asked > STUCK_S:
             self._last_asked = math.inf
             self._master.kill()  # it does not do what it was told to; the next one will
 
-    def _look_after(self, tie: Tie) -> None:
+    def _look_after(self, connection: MasterConnection) -> None:
         for number in self._hosts:
             assert self._launcher is not None
             code = self._launcher.ended(number)
             if code is not None and code >= 0 and number not in self._ended:
                 self._ended.add(number)
                 detail = _last_line(host_log(self._run / "logs", number))
-                tie.send(HostEnded(code=code, detail=detail, number=number))
+                connection.send(HostEnded(code=code, detail=detail, number=number))
         self._watch_signs()
         code = self._master.poll()
         if code is None:
             return
-        message = tie.look(LOOK_S)  # its last word may have arrived
+        message = connection.look(LOOK_S)  # its last word may have arrived
         if message is not None:
-            tie.put_back(message)
+            connection.put_back(message)
         elif code >= 0:
             log = self._run / "logs" / "master.log"
             if text := gone(self._run):
@@ -246,8 +248,8 @@ class Guard:
             assert self._launcher is not None
             if self._launcher.ended(number) is not None:
                 self._ended.discard(number)
-                seat = replace(self._board.seat, host=number)
-                self._launcher.start(seat, self._run / "logs")
+                endpoint = replace(self._board.endpoint, host=number)
+                self._launcher.start(endpoint, self._run / "logs")
             else:
                 self._launcher.end_if_stopped(number)  # then it is wanted still, and has ended
 
