@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -141,10 +140,11 @@ class _Normalise(torch.autograd.Function):
         return output.to(given.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        given, weight, mean, variance = ctx.saved_tensors
         layer = ctx.layer
+        if torch.is_grad_enabled() or not layer._reads.goes_back:
+            raise layer._reads.no_second(layer._place)
+        given, weight, mean, variance = ctx.saved_tensors
         wide, gradient = _wide(given), _wide(gradient)
         scale = None if weight is None else weight.to(wide.dtype)
         # as if the statistics were constants; with it come the two sums

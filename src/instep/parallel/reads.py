@@ -52,7 +52,9 @@ class Reads:
         self._comm: Comm | None = None
         self._waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._made: list[_Made] = []
-        self._calls, self._backward = 0, False
+        self._calls = 0
+        self.goes_back = False
+        """Whether the backward pass of the present pass is under way."""
         self.active = False
         """Whether a pass is under way; outside, layers are as torch has them."""
         self.counts = True
@@ -97,18 +99,18 @@ class Reads:
             PeerError: one of them went away.
         """
         assert not self.active, "a pass within a pass"
-        self.active, self.counts, self._calls, self._backward = True, counts, 0, False
+        self.active, self.counts, self._calls, self.goes_back = True, counts, 0, False
         try:
             yield
             if self._layers:
                 self._ask(_END, torch.zeros(0))
         finally:
-            self.active = False
+            self.active = self.goes_back = False
             self._made.clear()
 
     def made(self, output: Tensor) -> None:
         """A layer has made `output`, through which gradients of other workers may come back."""
-        if output.requires_grad and not self._backward:  # else it is computed a second time
+        if output.requires_grad and not self.goes_back:  # else it is computed a second time
             edge = get_gradient_edge(output)
             self._made.append(_Made(edge, output.shape, output.dtype, output.device))
 
@@ -123,7 +125,8 @@ class Reads:
             weight: what makes of it a share in the loss of the step; at 0 the loss may be
                 anything, also not a number.
         """
-        self._backward = True
+        assert loss is not None or not weight, "a weight of nothing"
+        self.goes_back = True
         if loss is not None and (weight or math.isfinite(float(loss.detach()))):
             (loss * weight).backward()
         elif self._made:
@@ -170,6 +173,15 @@ class Reads:
             if head != heads[comm.rank]:
                 raise self._astray(heads[comm.rank], rank, head)
         return table[:, _HEAD : _HEAD + len(own)]
+
+    def no_second(self, layer: int) -> RecipeError:
+        """The error of a gradient that is taken elsewhere than in `backward`, or of a gradient."""
+        return RecipeError(
+            f"a gradient was taken through the layer {self._layers[layer]!r} beside the backward "
+            "pass of the step, as a gradient penalty and an attack on the inputs do: workers would "
+            "mix gradients of losses that are not weighed yet. Leave train.batch_norm = 'global' "
+            "out, or that term of the loss."
+        )
 
     def _astray(self, mine: list[float], rank: int, theirs: list[float]) -> RecipeError:
         assert self._comm is not None

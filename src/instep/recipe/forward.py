@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError
-from instep.parallel.cached import CachedGradients, of_one_pass
+from instep.parallel.cached import CachedGradients, of_one_pass, probe
 from instep.recipe.build import Recipe, a_or_an
 from instep.recipe.rehearsal import loss_of
 from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
@@ -106,6 +106,13 @@ class Forward:
             yield
         finally:
             self.model, self.precision, self.losses = before
+
+    @property
+    def tried(self) -> Losses:
+        """What tells whether cutting a batch changes the result: the losses, or, where the loss is
+        of the global batch in any case, what each embedding decides by itself."""
+        embed = self.recipe.embed
+        return self.losses if embed is None else Losses(None, probe(embed))
 
     def cached(self) -> CachedGradients:
         """A step of a recipe that gives `embed` and `batch_loss`."""

@@ -340,6 +340,24 @@ def test_workers_that_run_other_layers_are_told_so(kind):
         run_ranks(2, body)
 
 
+@pytest.mark.parametrize("penalty", [True, False], ids=["a penalty", "an attack"])
+def test_gradients_taken_while_the_loss_is_computed_are_refused(penalty):
+    model, inputs = made("sync")
+    x = inputs(4)
+
+    def body(comm):
+        mine, given = copy.deepcopy(model), x.clone().requires_grad_()
+        reads = make_global(mine)
+        reads.join(comm)
+        with reads.one_pass():
+            loss = mine(given).square().mean()
+            (gradient,) = torch.autograd.grad(loss, given, create_graph=penalty)
+            reads.backward(loss + gradient.square().sum(), 0.5)
+
+    with pytest.raises(RecipeError, match="taken through the layer '1' beside the backward pass"):
+        run_ranks(2, body)
+
+
 def test_a_worker_that_goes_away_in_a_pass_breaks_it_with_a_peer_error_and_moves_nothing():
     def body(comm, at):
         model, inputs = made("sync")

@@ -227,6 +227,19 @@ def test_a_loss_of_the_global_batch_is_that_of_one_plain_pass(precision):
     assert tried.phase == "embed"
 
 
+def test_what_is_tried_of_a_loss_of_the_global_batch_is_each_embedding():
+    tried = forward(loss=None, embed=embed, batch_loss=spread)
+    with tried.on(tried.model, "float32", tried.tried):
+        whole = tried.loss((torch.arange(8.0).view(4, 2), torch.ones(4, 1)), 4)
+        parts = [
+            tried.loss((rows, torch.ones(2, 1)), 2) for rows in torch.arange(8.0).view(2, 2, 2)
+        ]
+    assert float(whole.loss.detach()) == pytest.approx(
+        sum(float(part.loss.detach()) for part in parts) / 2
+    )
+    assert forward().tried == forward().losses
+
+
 def test_a_validation_batch_is_embedded_and_compared_by_itself():
     tried = forward(loss=None, embed=embed, batch_loss=spread)
     measured = tried.measure((torch.ones(4, 2), torch.ones(4, 1)), 4)
