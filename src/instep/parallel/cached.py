@@ -52,6 +52,7 @@ class CachedGradients:
         embed: `Recipe.embed`.
         batch_loss: `Recipe.batch_loss`; gives a scalar that can be differentiated.
         precision: makes the context in which both compute.
+        go_back: runs a backward pass from the embeddings of a micro-batch and their gradients.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class CachedGradients:
         batch_loss: BatchLoss,
         *,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        go_back: Callable[[list[Tensor], list[Tensor]], None] = torch.autograd.backward,
     ) -> None:
         self._model, self._embed, self._batch_loss = model, embed, batch_loss
-        self._precision = precision
+        self._precision, self._go_back = precision, go_back
         self._parts: dict[int, _Part] = {}
         self._places: dict[int, tuple[int, int]] = {}  # of each micro-batch, rows [first, stop)
         self._gradients: list[Tensor | None] = []
@@ -240,7 +242,7 @@ class CachedGradients:
                 "parameters: something detached them (no_grad, .item(), .data, or a new "
                 "torch.tensor)."
             )
-        torch.autograd.backward([leaf for leaf, _ in pairs], [given for _, given in pairs])
+        self._go_back([leaf for leaf, _ in pairs], [given for _, given in pairs])
 
 
 def of_one_pass(embed: Embed, batch_loss: BatchLoss) -> Callable[[nn.Module, Any], Tensor]:

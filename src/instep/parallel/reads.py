@@ -126,17 +126,23 @@ class Reads:
                 anything, also not a number.
         """
         assert loss is not None or not weight, "a weight of nothing"
-        self.goes_back = True
         if loss is not None and (weight or math.isfinite(float(loss.detach()))):
-            (loss * weight).backward()
+            self.backward_from([loss * weight])
         elif self._made:
-            torch.autograd.backward(
+            self.backward_from(
                 [made.edge for made in self._made],
                 [
                     torch.zeros((), dtype=m.dtype, device=m.device).expand(m.shape)
                     for m in self._made
                 ],
             )
+
+    def backward_from(
+        self, outputs: Sequence[Any], gradients: Sequence[Tensor] | None = None
+    ) -> None:
+        """The backward pass of the present pass, from gradients of the loss of the whole step."""
+        self.goes_back = True
+        torch.autograd.backward(outputs, gradients)
 
     def ask(self, layer: int, own: Tensor, *, backward: bool) -> Tensor:
         """Tell what this worker has found in a layer, and hear what all have.

@@ -114,8 +114,10 @@ class Forward:
         embed = self.recipe.embed
         return self.losses if embed is None else Losses(None, probe(embed))
 
-    def cached(self) -> CachedGradients:
-        """A step of a recipe that gives `embed` and `batch_loss`."""
+    def cached(
+        self, go_back: Callable[[list[Tensor], list[Tensor]], None] = torch.autograd.backward
+    ) -> CachedGradients:
+        """A step of a recipe that gives `embed` and `batch_loss`; `go_back` as there."""
         embed, batch_loss = self.recipe.embed, self.recipe.batch_loss
         assert embed is not None, "a recipe without embeddings"
         assert batch_loss is not None, "a recipe without a loss of the global batch"
@@ -132,7 +134,7 @@ class Forward:
             named("batch_loss")
             return checked(batch_loss(model, embeddings, targets), "batch_loss")
 
-        return CachedGradients(self.model, embedded, loss, precision=self.autocast)
+        return CachedGradients(self.model, embedded, loss, precision=self.autocast, go_back=go_back)
 
     def loss(self, batch: Any, samples: int, *, always: bool = False) -> Found | None:
         """The mean loss of a batch and its weight; None where it holds nothing that counts.

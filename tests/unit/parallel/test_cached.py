@@ -13,6 +13,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.data.balance import deal
 from instep.errors import PeerError, RecipeError
+from instep.parallel.batch_norm import make_global
 from instep.parallel.cached import CachedGradients, of_one_pass, probe
 
 SIZES = (3, 2, 3, 2)
@@ -177,6 +178,64 @@ def test_a_temperature_counts_once():
     given = found[0][1][len(SIZES)]
     assert set(given) == {"temperature"}
     torch.testing.assert_close(given["temperature"], wanted["temperature"], rtol=1e-12, atol=0)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
+        self.head = nn.BatchNorm1d(5)  # of the loss itself, which has the global batch
+
+    def embed(self, batch):
+        return self.body(batch[0]), batch[2]
+
+    def contrast(self, embeddings, targets):
+        z = functional.normalize(self.head(embeddings), dim=1)
+        return ((z @ z.T - (targets[:, None] == targets).to(z)) ** 2).mean()
+
+
+def test_embeddings_normalised_over_the_global_batch_are_those_of_one_plain_pass():
+    """Worker 0 has 6 samples, worker 1 has 4, worker 2 none."""
+    torch.manual_seed(5)
+    model, (_, batch) = Normed().double(), case()
+    plain = copy.deepcopy(model)
+    plain.contrast(*plain.embed(batch)).backward()
+
+    def body(comm):
+        mine = copy.deepcopy(model)
+        reads = make_global(mine)
+        reads.join(comm)
+        step = CachedGradients(mine, Normed.embed, Normed.contrast, go_back=reads.backward_from)
+        rows = (slice(0, 6), slice(6, 10), slice(0, 1))[comm.rank]
+        own, works = tuple(part[rows] for part in batch), comm.rank < 2
+        kept = copy.deepcopy(mine.body.state_dict())
+        with reads.one_pass(counts=works):
+            if works:
+                step.embed(comm.rank, own, rows.stop - rows.start)
+            else:
+                with torch.no_grad():
+                    mine.embed(own)
+        mine.body.load_state_dict(kept)  # the first time moves no buffer
+        step.gather(comm, 2, torch.device("cpu"))
+        if works:
+            step.loss()
+        with reads.one_pass(counts=works):
+            if works:
+                step.backward(comm.rank, own)
+            else:
+                mine.embed(own)
+                reads.backward(None, 0.0)
+        for parameter in mine.parameters():
+            if parameter.grad is None or not works:
+                parameter.grad = torch.zeros_like(parameter)
+            comm.all_reduce(parameter.grad).wait()
+        return mine
+
+    for found in run_ranks(3, body)[:2]:
+        for (name, mine), other in zip(found.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-13, msg=name)
+        for (name, mine), other in zip(found.named_buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-13, msg=name)
 
 
 def test_a_loss_scaled_for_float16_scales_the_gradients_and_is_told_as_it_is():
