@@ -122,11 +122,12 @@ class _Normalise(torch.autograd.Function):
         rows = layer._reads.ask(layer._place, _statistics(wide), backward=False)
         counts, (means, variances) = rows[:, :1], rows[:, 1:].chunk(2, dim=1)
         count = float(counts.sum())
-        if count < 2:
+        if count == 1:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "
                 f"{given.size()}"
             )
+        count = max(count, 1.0)  # nobody may have any, where no sample could be read
         mean = (counts * means).sum(0) / count
         squares = (counts * (variances + (means - mean).square())).sum(0)
         if layer._reads.counts:

@@ -74,7 +74,7 @@ class CachedGradients:
         """Whether what the model's own parameters get in `loss` is this worker's to give: it is
         the same everywhere, and one gives it. Known after `gather`."""
         self.rows = 0
-        """Samples of the global batch. Known after `gather`."""
+        """Samples of the global batch; 0 where none could be read. Known after `gather`."""
 
     def embed(self, number: int, batch: Any, samples: int) -> None:
         """Embed a micro-batch, without recording gradients.
@@ -141,7 +141,8 @@ class CachedGradients:
             first = first or (number, row_bytes, kind, rank)
             if (row_bytes, kind) != first[1:3]:
                 raise self._unlike(number, first[0])
-        assert first is not None, "a step without samples"
+        if first is None:  # none could be read anywhere
+            return
         self.counts = first[3] == comm.rank
         flat = torch.zeros(self.rows * first[1], dtype=torch.uint8, device=device)
         for number, part in self._parts.items():

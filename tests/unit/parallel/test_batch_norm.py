@@ -313,6 +313,18 @@ def test_a_batch_of_one_value_per_channel_is_refused_as_by_torch():
         run_ranks(2, body)
 
 
+def test_a_step_of_which_no_worker_could_read_a_sample_passes_by():
+    def body(comm):
+        model, inputs = made("sync")
+        reads = make_global(model)
+        reads.join(comm)
+        with reads.one_pass(counts=False):
+            reads.backward(model(inputs(1)).sum(), 0.0)
+        return [float(p.grad.abs().sum()) for p in model.parameters()]
+
+    assert run_ranks(2, body) == [[0.0] * 6] * 2
+
+
 class Forked(nn.Module):
     """Runs another layer, or one more, where its batch says so."""
 

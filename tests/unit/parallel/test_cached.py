@@ -337,6 +337,15 @@ def test_shapes_that_differ_between_workers_are_refused_on_each():
     assert all("Pad to one length" in text for text in run_ranks(3, body))
 
 
+def test_a_step_of_which_no_sample_could_be_read_has_no_rows():
+    def body(comm):
+        step = CachedGradients(case()[0], embed_pairs, clip)
+        step.gather(comm, 4, torch.device("cpu"))
+        return step.rows, step.counts
+
+    assert run_ranks(2, body) == [(0, False)] * 2
+
+
 def test_a_worker_that_goes_away_breaks_the_step_with_a_peer_error():
     class Gone(Exception):
         pass
