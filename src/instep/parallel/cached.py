@@ -62,10 +62,10 @@ class CachedGradients:
         batch_loss: BatchLoss,
         *,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        go_back: Callable[[list[Tensor], list[Tensor]], None] = torch.autograd.backward,
+        go_back: Callable[[list[Tensor], list[Tensor]], None] | None = None,
     ) -> None:
         self._model, self._embed, self._batch_loss = model, embed, batch_loss
-        self._precision, self._go_back = precision, go_back
+        self._precision, self._go_back = precision, go_back or torch.autograd.backward
         self._parts: dict[int, _Part] = {}
         self._places: dict[int, tuple[int, int]] = {}  # of each micro-batch, rows [first, stop)
         self._gradients: list[Tensor | None] = []
@@ -89,6 +89,11 @@ class CachedGradients:
         """
         with torch.no_grad():
             self._parts[number] = self._embedded(batch, samples)
+
+    def join_in(self, batch: Any, *, record: bool = False) -> None:
+        """Embed a borrowed sample, on a worker without work, as layers ask it; nothing is kept."""
+        with torch.set_grad_enabled(record), self._precision():
+            self._embed(self._model, batch)
 
     def _embedded(self, batch: Any, samples: int) -> _Part:
         with self._precision():

@@ -115,7 +115,7 @@ class Forward:
         return self.losses if embed is None else Losses(None, probe(embed))
 
     def cached(
-        self, go_back: Callable[[list[Tensor], list[Tensor]], None] = torch.autograd.backward
+        self, go_back: Callable[[list[Tensor], list[Tensor]], None] | None = None
     ) -> CachedGradients:
         """A step of a recipe that gives `embed` and `batch_loss`; `go_back` as there."""
         embed, batch_loss = self.recipe.embed, self.recipe.batch_loss

@@ -213,8 +213,7 @@ def test_embeddings_normalised_over_the_global_batch_are_those_of_one_plain_pass
             if works:
                 step.embed(comm.rank, own, rows.stop - rows.start)
             else:
-                with torch.no_grad():
-                    mine.embed(own)
+                step.join_in(own)
         mine.body.load_state_dict(kept)  # the first time moves no buffer
         step.gather(comm, 2, torch.device("cpu"))
         if works:
@@ -223,7 +222,7 @@ def test_embeddings_normalised_over_the_global_batch_are_those_of_one_plain_pass
             if works:
                 step.backward(comm.rank, own)
             else:
-                mine.embed(own)
+                step.join_in(own, record=True)
                 reads.backward(None, 0.0)
         for parameter in mine.parameters():
             if parameter.grad is None or not works:
