@@ -34,18 +34,29 @@ class Lockstep:
         self.dealing = Dealing(self._ranks, by_speed=by_speed)
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
-    def plan(self, first: int, last: int, *, merge: bool) -> Iterator[tuple[Position, Share]]:
+    def plan(
+        self, first: int, last: int, *, merge: bool, whole: bool = False
+    ) -> Iterator[tuple[Position, Share]]:
         """The global batch of each step from `first` to `last`, and this rank's share of it.
 
         Args:
             first, last: steps.
             merge: whether micro-batches that follow each other are one pass.
+            whole: whether all of a member are.
         """
         speeds = self.dealing.speeds
         for step in range(first, last + 1):
             where = position(step, self._samples, self._train.global_batch)
             parts = parts_of(where, self._train)
-            share = share_of(where, parts, self._ranks, self._form.rank, merge=merge, speeds=speeds)
+            share = share_of(
+                where,
+                parts,
+                self._ranks,
+                self._form.rank,
+                merge=merge,
+                speeds=speeds,
+                whole=whole,
+            )
             yield where, share
 
     def prepared(self, course: int, step: int, where: Position) -> None:

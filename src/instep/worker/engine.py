@@ -96,6 +96,7 @@ class Engine:
             of its gradient; the same on every worker.
         observers: by name; they watch the steps, and may object to one.
         votes: whether every commit is voted for; else only where the strategy needs it.
+        more: passes of a step beside those of its micro-batches.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Engine:
         ends: Callable[[int, Agreement, float | None], bool] = lambda *_: False,
         observers: Mapping[str, Observer] = MappingProxyType({}),
         votes: bool = False,
+        more: int = 0,
     ) -> None:
         self.member, self.model, self.strategy, self.update = member, model, strategy, update
         self.state = CommittedState(model, update, strategy)
@@ -116,7 +118,7 @@ class Engine:
         self.parameters, self._ends = parameters, ends
         self._votes = votes or strategy.votes
         self._parts = member.job.train.micro_batches
-        self._exact = self._parts if member.job.train.determinism == "bits" else 0
+        self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self._device = parameters[0].device
         self.take = self.gradient
         """Called with each gradient as its backward pass completes it."""
@@ -297,17 +299,18 @@ class Engine:
         for observer in self.observers.values():
             observer.begin_pass(part)
 
-    def end_pass(self, part: Pass, share: float) -> None:
+    def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
         """It is over.
 
         Args:
             part: the pass.
             share: what it has of the samples; 0 where it was another's, repeated: then it
                 leaves nothing.
+            beside: whether it is one beside those that compute the samples.
         """
         for observer in self.observers.values():
             observer.end_pass(part)
-        self.buffers.after_pass(share, part.number)
+        self.buffers.after_pass(share, part.number, beside=beside)
 
     def skip_pass(self, part: Pass) -> None:
         """A forward pass was run in which nothing counts: as if it had not been."""

@@ -81,6 +81,7 @@ class Loop(ABC):
         loader: of the training dataset, with its processes started.
         samples: in it.
         last_step: the job's, or None where the loop's user decides.
+        more: passes of a step beside those of its micro-batches.
     """
 
     def __init__(
@@ -92,13 +93,16 @@ class Loop(ABC):
         loader: Loader,
         samples: int,
         last_step: int | None,
+        more: int = 0,
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
         strategy = make_strategy(self.job.sync.name, self.job.sync.options)
-        self.engine = Engine(member, model, parameters, strategy, update, ends=self._ends)
+        self.engine = Engine(
+            member, model, parameters, strategy, update, ends=self._ends, more=more
+        )
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comm: Comm | None = None  # of a group that forms, or has
         self._regroups = False
@@ -115,6 +119,11 @@ class Loop(ABC):
     @abstractmethod
     def _merge(self) -> bool:
         """Whether micro-batches that follow each other are one pass."""
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all micro-batches of a worker are one pass, however many."""
+        return False
 
     @property
     def _by_speed(self) -> bool:
@@ -319,7 +328,7 @@ class Loop(ABC):
     def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
         last = self.last_step if self.last_step is not None else _ENDLESS
         assignment = self.engine.assignment
-        planned = assignment.plan(first, last, merge=self._merge)
+        planned = assignment.plan(first, last, merge=self._merge, whole=self._whole)
         for observer in self.observers.values():
             planned = observer.plan(planned, first, assignment.dealing.speeds)
         return planned

@@ -86,6 +86,11 @@ class OwnLoop(Loop):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         job = member.job
+        if job.train.batch_norm == "global":
+            raise SpecError(
+                "train.batch_norm = 'global' needs a recipe: in your own loop nobody knows which "
+                "pass a layer is in. Leave it out."
+            )
         _refuse(job)
         best_of(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)

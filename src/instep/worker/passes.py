@@ -27,6 +27,8 @@ class Pass(NamedTuple):
     """Of its first micro-batch."""
     repeats: bool = False
     """Whether it is another worker's, computed a second time: then it counts nothing."""
+    micro_batches: int = 1
+    """In it."""
 
     @property
     def size(self) -> int:
@@ -60,23 +62,26 @@ def share_of(
     *,
     merge: bool,
     speeds: Sequence[float] | None = None,
+    whole: bool = False,
 ) -> Share:
     """The passes of one worker in the step at `position`, cut into `micro_batches`.
 
     Micro-batches without samples are left out; a worker may have no pass at all.
     Merged ones are one pass, or several where a worker is dealt more than an even
-    share: none is larger than that, as memory may not hold it.
+    share: none is larger than that, as memory may not hold it. Unless `whole`: then all are one.
     """
     dealt = deal(micro_batches, workers, speeds)[rank]
     first, stop = _positions(position, dealt, micro_batches)
     parts = [range(number, number + 1) for number in dealt]
-    if merge:
+    if whole:
+        parts = [dealt] if dealt else []
+    elif merge:
         largest = -(-micro_batches // workers)
         merged = deal(len(dealt), -(-len(dealt) // largest)) if dealt else []
         parts = [dealt[part.start : part.stop] for part in merged]
     cuts = [_positions(position, part, micro_batches) for part in parts]
     passes = [
-        Pass(Slice(position.epoch, low, high), part.start)
+        Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
         for part, (low, high) in zip(parts, cuts, strict=True)
         if high > low
     ]

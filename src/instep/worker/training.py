@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,6 +18,7 @@ from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key
 from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
+from instep.parallel.batch_norm import make_global
 from instep.recipe.build import Recipe, build, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward, try_validation
@@ -36,6 +38,7 @@ from instep.worker.sameness import ANOTHER_SAW, Trial
 from instep.worker.stopping import check_rules
 from instep.worker.trial_reads import try_recipe
 from instep.worker.update import Update
+from instep.worker.whole_batch import WholeBatch
 
 
 class Training(Loop):
@@ -63,6 +66,15 @@ class Training(Loop):
         last_step = self.job.train.length(samples)
         built = build(recipe, self.job.seed, device, last_step, self.job.start, load=fresh)
         self._built = built
+        embeds = recipe.batch_loss is not None
+        if embeds and self.job.check.corruption:
+            raise SpecError(
+                "check.corruption = true repeats passes of other workers, which cannot be done "
+                "with Recipe.batch_loss, whose gradients follow from the whole global batch. Leave "
+                "one of them out."
+            )
+        reads = make_global(built.model) if self.job.train.batch_norm == "global" else None
+        self._reads = reads
         update = Update(
             built.optimizer,
             built.scheduler,
@@ -73,7 +85,9 @@ class Training(Loop):
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
         loader = self._make_loader("train")  # forks before groups exist
-        super().__init__(member, built.model, built.parameters, update, loader, samples, last_step)
+        super().__init__(
+            member, built.model, built.parameters, update, loader, samples, last_step, int(embeds)
+        )
         self._best()  # refused before anything is trained, if it cannot be
         if recipe.validate is not None:
             self._validation = self._make_loader("validate")
@@ -88,6 +102,11 @@ class Training(Loop):
         if not member.goes_on and member.number == 0:
             self._unlike = knowing.check_datasets(member, self._loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
+        self._whole_batch = (
+            WholeBatch(self.engine, self._forward, loader, self.job, samples, reads, device)
+            if embeds or reads is not None
+            else None
+        )
         self.sized: Callable[[int], None] = lambda workers: None
         """Told how many workers each generation has, before its first step."""
         self.engine.observers = make_observers(
@@ -167,6 +186,8 @@ class Training(Loop):
 
     def _before_steps(self, comm: Comm) -> None:
         self._agree_on_trial(comm)
+        if self._reads is not None:
+            self._reads.join(comm, self._waiting)
         self.sized(comm.size)
 
     def _lengths(self) -> dict[str, int]:
@@ -179,6 +200,17 @@ class Training(Loop):
     @property
     def _merge(self) -> bool:
         return self._trial.merge
+
+    @property
+    def _whole(self) -> bool:
+        return self._reads is not None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A pass can only wait for other workers."""
+        before, self.phase = self.phase, "exchange"
+        yield
+        self.phase = before
 
     @property
     def _by_speed(self) -> bool:
@@ -284,6 +316,9 @@ class Training(Loop):
     ) -> Generator[Step, None, Passed]:
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # a recipe's passes are nobody else's
+        if self._whole_batch is not None:
+            self.phase = "forward"
+            return Passed(*self._whole_batch.run(where, share, loads, self.step))
         engine, clock = self.engine, self.engine.clock
         batch_size = where.stop - where.first
         losses: dict[int, Weighed] = {}

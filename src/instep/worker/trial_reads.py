@@ -41,7 +41,8 @@ def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
     reads = loader.read(part for spot in slices for part in spot)
     spots = (spot for parts in slices if (spot := _spot(reads, len(parts) - 1)))
     with closing(reads):
-        trial = try_out(forward, spots, whole=train.global_batch, seed=seed)
+        cuts = train.batch_norm == "global"
+        trial = try_out(forward, spots, whole=train.global_batch, seed=seed, cuts=cuts)
     if train.merge == "always":
         return trial.merged_always()
     if train.merge == "never":
