@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instep import __version__, spec_file
+from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
@@ -59,6 +60,9 @@ class Run:
     """As in `summary.json`."""
     exit_code: int = 0
     """0; `DIVERGED` or `INTERRUPTED` of `errors.py` where it ended so."""
+
+
+_NO_BITS = "what a codec drops depends on how many workers there are"
 
 
 def train(
@@ -341,11 +345,18 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         raise SpecError(
             f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."
         )
+    CODECS.check(job.sync.codec)
     if job.sync.codec != "none":
-        raise SpecError(
-            f"sync.codec = {job.sync.codec!r}: this version sends tensors as they are. "
-            "Leave the key out."
-        )
+        for key, clashes, why in (
+            ("train.determinism", job.train.determinism == "bits", _NO_BITS),
+            ("check.corruption", job.check.corruption, "gradients are not compared to the bit"),
+            ("train.precision", job.train.precision == "float16", "the scale of the loss changes"),
+        ):
+            if clashes:
+                raise SpecError(
+                    f"sync.codec = {job.sync.codec!r} does not go with the job's {key}: {why}. "
+                    "Leave one of the two out."
+                )
     if job.mesh.ranks > 1:
         raise SpecError(
             f"[mesh] asks for {job.mesh.ranks} ranks in a replica: this version keeps a replica "

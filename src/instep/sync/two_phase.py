@@ -28,9 +28,6 @@ from instep.comm.base import Comm, Work
 from instep.comm.codecs.base import ALIGNED_BYTES, Codec
 from instep.errors import SpecError
 
-Room = Callable[[int], tuple[Tensor, Tensor]]
-"""Of a number of elements, two slots of float32 of that length, whose content is kept."""
-
 
 class Place(NamedTuple):
     """A parameter within a bucket."""
@@ -93,6 +90,14 @@ class Layout:
                 state[place.name] = part.clone()
         return state
 
+    def fill(self, slot: Tensor, rank: int, state: Mapping[str, Tensor]) -> None:
+        """Have a rank's slot hold this residual for each parameter; zero for those not named."""
+        slot.zero_()
+        for number, (sent, _) in enumerate(self.cut(slot, rank)):
+            for place, part in zip(self.buckets[number], self.members(number, sent), strict=True):
+                if place.name in state:
+                    part.copy_(state[place.name])
+
     def members(self, number: int, flat: Tensor) -> list[Tensor]:
         """The parts of a bucket, in their shapes, as views."""
         shapes = [place.shape for place in self.buckets[number]]
@@ -110,8 +115,8 @@ class TwoPhase:
         codec: `segmentable` and `fixed_size`.
         comm: the ranks.
         layout: made for as many ranks.
-        room: gives the memory for the residuals of this rank; called once. The first slot is
-            the committed one, and what stands in it counts.
+        room: memory for the residuals of this rank, two slots of `layout.room` float32. The first
+            is the committed one, and what stands in it counts.
         device: where the buckets live.
         staged: called in each step once all that this step leaves lies in the staged slot, and
             before the last message without which no other rank can finish. Its argument is
@@ -126,7 +131,7 @@ class TwoPhase:
         codec: Codec,
         comm: Comm,
         layout: Layout,
-        room: Room | None = None,
+        room: tuple[Tensor, Tensor] | None = None,
         *,
         device: torch.device | str = "cpu",
         staged: Callable[[int], None] | None = None,
@@ -140,7 +145,7 @@ class TwoPhase:
         self._codec, self._comm, self._layout = codec, comm, layout
         self._tell = staged
         count = layout.room(comm.rank)
-        self._slots = room(count) if room else _ordinary(count, device)
+        self._slots = room or _ordinary(count, device)
         self._cut = [layout.cut(slot, comm.rank) for slot in self._slots]
         self._committed = 0
         buckets = range(len(layout.buckets))
@@ -168,6 +173,11 @@ class TwoPhase:
     def committed(self) -> int:
         """The number of the slot that is as committed, 0 or 1."""
         return self._committed
+
+    @property
+    def residual(self) -> Tensor:
+        """What this rank carries over since the last commit, as it lies in memory."""
+        return self._slots[self._committed]
 
     @torch.no_grad()
     def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
@@ -281,12 +291,7 @@ class TwoPhase:
         assert not self._flats, "a step is under way"
         names = {place.name for bucket in self._layout.buckets for place in bucket}
         assert state.keys() <= names, f"no parameter is called {sorted(state.keys() - names)}"
-        self._slots[self._committed].zero_()
-        for number, (sent, _) in enumerate(self._cut[self._committed]):
-            bucket = self._layout.buckets[number]
-            for place, part in zip(bucket, self._layout.members(number, sent), strict=True):
-                if place.name in state:
-                    part.copy_(state[place.name])
+        self._layout.fill(self._slots[self._committed], self._comm.rank, state)
 
 
 def _length(part: slice) -> int:

@@ -131,15 +131,12 @@ def restore(
     return Progress(snapshot.step, facts.get("course", 0), loss, samples)
 
 
-def restore_checkpoint(
-    checkpoint: Path | None, model: nn.Module, update: Update, strategy: Remembers
-) -> Progress:
-    """The same, from a checkpoint on disk; without one, the state of a run's beginning.
+def read_checkpoint(checkpoint: Path | None, model: nn.Module) -> Snapshot | None:
+    """What a checkpoint on disk holds; None without one, for the state of a run's beginning.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another model or optimizer.
+        CheckpointError: it cannot be read.
     """
     if checkpoint is None:
-        return Progress()
-    snapshot = load(checkpoint, next(model.parameters()).device)
-    return restore(snapshot, checkpoint, model, update, strategy)
+        return None
+    return load(checkpoint, next(model.parameters()).device)

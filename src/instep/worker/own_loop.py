@@ -537,11 +537,12 @@ class OwnLoop(Loop):
         next(self._items)
 
     def _save_last(self) -> None:
+        own = self.engine.own_state() if self.engine.strategy.laws else {}
         if self._saver is not None and not self.stopping.spoilt:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
                 where = position(self.step, self.samples, self.job.train.global_batch)
-            self._saver.after_step(self.engine, where, last=True)
+            self._saver.after_step(self.engine, where, due=True, last=True, own=own)
 
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""

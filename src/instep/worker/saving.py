@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
@@ -55,7 +56,6 @@ class Saver:
     ) -> None:
         self._member, self._model = member, model
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
-        self._due = member.job.checkpoint.due
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
         self._pack_optimizer = Packer()
@@ -71,30 +71,43 @@ class Saver:
             may_publish=lambda: not member.fenced,
         )
 
+    def late(self) -> bool:
+        """Whether the last save is longer ago than the job allows."""
+        return self._every_s is not None and self._now() - self._saved_s >= self._every_s
+
+    def is_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        """Whether a validation is among the best, so that its step is saved."""
+        return self._writer.is_best(step, metrics)
+
     def after_step(
         self,
         engine: Engine,
         where: Position,
         *,
+        due: bool,
         last: bool,
         metrics: Mapping[str, float] | None = None,
+        own: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Save the commit if it is time to; tell of what has been published since.
 
         Args:
             engine: has just committed a step.
             where: its place in the data.
+            due: whether it is saved.
             last: whether it is the last of this start.
             metrics: of the validation that followed this step, if one did.
+            own: what single workers alone had, summed.
         """
         step = engine.state.progress.step
-        late = self._every_s is not None and self._now() - self._saved_s >= self._every_s
-        if last or late or self._due(step) or self._writer.is_best(step, metrics):
+        if due:
             self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
                 since = time.perf_counter()
                 self._member.flush()  # else the records would lag behind the checkpoint
                 snapshot = self._snapshot(engine, where)
+                if own:
+                    snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
                 engine.clock.save += self._writer.save(snapshot, since=since)
                 self._last = step if last else 0
