@@ -434,9 +434,9 @@ def take_a_step(reference: str, arguments: Mapping[str, Any]) -> None:
     built = build(recipe, 0, torch.device("cpu"), 10)
     loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
     forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
-    (batch,) = loader.load([Slice(0, 0, 4)])
-    forward.loss(batch, 1)
-    forward.measure(batch, 1)
+    (read,) = loader.read([Slice(0, 0, 4)])
+    forward.loss(read.batch, 1)
+    forward.measure(read.batch, 1)
 
 
 @pytest.mark.usefixtures("own_modules")

@@ -3,7 +3,7 @@
 Two tensors with other bits have, as good as always, other digests; with one
 flipped bit, always. It withstands faults of the machine, not forgers. The
 same bits give the same digest on every machine and device. Way in: `digests`
-for tensors, `combined` for what it gave, `Watch` for memory that must not change.
+for tensors, `combined` for what it gave, `MemoryWatch` for memory that must not change.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Piece(NamedTuple):
     """[words] int64, or the last bytes [up to 7] uint8; numpy's on the CPU, for it is quicker."""
 
 
-class Watch:
+class MemoryWatch:
     """Whether named tensors still are what they were when they were last written.
 
     Not all of them are looked at each time, but as many as `share` of the time allows,

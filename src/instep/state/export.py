@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO
 
 from instep.errors import CheckpointError, RunError, SpecError
-from instep.state.best import Best, measured
 from instep.state.manifest import (
     file_name,
     open_regular,
@@ -26,7 +25,8 @@ from instep.state.manifest import (
     read_manifest,
     reason,
 )
-from instep.state.recorded import check_recorded
+from instep.state.model_file import check_hash
+from instep.state.retention import Best, measured
 
 _CHUNK_BYTES = 1 << 20
 _OF_A_RUN = ("run.id", "ledger.bin")
@@ -157,11 +157,11 @@ def copy_own(source: Path, target: Path) -> None:
     """
     with _whole(target) as beside:
         shutil.copyfile(source, beside)
-        check_recorded(beside, sealed=True, source=source)
+        check_hash(beside, sealed=True, source=source)
 
 
 @contextmanager
-def asked_for(target: Path) -> Iterator[None]:
+def writing_to(target: Path) -> Iterator[None]:
     """Writes in the context go to a file that the user has named with `--to`; makes its folder.
 
     Raises:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state.header import refuse_pickle
+from instep.state.intact import check
 from instep.state.manifest import SUFFIX, latest, open_regular
-from instep.state.recorded import KEY, check_recorded
+from instep.state.model_file import KEY, check_hash
 from instep.state.snapshot import Snapshot, model_tensors, tied_names
-from instep.state.sound import check
 
 __all__ = ["LoadReport", "latest", "load", "load_model"]
 
@@ -98,7 +98,7 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
             unchanged.
     """
     path, targets = Path(path), model_tensors(model)
-    check_recorded(path)
+    check_hash(path)
     with _OpenTensors(path, facts=FACTS) as file:
         sources = _sources(file, targets)
         wrong = {

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from instep.errors import CheckpointError
 from instep.formats import INSTEP
 from instep.state import manifest as page
-from instep.state.best import Best, facts_of, measured
-from instep.state.recorded import BLANK, KEY
+from instep.state.model_file import BLANK, KEY
 from instep.state.retain import to_delete
+from instep.state.retention import Best, facts_of, measured
 from instep.state.snapshot import (
     DTYPES,
     RESERVED,

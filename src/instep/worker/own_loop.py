@@ -22,7 +22,7 @@ from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.spec import StartSpec
-from instep.state.best import best_of
+from instep.state.retention import best_of
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
-from instep.state.best import Best, facts_of
+from instep.state.intact import discard_after
 from instep.state.load import load
 from instep.state.manifest import MANIFEST, published, reason
 from instep.state.restore import restore
+from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import (
     Packer,
@@ -33,7 +34,6 @@ from instep.state.snapshot import (
     parameters_sha256,
     unpack_state,
 )
-from instep.state.sound import set_aside_after
 from instep.store.folder import run_id
 from instep.system.blame import sentence
 from instep.worker.member import Member
@@ -263,7 +263,7 @@ class Saver:
         self._writer.finish()
         self._tell()
         folder = self._member.run / "checkpoints"
-        set_aside_after(folder, step)
+        discard_after(folder, step)
         self._writer.forget_after(step)
         if self._newest > step:
             self._newest = max((left for left, _ in published(folder)), default=0)

@@ -19,7 +19,7 @@ from torch import nn
 
 from instep.comm.base import Comm
 from instep.data.order import Position
-from instep.state import peers
+from instep.state import broadcast
 from instep.state.snapshot import Packer, pack_state, unpack_state
 from instep.store.ledger import mend
 from instep.worker.catch_up import NOWHERE, Place, beginning
@@ -120,7 +120,7 @@ class Standing:
             own.tensors["aside"] = aside(self._model, own.tensors["model"])
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["trial"] = list(self.trial or ())
-        taken = peers.share(own, comm, root, self._device)
+        taken = broadcast.broadcast_snapshot(own, comm, root, self._device)
         if comm.rank == root or (self._holds and taken.step == self.carried.step):
             return
         self.carried = take_up(taken, "a peer's state", self._model, self._update)

@@ -21,18 +21,18 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, TOLD, Heartbeat
-from instep.data import breadcrumb
-from instep.data.contents import Record
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key, position, steps_in_epoch
-from instep.data.threads import cpu_clock
+from instep.data.reading.threads import cpu_clock
+from instep.data.samples import last_read
+from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import Recipe, build, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
-from instep.state.best import best_of
-from instep.state.sound import set_aside_after
+from instep.state.intact import discard_after
+from instep.state.retention import best_of
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker import knowing
@@ -167,7 +167,7 @@ class Training:
             name="training" if train else "validation",
             marks=self.member.marks,
             worker_init=given.worker_init,
-            seen_as=given.seen_as,
+            info_dataset=given.info_dataset,
             contents=job.check.content if train else "off",
             say=lambda text: self.member.emit(
                 "warning", text=f"worker {self.member.number}: {text}"
@@ -292,7 +292,7 @@ class Training:
             comm.close()
             raise
         self.step = standing.carried.step
-        breadcrumb.at_step(self.step)
+        last_read.set_step(self.step)
         self.sized(comm.size)
         standing.formed()
         if self._stopping is None:
@@ -316,7 +316,7 @@ class Training:
         if self._saver is not None:
             self._saver.drop_after(step)
         else:
-            set_aside_after(self.member.run / "checkpoints", step)
+            discard_after(self.member.run / "checkpoints", step)
 
     @property
     def _validation_samples(self) -> int:
@@ -536,7 +536,7 @@ class Training:
         try:
             for where, share in self._plan(first):
                 self.step += 1
-                breadcrumb.at_step(self.step)
+                last_read.set_step(self.step)
                 done = self._standing.commit(self._one_step(where, share, loads), where)
                 self._done += 1
                 step, ends = self._settle(done)

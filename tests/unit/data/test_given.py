@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from datasets import Plain
+from datasets import Plain, load
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -20,13 +20,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import instep
-from instep.data.given import Given, taken_apart
 from instep.data.loader import Loader, Slice
+from instep.data.torch_loader import LoaderParts, unpack_loader
 from instep.errors import RecipeError
 
 
 def said(loader, *, shuffled=True, batch=64):
-    return list(taken_apart(loader).lost("Recipe.train", shuffled=shuffled, batch=batch))
+    return list(unpack_loader(loader).lost("Recipe.train", shuffled=shuffled, batch=batch))
 
 
 def collate(samples):
@@ -40,11 +40,11 @@ def begin(number):
 def test_the_parts_of_a_loader_are_kept():
     dataset = Plain()
     loader = DataLoader(dataset, num_workers=1, collate_fn=collate, worker_init_fn=begin)
-    assert taken_apart(loader) == Given(dataset, collate, begin, 1, loader)
+    assert unpack_loader(loader) == LoaderParts(dataset, collate, begin, 1, loader)
     plain = DataLoader(dataset, 64, shuffle=True)
-    assert taken_apart(plain) == Given(dataset, None, None, 0, plain)
+    assert unpack_loader(plain) == LoaderParts(dataset, None, None, 0, plain)
     assert said(plain) == []
-    assert taken_apart(dataset) == Given(dataset)
+    assert unpack_loader(dataset) == LoaderParts(dataset)
     assert said(dataset) == []
 
 
@@ -53,7 +53,7 @@ def test_a_sampler_of_some_of_the_samples_leaves_the_others_out(nested):
     some = SubsetRandomSampler([4, 2, 7])
     given = {"batch_sampler": BatchSampler(some, 64, False)} if nested else {"sampler": some}
     loader = DataLoader(Plain(), **({} if nested else {"batch_size": 64}), **given)
-    dataset = taken_apart(loader).dataset
+    dataset = unpack_loader(loader).dataset
     assert type(dataset) is Subset
     assert [dataset[place][0][0].item() for place in range(3)] == [4.0, 2.0, 7.0]
     assert said(loader) == []
@@ -130,10 +130,10 @@ class Seen(Plain):
 
 def test_what_a_dataset_with_a_sampler_is_told_in_a_loader_process_is_what_torch_tells_it():
     theirs = DataLoader(Seen(), 2, num_workers=1, sampler=SubsetRandomSampler([40, 20, 70]))
-    given = taken_apart(theirs)
-    ours = Loader(given.dataset, seed=5, shuffle=True, processes=1, seen_as=given.seen_as)
+    given = unpack_loader(theirs)
+    ours = Loader(given.dataset, seed=5, shuffle=True, processes=1, info_dataset=given.info_dataset)
     with closing(ours):
-        (batch,) = ours.load([Slice(0, 0, 3)])
+        (batch,) = load(ours, [Slice(0, 0, 3)])
     expected = sorted(torch.cat(list(theirs)).tolist())
     assert sorted(batch.tolist()) == expected == [[20, 1], [40, 1], [70, 1]]
 

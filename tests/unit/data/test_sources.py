@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from datasets import load
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -277,7 +278,7 @@ def made(name, folder):
 def test_a_source_gives_the_same_batches_here_and_in_torchs_own_loader(tmp_path, name):
     dataset = made(name, tmp_path)
     loader = Loader(dataset, seed=1, shuffle=False, processes=0)
-    (ours,) = loader.load([Slice(0, 0, len(dataset))])
+    (ours,) = load(loader, [Slice(0, 0, len(dataset))])
     loader.close()
     (theirs,) = DataLoader(dataset, batch_size=len(dataset))
     assert [tensor.dtype for tensor in ours] == [tensor.dtype for tensor in theirs]

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from instep.data.fetch import Slice
-from instep.data.readers import Ahead
-from instep.data.threads import cpu_clock
+from instep.data.reading.fetch import Slice
+from instep.data.reading.readers import Ahead
+from instep.data.reading.threads import cpu_clock
 
 TIMEOUT_S = 30.0
 

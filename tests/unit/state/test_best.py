@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from instep.errors import SpecError
 from instep.spec import CheckpointSpec
-from instep.state.best import Best, best_of, facts_of, measured
 from instep.state.manifest import published
+from instep.state.retention import Best, best_of, facts_of, measured
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from instep.state.digest import Watch, _column_sums, _column_sums_by_torch, combined, digests
+from instep.state.digest import MemoryWatch, _column_sums, _column_sums_by_torch, combined, digests
 
 LENGTHS = [1, 3, 511, 1024, 1025, 5000]
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -102,7 +102,7 @@ def watched(share=1e9, clock=None):
     model = nn.Sequential(nn.Linear(700, 500), nn.Conv2d(3, 5, 2), nn.Linear(3, 1))
     model[1].to(memory_format=torch.channels_last)
     model[2].requires_grad_(False)
-    return model, Watch(model.named_parameters(), share, clock or Clock())
+    return model, MemoryWatch(model.named_parameters(), share, clock or Clock())
 
 
 NAMES = [name for name, _ in watched()[0].named_parameters()]
@@ -157,7 +157,7 @@ def test_a_watch_that_costs_too_much_looks_at_less_each_time_and_at_all_in_turns
 
 
 def test_a_model_without_parameters_is_watched_without_harm():
-    watch = Watch([], 0.01)
+    watch = MemoryWatch([], 0.01)
     watch.take()
     watch.take()
     assert watch.look() is None

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
+from instep.state.intact import newest_intact
 from instep.state.load import LoadReport, latest, load, load_model
 from instep.state.manifest import seal
 from instep.state.restore import restore
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
-from instep.state.sound import newest_sound
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_thousand_damaged_checkpoints_give_checkpoint_errors_only(whole, tmp_p
         assert str(tmp_path) in text or "now builds another model" in text, "it must say which file"
         assert "\n" not in text
         assert parameters_sha256(model) == before
-        found, sentences = newest_sound(tmp_path)
+        found, sentences = newest_intact(tmp_path)
         if mutate not in (forge_a_header, forge_a_file):  # which only loading can see
             assert found is None
             assert str(copy) in sentences[0]

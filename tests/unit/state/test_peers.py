@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
-from instep.state import peers
+from instep.state import broadcast
 from instep.state.snapshot import DTYPES, Snapshot, model_tensors, pack_state
 
 CPU = torch.device("cpu")
@@ -28,13 +28,13 @@ def made(seed):
 
 def received(comm, root):
     mine = made(comm.rank) if comm.rank == root else None
-    return peers.share(mine, comm, root, CPU)
+    return broadcast.broadcast_snapshot(mine, comm, root, CPU)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 25])
 @pytest.mark.parametrize(("size", "root"), [(1, 0), (2, 1), (4, 2)])
 def test_every_rank_gets_what_the_root_has(monkeypatch, chunk_bytes, size, root):
-    monkeypatch.setattr(peers, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(broadcast, "CHUNK_BYTES", chunk_bytes)
     wanted = made(root)
     for got in run_ranks(size, received, root):
         assert got.step == wanted.step

@@ -14,7 +14,7 @@ from torch import nn
 from instep.errors import CheckpointError
 from instep.state.export import copy_own
 from instep.state.load import load_model
-from instep.state.recorded import check_recorded
+from instep.state.model_file import check_hash
 from instep.state.save import CheckpointWriter, save_model
 from instep.state.snapshot import Snapshot, model_tensors
 
@@ -38,7 +38,7 @@ def run(tmp_path):
 
 def test_the_model_of_a_run_tells_its_own_hash_and_other_programs_read_it(run, tmp_path):
     file = run / "model.safetensors"
-    assert check_recorded(file)
+    assert check_hash(file)
     twin = net(1)
     safetensors.torch.load_model(twin, file)
     assert torch.equal(twin[0].weight, net()[0].weight)
@@ -102,10 +102,10 @@ def test_a_plain_file_has_no_hash_to_be_held_against(tmp_path):
     file = tmp_path / "plain.safetensors"
     safetensors.torch.save_file(net().state_dict(), file, {"format": "pt"})
     (tmp_path / "manifest.json").write_text("{}")  # of another program
-    assert not check_recorded(file)
+    assert not check_hash(file)
     assert len(load_model(file, net(1)).matched) == 9
 
 
 def test_it_takes_no_torch():
-    code = "import instep.state.recorded, sys; assert 'torch' not in sys.modules"
+    code = "import instep.state.model_file, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,7 +25,7 @@ from disks import Ext4
 from instep.errors import CheckpointError
 from instep.state.load import latest, load
 from instep.state.manifest import published
-from instep.state.recorded import check_recorded
+from instep.state.model_file import check_hash
 from instep.state.save import CheckpointWriter, Saved, save_model
 from instep.state.snapshot import Snapshot
 
@@ -556,6 +556,6 @@ def test_a_model_that_was_saved_is_found_after_a_power_failure(tmp_path):
     try:
         tensors = safetensors.torch.load_file(found.path / "model.safetensors")
         assert torch.equal(tensors["weight"], model.weight)
-        assert check_recorded(found.path / "model.safetensors", sealed=True)
+        assert check_hash(found.path / "model.safetensors", sealed=True)
     finally:
         found.close()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from instep.errors import CheckpointError
+from instep.state.intact import check, discard_after, newest_intact
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
-from instep.state.sound import check, newest_sound, set_aside_after
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def flip_last_bit(path):
 
 
 def test_the_newest_is_found_where_all_are_sound(folder):
-    assert newest_sound(folder) == (folder / "step-00000003", [])
+    assert newest_intact(folder) == (folder / "step-00000003", [])
 
 
 def test_one_flipped_bit_in_a_tensor_is_seen_though_every_size_is_right(folder):
     flip_last_bit(folder / "step-00000003" / "model.safetensors")
-    found, (why,) = newest_sound(folder)
+    found, (why,) = newest_intact(folder)
     assert found == folder / "step-00000002"
     assert f"{folder}/step-00000003/model.safetensors is damaged: its SHA-256" in why
 
@@ -46,7 +46,7 @@ def test_one_flipped_bit_in_a_tensor_is_seen_though_every_size_is_right(folder):
 def test_each_newer_one_has_its_sentence_newest_first(folder):
     (folder / "step-00000003" / "optimizer.safetensors").unlink()
     flip_last_bit(folder / "step-00000002" / "manifest.json")
-    found, sentences = newest_sound(folder)
+    found, sentences = newest_intact(folder)
     assert found == folder / "step-00000001"
     assert len(sentences) == 2
     assert sentences[0] == f"{folder}/step-00000003/optimizer.safetensors is missing."
@@ -56,18 +56,18 @@ def test_each_newer_one_has_its_sentence_newest_first(folder):
 def test_none_is_found_where_none_is_sound_or_none_is_there(folder, tmp_path_factory):
     for step in (1, 2, 3):
         (folder / f"step-{step:08d}" / "manifest.json").write_bytes(b"")
-    found, sentences = newest_sound(folder)
+    found, sentences = newest_intact(folder)
     assert found is None
     assert len(sentences) == 3
-    assert newest_sound(folder / "nowhere") == (None, [])
-    assert newest_sound(tmp_path_factory.mktemp("empty")) == (None, [])
+    assert newest_intact(folder / "nowhere") == (None, [])
+    assert newest_intact(tmp_path_factory.mktemp("empty")) == (None, [])
     with pytest.raises(CheckpointError, match="cannot be listed"):
-        newest_sound(folder / "step-00000001" / "manifest.json")
+        newest_intact(folder / "step-00000001" / "manifest.json")
 
 
 def test_a_file_under_the_name_of_a_checkpoint_is_passed_over(folder):
     (folder / "step-00000009").write_text("")
-    found, (why,) = newest_sound(folder)
+    found, (why,) = newest_intact(folder)
     assert found == folder / "step-00000003"
     assert why == f"{folder}/step-00000009 is no checkpoint: there is no such folder."
 
@@ -77,14 +77,14 @@ def test_a_manifest_that_was_checked_tells_the_step(folder):
 
 
 def test_checkpoints_of_later_steps_are_set_aside_and_earlier_ones_stay(folder):
-    set_aside_after(folder, 1)
-    assert newest_sound(folder) == (folder / "step-00000001", [])
-    set_aside_after(folder, 1)
-    set_aside_after(folder, 0)
-    assert newest_sound(folder) == (None, [])
-    set_aside_after(folder / "nowhere", 0)
+    discard_after(folder, 1)
+    assert newest_intact(folder) == (folder / "step-00000001", [])
+    discard_after(folder, 1)
+    discard_after(folder, 0)
+    assert newest_intact(folder) == (None, [])
+    discard_after(folder / "nowhere", 0)
 
 
 def test_it_is_found_without_torch():
-    code = "import instep.state.sound, sys; assert 'torch' not in sys.modules"
+    code = "import instep.state.intact, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

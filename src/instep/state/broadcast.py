@@ -24,7 +24,9 @@ _ALIGNED = 8
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def share(snapshot: Snapshot | None, comm: Comm, root: int, device: torch.device) -> Snapshot:
+def broadcast_snapshot(
+    snapshot: Snapshot | None, comm: Comm, root: int, device: torch.device
+) -> Snapshot:
     """Give the snapshot of rank `root` to every rank; all of the group call it.
 
     Args:

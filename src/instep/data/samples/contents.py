@@ -1,8 +1,8 @@
-"""What a sample holds, as one number; and which samples of an epoch have theirs recorded.
+"""The content of a sample as one number, and which samples of an epoch have theirs recorded.
 
-The number is taken of a sample as the dataset returned it, before augmentation
-and collation. It does not depend on how it was read: alone, among others, or as
-a row of a batch, where a number has become a tensor and a tuple a list.
+The content is a hash of the sample as the dataset returned it, before augmentation and
+collation. It does not depend on how the sample was read: alone, with others, or as a row of
+a batch, where a number has become a tensor and a tuple a list.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _OF_CONTENT = 3
 _MOST, _ONE_IN = 512, 256
 
 
-class Chosen:
-    """Which samples of an epoch are recorded: the same ones whoever reads them.
+class Selection:
+    """Which samples of an epoch are recorded: the same ones whichever process reads them.
 
     Args:
-        samples: of the dataset.
+        samples: in the dataset.
         seed: of the job.
-        which: all, or a keyed sample: of each 256 that follow each other in the epoch's order
-            one, or of as many more as makes about 512 an epoch.
+        which: all, or one of each window of 256 in the epoch's order, chosen by a keyed draw;
+            in large datasets the windows are larger, so that an epoch records about 512.
     """
 
     def __init__(self, samples: int, seed: int, which: Literal["sample", "all"]) -> None:
@@ -42,7 +42,7 @@ class Chosen:
         self._one_in = max(_ONE_IN, samples // _MOST)
 
     def __call__(self, epoch: int, first: int, stop: int) -> list[int]:
-        """Of positions [first, stop) of an epoch, those that are recorded, counted from `first`."""
+        """The recorded ones among positions [first, stop) of an epoch, counted from `first`."""
         if self._all:
             return list(range(stop - first))
         windows = range(first // self._one_in, -(-stop // self._one_in))
@@ -61,10 +61,9 @@ def _draw(seed: int, epoch: int, window: int) -> int:
 
 
 class Record:
-    """A file of what one worker was given to train on, as `events.CONTENTS`.
+    """A file of the contents that one worker trained on, as `events.CONTENTS`.
 
-    One sample may stand there several times: a step that was not committed is
-    done again.
+    A sample may be in it several times: a step that was not committed is repeated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,11 +79,11 @@ class Record:
         self._file.close()
 
 
-class Contents:
-    """What is told of the samples of one slice while they are read.
+class SliceContents:
+    """Collects the contents of samples of one slice while they are read.
 
     Args:
-        wanted: indices of those of which it is.
+        wanted: indices of the samples whose content is collected.
     """
 
     def __init__(self, wanted: Iterable[int]) -> None:
@@ -92,41 +91,31 @@ class Contents:
         self.found: list[list[int]] = []
         """[index, content] of each."""
 
-    def note(self, index: int, sample: Any) -> None:
-        """A sample was read. Training goes on with any type; the audit says how many lack."""
+    def add(self, index: int, sample: Any) -> None:
+        """A sample was read. A type without a content is no error; the audit counts those."""
         if index in self._wanted:
-            with suppress(Exception):  # whatever a type of the user's raises when looked at
+            with suppress(Exception):  # a type of the user's may raise anything
                 self.found.append([index, content_of(sample)])
 
-    def note_rows(self, indices: Indices, batch: Any) -> None:
-        """The same for samples that were read as one batch; None where none was."""
+    def add_rows(self, indices: Indices, batch: Any) -> None:
+        """The same for samples that were read as one batch, which has no rows if it is None."""
         if not self._wanted or batch is None:
             return
-        named = enumerate(indices.tolist())
-        rows = {row: index for row, index in named if index in self._wanted}
-        samples = rows_of(batch, list(rows))
-        if samples is not None:
-            for index, sample in zip(rows.values(), samples, strict=True):
-                self.note(index, sample)
+        rows = [(row, index) for row, index in enumerate(indices.tolist()) if index in self._wanted]
+        with suppress(TypeError, IndexError, KeyError):  # something in the batch has no rows
+            for index, sample in [(index, _row(batch, row)) for row, index in rows]:
+                self.add(index, sample)
 
 
 def content_of(sample: Any) -> int:
     """The content of a sample as a number of 63 bits.
 
     Raises:
-        Exception: what it holds has no end (it refers to itself), or cannot be looked at.
+        Exception: it refers to itself, or its type raises when it is inspected.
     """
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest.update, sample)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def rows_of(batch: Any, rows: list[int]) -> list[Any] | None:
-    """Samples of a batch by their place in it; None where it has something without rows."""
-    try:
-        return [_row(batch, row) for row in rows]
-    except (TypeError, IndexError, KeyError):
-        return None
 
 
 def _row(batch: Any, row: int) -> Any:
@@ -138,16 +127,16 @@ def _row(batch: Any, row: int) -> Any:
 
 
 def _feed(take: Take, node: Any) -> None:
-    """Give on the bytes that tell this value from all others, types of containers apart."""
+    """Feed `take` the bytes that distinguish this value from all others, whatever its container."""
     if isinstance(node, torch.Tensor):
         _feed_tensor(take, node)
-    elif isinstance(node, int) and node.bit_length() > 63:  # numpy has no such number
+    elif isinstance(node, int) and node.bit_length() > 63:  # larger than any integer of numpy
         take(f"{node}\0".encode())
     elif isinstance(node, np.ndarray | np.generic | bool | int | float | complex):
         _feed_array(take, np.asarray(node))
     elif isinstance(node, str | bytes | type(None)):
         take(f"{type(node).__name__} {node!r}\0".encode("utf-8", "backslashreplace"))
-    elif isinstance(node, Enum):  # which refers to its class, and that to it
+    elif isinstance(node, Enum):  # it and its class refer to each other
         take(f"{type(node).__name__}.{node.name}\0".encode("utf-8", "backslashreplace"))
     elif isinstance(node, Mapping):
         take(b"{")
@@ -171,7 +160,7 @@ def _feed(take: Take, node: Any) -> None:
 def _feed_tensor(take: Take, tensor: torch.Tensor) -> None:
     try:
         array = tensor.detach().numpy()
-    except (TypeError, RuntimeError):  # which numpy has not: bfloat16, sparse, on a device
+    except (TypeError, RuntimeError):  # bfloat16, sparse, on a device
         pass
     else:
         _feed_array(take, array)

@@ -14,7 +14,7 @@ Sample = tuple[Tensor, Tensor]
 """(inputs, target)."""
 
 
-def found(folder: Path) -> str:
+def folder_contents(folder: Path) -> str:
     """What stands in a folder, for the error that misses something in it."""
     if not folder.is_dir():
         return f"There is no folder {folder}."

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep.data.files import Sample, found
+from instep.data.sources.files import Sample, folder_contents
 from instep.errors import DataError
 
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -59,7 +59,7 @@ def image_folder(folder: str | Path, size: int | tuple[int, int] | None = None) 
     if not classes:
         raise DataError(
             f"{root} has no sub-folders: one for each class is wanted, with its images. "
-            f"{found(root)}"
+            f"{folder_contents(root)}"
         )
     files = []
     for number, name in enumerate(classes):

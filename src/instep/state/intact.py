@@ -2,7 +2,7 @@
 
 `manifest.latest` looks at sizes and answers at once; this reads and hashes
 whole files, as long as it takes. It imports no torch, and knows nothing of
-tensors: what the files mean is `load.py`'s. Way in: `newest_sound`.
+tensors: what the files mean is `load.py`'s. Way in: `newest_intact`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def newest_sound(
+def newest_intact(
     folder: Path, believe: Callable[[Path, Manifest], None] = lambda *_: None
 ) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` of which every byte is right.
@@ -68,7 +68,7 @@ def newest_sound(
     return None, refused
 
 
-def set_aside(chosen: Path) -> None:
+def discard_newer(chosen: Path) -> None:
     """Rename every checkpoint that is newer than the chosen one: none of them is taken up later.
 
     The next writer deletes them.
@@ -82,7 +82,7 @@ def set_aside(chosen: Path) -> None:
         _set_aside(checkpoint)
 
 
-def set_aside_after(folder: Path, step: int) -> None:
+def discard_after(folder: Path, step: int) -> None:
     """The same with every checkpoint of a later step than this.
 
     Raises:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 
-class Lost(NamedTuple):
+class Unused(NamedTuple):
     """Something of a `DataLoader` that is not kept."""
 
     text: str
@@ -41,7 +41,7 @@ _HOW_OFTEN = (
 _TOGETHER = "Give the dataset itself if any samples may stand together in a batch"
 
 
-class Given(NamedTuple):
+class LoaderParts(NamedTuple):
     """What reads a dataset, as the user gave it."""
 
     dataset: Any
@@ -54,11 +54,11 @@ class Given(NamedTuple):
     """The `DataLoader`; None where there was none."""
 
     @property
-    def seen_as(self) -> Any:
+    def info_dataset(self) -> Any:
         """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
         return self.dataset if self.loader is None else self.loader.dataset
 
-    def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Lost]:
+    def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Unused]:
         """What of the `DataLoader` is not kept.
 
         Args:
@@ -71,13 +71,13 @@ class Given(NamedTuple):
         of = f"{name}'s DataLoader"
         sampler, batches = _sampler(self.loader), self.loader.batch_sampler
         if type(batches) is not BatchSampler:
-            yield Lost(
+            yield Unused(
                 f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
                 "sample comes once in an epoch, in batches of train.global_batch",
                 _TOGETHER,
             )
         elif batches.batch_size != batch:
-            yield Lost(
+            yield Unused(
                 f"{of} has batch_size = {batches.batch_size}, which is not used: "
                 f"train.global_batch = {batch} says how many samples a step takes"
             )
@@ -88,32 +88,32 @@ class Given(NamedTuple):
             and shuffled
             and type(batches) is BatchSampler
         ):
-            yield Lost(
+            yield Unused(
                 f"{of} has shuffle = False, which is not used: the order of each epoch follows "
                 "from the job's seed"
             )
         if not once:
-            yield Lost(
+            yield Unused(
                 f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
                 "comes once in an epoch",
                 "" if type(sampler) is DistributedSampler else _HOW_OFTEN,  # it only deals
             )
         if type(batches) is BatchSampler and batches.drop_last:
-            yield Lost(
+            yield Unused(
                 f"{of} has drop_last = True, which is not used: the last batch may be smaller"
             )
         if self.loader.generator is not None:
-            yield Lost(
+            yield Unused(
                 f"{of} has a generator, which is not used: the order follows from the job's seed"
             )
         if self.loader.timeout:
-            yield Lost(
+            yield Unused(
                 f"{of} has timeout = {self.loader.timeout:g}, which is not used: how long a read "
                 "may take is learnt from those before it"
             )
         context = self.loader.multiprocessing_context
         if context is not None and context.get_start_method() != "fork":
-            yield Lost(
+            yield Unused(
                 f"{of} has multiprocessing_context = {context.get_start_method()}, which is not "
                 "used: loader processes are forked"
             )
@@ -135,7 +135,7 @@ def _sampler(loader: Any) -> Any:
     return batches.sampler if type(batches) is BatchSampler else loader.sampler
 
 
-def taken_apart(given: Any) -> Given:
+def unpack_loader(given: Any) -> LoaderParts:
     """A dataset as it is, or what a `DataLoader` was made of.
 
     The samples that a `SubsetRandomSampler` leaves out are left out here too.
@@ -144,7 +144,7 @@ def taken_apart(given: Any) -> Given:
         ValueError: its batches are made by the dataset itself (`batch_size = None`).
     """
     if not isinstance(given, DataLoader):
-        return Given(given)
+        return LoaderParts(given)
     if given.batch_sampler is None and hasattr(given.dataset, "__getitem__"):
         raise ValueError(
             "has batch_size = None: its dataset gives whole batches, and samples are wanted, which "
@@ -154,7 +154,7 @@ def taken_apart(given: Any) -> Given:
     sampler = _sampler(given)
     if type(sampler) is SubsetRandomSampler:
         dataset = Subset(dataset, list(sampler.indices))
-    return Given(
+    return LoaderParts(
         dataset,
         None if given.collate_fn is default_collate else given.collate_fn,
         given.worker_init_fn,

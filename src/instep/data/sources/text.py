@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.data.files import Bytes, Sample, found
 from instep.data.order import Indices
+from instep.data.sources.files import Bytes, Sample, folder_contents
 from instep.errors import DataError
 
 
@@ -91,5 +91,5 @@ def _text_paths(given: str | Path | Sequence[str | Path], pattern: str) -> list[
         return [root]
     paths = sorted(path for path in root.rglob(pattern) if path.is_file())
     if not paths:
-        raise DataError(f"{root} holds no file that matches {pattern!r}. {found(root)}")
+        raise DataError(f"{root} holds no file that matches {pattern!r}. {folder_contents(root)}")
     return paths

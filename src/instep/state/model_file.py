@@ -4,7 +4,7 @@ The model that a run leaves carries its own SHA-256 in its header, so the hash t
 with every copy: the hash is that of the whole file with the digits of the hash as zeros.
 The file of a checkpoint has its hash in the manifest beside it. A safetensors file from
 elsewhere has neither; there is only its structure to look at (`header.py`). It imports
-no torch. Way in: `check_recorded`.
+no torch. Way in: `check_hash`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CHUNK_BYTES = 1 << 20
 
 
-def check_recorded(path: Path, *, sealed: bool = False, source: Path | None = None) -> bool:
+def check_hash(path: Path, *, sealed: bool = False, source: Path | None = None) -> bool:
     """Compare a safetensors file with the hash that was recorded for it.
 
     Args:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.data.files import Bytes, Sample, found
 from instep.data.order import Indices
+from instep.data.sources.files import Bytes, Sample, folder_contents
 from instep.errors import DataError
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x00000803, 0x00000801
@@ -143,7 +143,7 @@ def _read(folder: Path, name: str) -> tuple[Path, bytes]:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path, _unpacked(path)
-    raise DataError(f"{folder / name} does not exist, nor with .gz. {found(folder)}")
+    raise DataError(f"{folder / name} does not exist, nor with .gz. {folder_contents(folder)}")
 
 
 def _unpacked(path: Path) -> bytes:

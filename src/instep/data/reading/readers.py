@@ -1,7 +1,7 @@
-"""Where slices are read: at the moment they are wanted, or ahead in one thread.
+"""Readers: where slices are read. At the moment they are wanted, or ahead in one thread.
 
 A reader hands out a ticket for every slice and gives the batch for the ticket.
-`processes.Pool` is the third of the kind.
+`pool.Pool`, which reads in processes, is the third reader.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from instep.data import breadcrumb
-from instep.data.fetch import Slice
-from instep.data.threads import asked_here, cpu_clock
+from instep.data.reading.fetch import Slice
+from instep.data.reading.threads import answer_stack_signals, cpu_clock
+from instep.data.samples import last_read
 
 Work = Callable[[Slice], Any]
 
@@ -27,7 +27,7 @@ class Reader(Protocol):
         """Ask for a slice; returns its ticket."""
 
     def take(self, ticket: Any) -> Any:
-        """The batch, when it is ready; an error of the work is raised here."""
+        """The batch, when it is ready; an error of reading it is raised here."""
 
     def drop(self, tickets: Iterable[Any]) -> None:
         """These are no longer wanted."""
@@ -37,18 +37,15 @@ class Reader(Protocol):
 
 
 class Inline:
-    """Reads a slice when it is taken, where it is taken."""
+    """Reads a slice when it is taken, in the thread that takes it."""
 
     ahead = 0
 
     def __init__(self, work: Work) -> None:
-        self._work = work
+        self.take = work
 
     def submit(self, part: Slice) -> Slice:
         return part
-
-    def take(self, ticket: Slice) -> Any:
-        return self._work(ticket)
 
     def drop(self, tickets: Iterable[Slice]) -> None:
         pass
@@ -64,8 +61,8 @@ class Ahead:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._trail = breadcrumb.trail(getattr(work, "name", breadcrumb.DATASETS[0]))
-        self._trail.ahead = True
+        self._current = last_read.current_read(getattr(work, "name", last_read.DATASETS[0]))
+        self._current.ahead = True
         self._clock: Callable[[], float] = lambda: 0.0
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="instep-loader", initializer=self._begin
@@ -75,28 +72,28 @@ class Ahead:
         self._clock = cpu_clock()
 
     def _read(self, part: Slice) -> Any:
-        with asked_here():
+        with answer_stack_signals():
             return self._work(part)
 
     @property
     def cpu_s(self) -> float:
-        """What its thread has used so far; may be asked by any thread."""
+        """What its thread has used so far; any thread may call it."""
         return self._clock()
 
     def submit(self, part: Slice) -> Future[Any]:
         return self._thread.submit(self._read, part)
 
     def take(self, ticket: Future[Any]) -> Any:
-        self._trail.ahead = False
+        self._current.ahead = False
         try:
             return ticket.result()
         finally:
-            self._trail.ahead = True
+            self._current.ahead = True
 
     def drop(self, tickets: Iterable[Future[Any]]) -> None:
         for ticket in tickets:
             ticket.cancel()
 
     def close(self) -> None:
-        self._trail.ahead = False
+        self._current.ahead = False
         self._thread.shutdown(wait=True, cancel_futures=True)

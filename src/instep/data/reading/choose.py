@@ -1,16 +1,15 @@
-"""Read in the process that trains, or in others: whichever a measurement favours.
+"""Chooses by measuring: read in the process that trains, or in loader processes.
 
-Loader processes can be the slow path: for small samples two of them were ten
-times slower than reading in the process that trains. So a few samples are read
-at the start, and where they are dear, processes are raced against what reading
-here would take, while matrix products keep this process as busy as training
-will. Takes under 0.3 s unless a handful of samples alone takes longer.
+Loader processes can be the slow way: for small samples two of them were ten times slower than
+reading in the process that trains. So a few samples are read at the start, and where they are
+slow, processes are raced against reading here, while matrix products keep this process as busy
+as training will. This takes under 0.3 s unless a handful of samples alone takes longer.
 
-A dataset's own code is measured in a loader process, which reads on if processes
-are chosen and ends if not: here nobody has read from it before. Where torch's
-and instep's own code alone reads, a thread may read ahead as well. It must not
-where the user's does: a thread shares the global generators with training, and
-no look at them can tell whose draw it was.
+A dataset's own code is measured in a loader process, because nothing may read it here before
+the processes are forked. That process is kept if processes are chosen. Where only torch's and
+instep's own code reads, a thread may read ahead as well. It must not where the user's code
+does: a thread shares the global generators with training, and comparing their states cannot
+tell which of the two drew.
 """
 
 from __future__ import annotations
@@ -22,36 +21,36 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from instep.data import wire
-from instep.data.child import Work
-from instep.data.fetch import Fetch, Slice
-from instep.data.fingerprint import fingerprint
 from instep.data.order import key
-from instep.data.processes import Pool
-from instep.data.readers import Ahead, Reader
-from instep.data.template import Say
+from instep.data.reading import wire
+from instep.data.reading.fetch import Fetch, Slice
+from instep.data.reading.pool import Pool
+from instep.data.reading.process import Work
+from instep.data.reading.readers import Ahead, Reader
+from instep.data.reading.template import Say
+from instep.data.samples.fingerprint import fingerprint
 from instep.errors import DataError
 
 _CHEAP_S = 0.2e-3
-"""A sample that takes less is not worth a trip between processes, where a thread would do."""
+"""A faster sample is not worth a trip between processes where a thread would do."""
 
 _SHORT_S = 1e-3
-"""A slice that takes less is not worth a trip between processes at all."""
+"""A faster slice is not worth a trip between processes at all."""
 
 _QUICK_S = 0.3e-3
-"""A slice that takes less is not worth a thread: both want the interpreter, and one core."""
+"""A faster slice is not worth a thread, which competes for the interpreter and a core."""
 
 _PROBE_S, _PROBE_SAMPLES = 0.025, 63
 _RACE_PARTS = 4
 _PROCESSES = 2
 _WARM_S, _LIMIT_S = 0.005, 0.06
 _CLEARLY = 0.9
-"""Processes must need this share of the time here or less: they cost memory too."""
+"""Processes must take at most this share of the time here: they cost memory too."""
 
 _OF_LOADER = 4
 
 LOOK, FINGERPRINT = Slice(-1, 0, 0), Slice(-2, 0, 0)
-"""Asked of a reader in place of a slice: what `look` found, and the dataset's fingerprint."""
+"""Submitted to a reader in place of a slice: asks for a `Probe`, and for the fingerprint."""
 
 
 class Probe(NamedTuple):
@@ -63,12 +62,12 @@ class Probe(NamedTuple):
     """All of the last slice, half of the samples."""
     busy: float
     """CPU time over wall time: 1 computes, 0 waits."""
-    carried: bool
+    can_be_sent: bool
     """Whether the batch can come from another process."""
 
 
 class Choice(NamedTuple):
-    """How slices are read from now on."""
+    """How slices are read, and why."""
 
     mode: Literal["inline", "ahead", "processes"]
     why: str
@@ -78,24 +77,25 @@ class Choice(NamedTuple):
 def choose(
     fetch: Fetch,
     processes: int | Literal["auto"],
-    begin: Callable[[int], Any] | None = None,
+    worker_init: Callable[[int], Any] | None = None,
     say: Say = lambda text: None,
-    seen_as: Any = None,
+    info_dataset: Any = None,
 ) -> Choice:
-    """Look at the dataset, then decide; a dataset's own code is not run in this process.
+    """Measure, then decide; a dataset's own code is not run in this process.
 
     Args:
         fetch: reads.
         processes: how many are asked for.
-        begin: called in each process with its number, before it reads.
-        say: takes a sentence at each fork of a process that failed and is tried again.
-        seen_as: the dataset that a process is told it reads.
+        worker_init: called in each process with its number, before it reads.
+        say: called with a sentence at each fork that failed and is retried.
+        info_dataset: `get_worker_info().dataset` in a loader process.
 
     Raises:
-        DataError: the first sample cannot be read; where the dataset's own code is
-            to read in this process, that is not seen here.
+        DataError: the first sample cannot be read; not raised here where the
+            dataset's own code will read in this process.
     """
-    work = Work(answers(fetch), seen_as, key(fetch.seed, _OF_LOADER) >> 1, begin, fetch)
+    seed = key(fetch.seed, _OF_LOADER) >> 1
+    work = Work(fetch, handler(fetch), info_dataset, seed, worker_init)
     if processes == 0:
         return _here(fetch, look(fetch) if fetch.plain else None, "data.loaders = 0")
     if processes != "auto":
@@ -113,14 +113,14 @@ def choose(
     return _choose_by_measuring(fetch, work, say)
 
 
-def answers(fetch: Fetch) -> Callable[[Slice], Any]:
-    """What a reader of this dataset answers to a slice, or to one of the questions above."""
+def handler(fetch: Fetch) -> Callable[[Slice], Any]:
+    """What a reader of this dataset runs on a slice, `LOOK` or `FINGERPRINT`."""
 
     def answer(part: Slice) -> Any:
         if part == LOOK:
             return tuple(look(fetch))
         if part == FINGERPRINT:
-            return fingerprint(fetch).plain()
+            return fingerprint(fetch.samples, fetch.seed, fetch.content).to_plain()
         return fetch(part)
 
     return answer
@@ -131,14 +131,13 @@ def _unread(fetch: Fetch) -> bool:
 
 
 def look(fetch: Fetch) -> Probe:
-    """Read slices of 1, 2, 4, ... samples until it has cost enough.
+    """Read slices of 1, 2, 4, ... samples until enough time has passed.
 
     The caller's generators are left as they were.
 
     Raises:
-        DataError: the first sample cannot be read. What is wrong with later
-            ones, or with stacking them, is left to the slices of the run, which
-            may be cut otherwise.
+        DataError: the first sample cannot be read. Errors of later ones, or of
+            stacking them, are left to the slices of the run, which may be others.
     """
     begin, busy = time.perf_counter(), time.process_time()
     batch, *_ = fetch(Slice(0, 0, 1))
@@ -156,10 +155,10 @@ def look(fetch: Fetch) -> Probe:
         slice_s = now - started
         sample_s = slice_s / (part.stop - part.first)
     share = (time.process_time() - busy) / max(now - begin, 1e-9)
-    return Probe(stop, sample_s, slice_s, min(share, 1.0), _carried(batch))
+    return Probe(stop, sample_s, slice_s, min(share, 1.0), _can_be_sent(batch))
 
 
-def _carried(batch: Any) -> bool:
+def _can_be_sent(batch: Any) -> bool:
     try:
         wire.pack(batch)
     except DataError:
@@ -168,7 +167,7 @@ def _carried(batch: Any) -> bool:
 
 
 def _choose_plain(fetch: Fetch, work: Work, say: Say) -> Choice:
-    """Here, in a thread, or in processes; all read from one object, which keeps nothing."""
+    """This process, a thread, or processes; all read from one object, which keeps nothing."""
     probe = look(fetch)
     cost = _cost(probe)
     if probe.sample_s < _CHEAP_S:
@@ -187,7 +186,7 @@ def _choose_plain(fetch: Fetch, work: Work, say: Say) -> Choice:
 
 
 def _choose_by_measuring(fetch: Fetch, work: Work, say: Say) -> Choice:
-    """Here or in processes; the dataset's own code runs in processes alone by now."""
+    """This process or loader processes; so far only the latter run the dataset's own code."""
     try:
         pool = Pool(work, 1, of=_PROCESSES, unread=lambda: _unread(fetch), say=say)
     except DataError as error:
@@ -201,8 +200,8 @@ def _choose_by_measuring(fetch: Fetch, work: Work, say: Say) -> Choice:
     if probe.slice_s < _SHORT_S:
         count = probe.samples // 2 + 1
         why = f"{count} samples take {probe.slice_s * 1e3:.2g} ms, less than {_SHORT_S * 1e3:g} ms"
-    elif not probe.carried:
-        why = f"{_cost(probe)}; its type cannot come from another process"
+    elif not probe.can_be_sent:
+        why = f"{_cost(probe)}; its type cannot be sent between processes"
     if why:
         pool.close()
         return _here(fetch, probe, why)
@@ -220,7 +219,7 @@ def _cost(probe: Probe) -> str:
 def _here(fetch: Fetch, probe: Probe | None, why: str) -> Choice:
     if not fetch.plain:
         return Choice("inline", why, None)
-    assert probe is not None, "what is plain was looked at"
+    assert probe is not None, "a plain dataset is always probed"
     if probe.slice_s < _QUICK_S:
         count = probe.samples // 2 + 1
         text = f"{count} samples take {probe.slice_s * 1e3:.2g} ms, a thread would cost more"
@@ -229,7 +228,7 @@ def _here(fetch: Fetch, probe: Probe | None, why: str) -> Choice:
 
 
 def _choose_unraced(fetch: Fetch, probe: Probe, pool: Pool) -> Choice:
-    """Samples too slow to race in the time there is: waiting overlaps, computing needs a core."""
+    """Samples too slow for a race: reads that wait overlap, reads that compute need a core."""
     spare = cores() - torch.get_num_threads()
     facts = f"{_cost(probe)}, {probe.busy:.0%} of it computing, with {max(spare, 0)} cores to spare"
     if probe.busy > 0.5 and spare < 1:
@@ -252,7 +251,7 @@ def cores() -> int:
 def _race_of(probe: Probe) -> tuple[_Chores, list[Slice]]:
     size = max(probe.samples // _RACE_PARTS, 1)  # samples seen before: all find warm caches
     parts = [Slice(0, i * size, (i + 1) * size) for i in range(_RACE_PARTS)]
-    # half of what reading takes alone: only where reading is the longer part does the way matter
+    # half of what reading takes alone: the choice matters only where reading is the longer part
     return _Chores(_RACE_PARTS * size * probe.sample_s / 2), parts
 
 
@@ -264,7 +263,7 @@ def _raced(fetch: Fetch, probe: Probe, made: Callable[[], Pool], here_s: float) 
         pool = made()
         pool.grow(_PROCESSES)
         for ticket in [pool.submit(Slice(0, i, i + 1)) for i in range(_PROCESSES)]:
-            pool.take(ticket)  # each process copies what it touches of the parent's memory, once
+            pool.take(ticket)  # each process copies the memory that it touches, once
         there_s = _timed(pool, parts, chores)
     except DataError as error:
         if pool is not None:
@@ -285,25 +284,21 @@ def _raced(fetch: Fetch, probe: Probe, made: Callable[[], Pool], here_s: float) 
 
 
 class _Chores:
-    """Matrix products on this process's threads, in place of training."""
+    """Matrix products on this process's threads, which stand in for training."""
 
     def __init__(self, seconds: float) -> None:
         self._matrix = torch.full((192, 192), 1e-3)
-        self._count = 2**30
+        self.count = 2**30
         self.do(_WARM_S)
         done, took_s = self.do(_WARM_S)
-        self._count = max(1, round(done * seconds / took_s))
-        self.seconds = self._count * took_s / done
+        self.count = max(1, round(done * seconds / took_s))
+        self.seconds = self.count * took_s / done
         """What they take alone."""
 
-    @property
-    def count(self) -> int:
-        return self._count
-
     def do(self, limit_s: float) -> tuple[int, float]:
-        """Do all, or as many as the limit allows: how many, and seconds."""
+        """Do all, or as many as the limit allows; returns how many, and seconds."""
         begin, done, took_s = time.perf_counter(), 0, 0.0
-        while done < self._count and took_s < limit_s:
+        while done < self.count and took_s < limit_s:
             self._matrix @ self._matrix
             done += 1
             took_s = time.perf_counter() - begin
@@ -313,8 +308,8 @@ class _Chores:
 def _timed(reader: Reader, parts: list[Slice], chores: _Chores) -> float:
     """Seconds until chores and slices are both done; chores beyond the limit are extrapolated.
 
-    A thread that computes in Python can slow training tenfold, as each wants
-    the interpreter when the other has it: the race must not wait for that.
+    A thread that computes in Python can slow training tenfold, as both compete for the
+    interpreter: the race must not wait for that.
     """
     begin = time.perf_counter()
     tickets = [reader.submit(part) for part in parts]

@@ -8,8 +8,8 @@ CIFAR-10), `image_folder.py`, `text.py`.
 
 from __future__ import annotations
 
-from instep.data.image_folder import image_folder
-from instep.data.images import cifar10, mnist
-from instep.data.text import text
+from instep.data.sources.image_folder import image_folder
+from instep.data.sources.images import cifar10, mnist
+from instep.data.sources.text import text
 
 __all__ = ["cifar10", "image_folder", "mnist", "text"]

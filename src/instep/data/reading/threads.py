@@ -1,7 +1,7 @@
-"""What others can learn of one thread: for how long processors were busy with it, where it stands.
+"""What others can learn of one thread: its CPU time, and its current stack.
 
-Who only waits uses no processor, however long it takes; who loops does. What
-follows from that is not known here. Way in: `cpu_clock`, `asked_here`.
+A thread that waits uses no CPU time, however long it waits; one that loops does. What to
+conclude is not known here. Way in: `cpu_clock`, `answer_stack_signals`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ASK_READER = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""A signal that asks the thread which reads data where it stands (`system/stacks.py`)."""
+"""A signal that asks the thread which reads data for its stack (`system/stacks.py`)."""
 
 
 @contextmanager
-def asked_here() -> Iterator[None]:
-    """Have the thread that calls this be the one that the signal reaches, for the context.
+def answer_stack_signals() -> Iterator[None]:
+    """In this context the calling thread receives `ASK_READER`.
 
-    All others block it, also those that are to read and have nothing to do.
+    All other threads block it, also reading threads that have nothing to do.
     """
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_READER])
     try:
@@ -33,11 +33,11 @@ def asked_here() -> Iterator[None]:
 def cpu_clock() -> Callable[[], float]:
     """CPU seconds of the thread that calls this, as a function that any thread may call.
 
-    It gives 0.0 where the system does not tell, and once the thread has ended.
+    It gives 0.0 where the system has no such clock, and once the thread has ended.
     """
     if not hasattr(time, "pthread_getcpuclockid"):
         return lambda: 0.0
-    clock = time.pthread_getcpuclockid(threading.get_ident())  # of a thread that surely lives
+    clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def used_s() -> float:
         try:
