@@ -153,7 +153,7 @@ IN_A_JOB_FILE = [
     Job('[start]\nmodel = "old.pt"', ["old.pt is a file of torch.save", "convert it"], code=7),
     Job(
         '[start]\nmodel = "body.safetensors"',
-        ["body.safetensors is truncated: it has 70 bytes and should have 72"],
+        ["body.safetensors is no safetensors file, or it is truncated or damaged (70 bytes)"],
         code=7,
     ),
     Job('recipe = "recipy.py:recipe"', ["no recipe file", "Did you mean 'recipe.py'?"], code=3),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from instep.state.snapshot import Packer, Snapshot, tied_names
+from instep.state.snapshot import Snapshot, tied_names
 from instep.worker.saving import TakenUp, aside, gather, take_up
 from instep.worker.standing import Committed, Standing
 from instep.worker.update import Update
@@ -25,7 +25,6 @@ class CleanCopy:
 
     def __init__(self, model: nn.Module, update: Update, standing: Standing) -> None:
         self._model, self._update, self._standing = model, update, standing
-        self._pack = Packer()
         self._kept: Snapshot | None = None
         self._last: Committed | None = None
         self._carried = TakenUp()
@@ -42,7 +41,7 @@ class CleanCopy:
             strategy: what the strategy remembers since that commit.
         """
         carried = self._standing.carried._replace(strategy=strategy)
-        live = gather(carried, self._model, self._update, self._pack)
+        live = gather(carried, self._model, self._update)
         live.tensors["aside"] = aside(self._model, live.tensors["model"])
         before = self._kept.tensors if self._kept is not None else {}
         tensors = {

@@ -1,8 +1,8 @@
-"""State from a peer's memory: what one rank holds, every rank of a group gets.
+"""Broadcast a snapshot from the memory of one rank to all ranks of a group.
 
-A worker that joins a run takes parameters, optimizer and all the rest from one
-that has them, without the disk. A header of plain JSON says what comes; the
-tensors follow as bytes, many at a time. Nothing is pickled.
+A worker that joins a run copies parameters, optimizer state and the rest from a peer, without
+the disk. A header of plain JSON says what follows; the tensors follow as bytes, many at a
+time. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instep.comm.base import Comm
 from instep.state.snapshot import DTYPES, Snapshot, tied_names
 
 CHUNK_BYTES = 1 << 25
-"""Tensors travel together up to so many bytes; a larger one travels alone."""
+"""Tensors are sent together up to this many bytes; a larger one is sent alone."""
 
 _ALIGNED = 8
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -27,24 +27,24 @@ _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 def broadcast_snapshot(
     snapshot: Snapshot | None, comm: Comm, root: int, device: torch.device
 ) -> Snapshot:
-    """Give the snapshot of rank `root` to every rank; all of the group call it.
+    """Broadcast the snapshot of rank `root`; every rank of the group calls this.
 
     Args:
         snapshot: on `root`; ignored elsewhere.
         comm: the group.
-        root: whose snapshot counts.
-        device: where tensors travel and arrive.
+        root: the rank whose snapshot is sent.
+        device: on which tensors are sent and received.
 
     Returns:
-        On `root` the snapshot given, elsewhere its equal: values, types, facts and
+        On `root` its own snapshot, elsewhere an equal one: values, types, facts and
         ties; every tensor in memory of its own.
 
     Raises:
-        PeerError: a rank went away.
+        PeerError: a rank was lost.
     """
     mine = snapshot if comm.rank == root else None
-    assert (mine is not None) == (comm.rank == root), "the root gives a snapshot"
-    header = _share_header(mine, comm, root, device)
+    assert (mine is not None) == (comm.rank == root), "the root has a snapshot"
+    header = _broadcast_header(mine, comm, root, device)
     entries = [tuple(entry) for entry in header["tensors"]]
     groups: dict[str, dict[str, Tensor]] = {group: {} for group in header["groups"]}
     for chunk in _chunks(entries):
@@ -64,7 +64,7 @@ def broadcast_snapshot(
     return Snapshot(step=header["step"], tensors=groups, facts=header["facts"])
 
 
-def _share_header(
+def _broadcast_header(
     mine: Snapshot | None, comm: Comm, root: int, device: torch.device
 ) -> dict[str, Any]:
     text = json.dumps(_header(mine)).encode() if mine is not None else b""
@@ -116,7 +116,7 @@ def _padded(entry: Any) -> int:
 
 
 def _places(chunk: list[Any], flat: Tensor) -> Iterator[Tensor]:
-    """The part of `flat` that each tensor takes, seen as that tensor."""
+    """For each tensor a view of its part of `flat`."""
     at = 0
     for entry in chunk:
         _, _, kind, shape = entry

@@ -1,8 +1,7 @@
-"""Which checkpoint a run can go on from: the newest of which every byte is right.
+"""Finds the checkpoint to resume from: the newest of which every byte is right.
 
-`manifest.latest` looks at sizes and answers at once; this reads and hashes
-whole files, as long as it takes. It imports no torch, and knows nothing of
-tensors: what the files mean is `load.py`'s. Way in: `newest_intact`.
+It reads and hashes whole files. It imports no torch and knows no tensors: `load.py` reads
+those. Way in: `newest_intact`; `discard_newer` and `discard_after` for those that are not used.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def check(checkpoint: Path) -> Manifest:
     """Compare every byte of a checkpoint with its sealed manifest.
 
     Returns:
-        The manifest, which can be believed.
+        The manifest, verified.
 
     Raises:
         CheckpointError: a file is damaged, truncated, foreign or missing; the
@@ -41,18 +40,18 @@ def check(checkpoint: Path) -> Manifest:
 
 
 def newest_intact(
-    folder: Path, believe: Callable[[Path, Manifest], None] = lambda *_: None
+    folder: Path, accept: Callable[[Path, Manifest], None] = lambda *_: None
 ) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` of which every byte is right.
 
     Args:
         folder: where the checkpoints of a run lie.
-        believe: given one that is whole, and its manifest; raises `CheckpointError`
-            if it is not to be used for another reason.
+        accept: called with an intact one and its manifest; raises `CheckpointError`
+            if it cannot be used for another reason.
 
     Returns:
         Its folder, or None where there is none; and for each newer one that
-        cannot be believed a sentence that says which file and why, newest first.
+        cannot be acceptd a sentence that says which file and why, newest first.
 
     Raises:
         CheckpointError: `folder` is there but cannot be listed.
@@ -60,7 +59,7 @@ def newest_intact(
     refused = []
     for _, checkpoint in published(folder):
         try:
-            believe(checkpoint, check(checkpoint))
+            accept(checkpoint, check(checkpoint))
         except CheckpointError as error:
             refused.append(str(error))
         else:
@@ -69,7 +68,7 @@ def newest_intact(
 
 
 def discard_newer(chosen: Path) -> None:
-    """Rename every checkpoint that is newer than the chosen one: none of them is taken up later.
+    """Rename every checkpoint that is newer than the chosen one, so that none is loaded later.
 
     The next writer deletes them.
 
@@ -79,29 +78,29 @@ def discard_newer(chosen: Path) -> None:
     for _, checkpoint in published(chosen.parent):
         if checkpoint == chosen:
             return
-        _set_aside(checkpoint)
+        _discard(checkpoint)
 
 
 def discard_after(folder: Path, step: int) -> None:
-    """The same with every checkpoint of a later step than this.
+    """The same for every checkpoint of a later step.
 
     Raises:
         CheckpointError: one cannot be renamed, or the folder not be listed.
     """
     for its_step, checkpoint in published(folder):
         if its_step > step:
-            _set_aside(checkpoint)
+            _discard(checkpoint)
 
 
-def _set_aside(checkpoint: Path) -> None:
-    doomed = checkpoint.with_name(DELETING + checkpoint.name)
+def _discard(checkpoint: Path) -> None:
+    renamed = checkpoint.with_name(DELETING + checkpoint.name)
     try:
-        if doomed.is_dir():
-            shutil.rmtree(doomed)
-        checkpoint.rename(doomed)
+        if renamed.is_dir():
+            shutil.rmtree(renamed)
+        checkpoint.rename(renamed)
     except OSError as error:
         if not checkpoint.exists():
             return  # another process did it meanwhile
         raise CheckpointError(
-            f"{checkpoint} is not to be used and cannot be renamed: {reason(error)}."
+            f"{checkpoint} must not be used and cannot be renamed: {reason(error)}."
         ) from error

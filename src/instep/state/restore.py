@@ -1,8 +1,7 @@
-"""Put the tensors of a checkpoint back into a live model, bit for bit, or not at all.
+"""Copy the tensors of a checkpoint into a live model, bit for bit, or not at all.
 
-For going on with the run that saved them: names, shapes, types and ties must
-be the same. Whoever wants what fits of any file uses `load.load_model`. It
-knows no files. Way in: `restore`.
+It is for resuming the run that saved them: names, shapes, types and ties must be the same.
+To load what fits from any file, use `load.load_model`. It knows no files. Way in: `restore`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from instep.state.load import LoadReport
 from instep.state.snapshot import model_tensors, tied_names
 
 _EXTRA = "_extra_state"
-"""Ends the name of what `get_extra_state` returned; its shape is the module's own affair."""
+"""Ends the name of what `get_extra_state` returned, whose shape may change."""
 
 
 def restore(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Give a model the parameters and persistent buffers that were saved, to the bit.
 
-    They are copied into the model's own memory: whoever holds its parameters
-    (an optimizer, a tied layer) sees the new values.
+    They are copied into the model's own memory: an optimizer or a tied layer
+    that refers to its parameters sees the new values.
 
     Args:
         tensors: group `"model"` of a loaded snapshot; on any device.
@@ -72,7 +71,7 @@ def _difference(name: str, saved: Tensor, wanted: Tensor) -> str:
 
 
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each name to the first, in the order of names, that stands for the same memory."""
+    """Each name to the first, in the order of names, that has the same memory."""
     ordered = dict(sorted(tensors.items()))
     return {name: name for name in ordered} | tied_names(ordered)
 

@@ -22,7 +22,7 @@ from instep.data.order import Position, key, position, steps_in_epoch
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.spec import StartSpec
-from instep.state.retention import best_of
+from instep.state.retention import best_rule
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
@@ -58,7 +58,7 @@ class OwnLoop:
                 f"train.precision = {self.job.train.precision!r}: your own loop casts by itself. "
                 "Leave the key out, and use torch.autocast around your forward pass."
             )
-        best_of(self.job.checkpoint, ())  # your validation is not seen from here
+        best_rule(self.job.checkpoint, ())  # your validation is not seen from here
         if self.job.start != StartSpec():
             raise SpecError(
                 "[start] is set, but your own loop makes model and optimizer. Leave it out; load "

@@ -23,17 +23,12 @@ from instep.spec_file import dump
 from instep.state.intact import discard_after
 from instep.state.load import load
 from instep.state.manifest import MANIFEST, published, reason
+from instep.state.packing import pack_state, unpack_state
 from instep.state.restore import restore
 from instep.state.retention import Best, facts_of
-from instep.state.save import CheckpointWriter, Saved, save_model
-from instep.state.snapshot import (
-    Packer,
-    Snapshot,
-    model_tensors,
-    pack_state,
-    parameters_sha256,
-    unpack_state,
-)
+from instep.state.save import CheckpointWriter, Saved
+from instep.state.snapshot import Snapshot, model_tensors, parameters_sha256
+from instep.state.staging import save_model
 from instep.store.folder import run_id
 from instep.system.blame import sentence
 from instep.worker.member import Member
@@ -56,19 +51,18 @@ class TakenUp(NamedTuple):
     """Of the epoch that was not finished: loss times samples, and samples."""
 
 
-def gather(carried: TakenUp, model: nn.Module, update: Update, pack: Packer) -> Snapshot:
+def gather(carried: TakenUp, model: nn.Module, update: Update) -> Snapshot:
     """Everything of one commit that the next step builds on.
 
     Args:
         carried: the step, and what is carried on beside model and optimizer.
         model: as that step left it.
         update: has its optimizer, scheduler and scaler.
-        pack: takes the optimizer's state apart.
 
     Raises:
         CheckpointError: something in it cannot be kept.
     """
-    optimizer, skeleton = pack(update.optimizer.state_dict())
+    optimizer, skeleton = pack_state(update.optimizer.state_dict())
     facts: dict[str, Any] = {
         "epoch_so_far": pack_state([carried.epoch_loss, carried.epoch_samples])[1],
         "optimizer": skeleton,
@@ -161,7 +155,6 @@ class Saver:
         self._due = member.job.checkpoint.due
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
-        self._pack_optimizer = Packer()
         self._newest = self._last = 0  # saved by this start; to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
@@ -170,7 +163,7 @@ class Saver:
             keep_last=member.job.checkpoint.keep_last,
             keep_every=member.job.checkpoint.keep_every,
             best=best,
-            builds_on=[member.run / name for name in RESUMED_FROM],
+            sync_first=[member.run / name for name in RESUMED_FROM],
             may_publish=lambda: not member.fenced,
         )
 
@@ -213,7 +206,7 @@ class Saver:
     ) -> Snapshot:
         """Everything of one commit."""
         carried = TakenUp(step, replica.strategy.state(), *epoch_so_far)
-        snapshot = gather(carried, self._model, self._update, self._pack_optimizer)
+        snapshot = gather(carried, self._model, self._update)
         others = aside(self._model, snapshot.tensors["model"])
         if moved := {n: b for n, b in others.items() if id(b) in replica.buffers.moved}:
             snapshot.tensors["aside"] = moved

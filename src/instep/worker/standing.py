@@ -20,7 +20,7 @@ from torch import nn
 from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.state import broadcast
-from instep.state.snapshot import Packer, pack_state, unpack_state
+from instep.state.packing import pack_state, unpack_state
 from instep.store.ledger import mend
 from instep.worker.catch_up import NOWHERE, Place, beginning
 from instep.worker.member import Member
@@ -116,7 +116,7 @@ class Standing:
         """Give the root's state to all, or take it."""
         own = None
         if comm.rank == root:
-            own = gather(self.carried, self._model, self._update, Packer())
+            own = gather(self.carried, self._model, self._update)
             own.tensors["aside"] = aside(self._model, own.tensors["model"])
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["trial"] = list(self.trial or ())

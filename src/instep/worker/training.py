@@ -32,7 +32,7 @@ from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
-from instep.state.retention import best_of
+from instep.state.retention import best_rule
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker import knowing
@@ -98,7 +98,7 @@ class Training:
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
         measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
-        self._best = best_of(self.job.checkpoint, measured)
+        self._best = best_rule(self.job.checkpoint, measured)
         self.samples = len(recipe.train)
         self.last_step = self.job.train.length(self.samples)
         fresh = member.checkpoint is None  # else it has what the model is by now

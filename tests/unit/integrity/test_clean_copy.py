@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from instep.integrity.clean_copy import CleanCopy
-from instep.state.snapshot import Packer
 from instep.worker.saving import TakenUp, gather
 from instep.worker.standing import Committed
 from instep.worker.update import Update
@@ -63,7 +62,7 @@ class Worker:
 
     def state(self):
         carried = self.standing.carried._replace(strategy={})  # looked at by itself
-        live = gather(carried, self.model, self.update, Packer())
+        live = gather(carried, self.model, self.update)
         live.tensors["aside"] = {"aside": self.model.aside}
         tensors = {g: {n: t.tolist() for n, t in ts.items()} for g, ts in live.tensors.items()}
         return tensors, live.facts, self.standing.carried[0], self.standing.carried[2:]

@@ -47,7 +47,9 @@ def test_a_step_or_the_best_is_chosen(folder):
 def test_what_is_not_there_is_answered_with_what_is(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"of step 7: .* has those of step 1, 2, 3, 4\."):
         choose(folder, step=7)
-    with pytest.raises(CheckpointError, match=r"best by 'recall': .*Set checkpoint.keep_best"):
+    with pytest.raises(
+        CheckpointError, match=r"has the metric 'recall': .*Set checkpoint.keep_best"
+    ):
         choose(folder, best=Best(count=1, metric="recall"))
     with pytest.raises(CheckpointError, match="none was kept"):
         choose(tmp_path / "nothing", step=1)
@@ -77,7 +79,7 @@ def test_a_damaged_model_is_refused_and_nothing_is_written(folder, tmp_path, dam
         file.unlink()
     target = tmp_path / "model.safetensors"
     target.write_text("from before")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is (damaged|missing)"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is (damaged|missing|truncated)"):
         copy_model(folder / "step-00000002", target)
     assert target.read_text() == "from before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from instep.errors import SpecError
 from instep.spec import CheckpointSpec
 from instep.state.manifest import published
-from instep.state.retention import Best, best_of, facts_of, measured
+from instep.state.retention import Best, best_rule, facts_of, metric_values, to_delete
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot
 
@@ -82,7 +82,7 @@ def test_the_choice_survives_a_restart_as_the_manifests_tell_it(tmp_path):
     for step in (2, 3):
         save(writer, step, 0.2)
     assert steps(tmp_path) == [1, 3]
-    assert measured(tmp_path, best) == {1: 0.1, 3: 0.2}
+    assert metric_values(tmp_path, best) == {1: 0.1, 3: 0.2}
 
 
 def test_a_damaged_manifest_counts_for_nothing(tmp_path):
@@ -140,7 +140,7 @@ def test_figures_that_are_no_numbers_are_left_out_of_the_facts():
 @pytest.mark.parametrize(
     ("spec", "metrics", "says"),
     [
-        ({"keep_best": 2}, (), "checkpoint.keep_best = 2: there is no validation"),
+        ({"keep_best": 2}, (), "checkpoint.keep_best = 2: no validation"),
         (
             {"keep_best": 1, "best_metric": "acuracy"},
             ("loss", "accuracy"),
@@ -150,5 +150,33 @@ def test_figures_that_are_no_numbers_are_left_out_of_the_facts():
 )
 def test_a_wish_for_the_best_needs_something_to_tell_it_by(spec, metrics, says):
     with pytest.raises(SpecError, match=says):
-        best_of(CheckpointSpec(**spec), metrics)
-    assert best_of(CheckpointSpec(), metrics) is None
+        best_rule(CheckpointSpec(**spec), metrics)
+    assert best_rule(CheckpointSpec(), metrics) is None
+
+
+some_steps = st.sets(st.integers(0, 60))
+
+
+def test_the_last_few_stay():
+    assert to_delete([10, 40, 20, 30], current=40, keep_last=2) == [10, 20]
+
+
+def test_milestones_and_the_best_stay_for_good():
+    kept = to_delete([10, 15, 20, 25, 30], current=30, keep_last=1, keep_every=20, keep_best=[15])
+    assert kept == [10, 25]
+
+
+def test_what_lies_beyond_the_current_step_goes_as_the_run_went_back():
+    assert to_delete([10, 20, 30, 40], current=20, keep_last=2, keep_every=10) == [30, 40]
+
+
+@given(some_steps, st.integers(0, 60), st.integers(1, 5), st.integers(0, 7), some_steps)
+def test_the_current_one_and_enough_others_always_stay(known, current, keep, every, best):
+    known.add(current)
+    gone = to_delete(known, current=current, keep_last=keep, keep_every=every, keep_best=best)
+    left = known - set(gone)
+    assert max(left) == current
+    assert sorted(left)[-keep:] == sorted(s for s in known if s <= current)[-keep:]
+    assert set(gone) <= known
+    assert gone == sorted(gone)
+    assert to_delete(left, current=current, keep_last=keep, keep_every=every, keep_best=best) == []

@@ -6,7 +6,8 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.state import broadcast
-from instep.state.snapshot import DTYPES, Snapshot, model_tensors, pack_state
+from instep.state.packing import pack_state
+from instep.state.snapshot import DTYPES, Snapshot, model_tensors
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,10 @@ from torch import nn
 from instep.errors import CheckpointError
 from instep.state.export import copy_own
 from instep.state.load import load_model
-from instep.state.model_file import check_hash
-from instep.state.save import CheckpointWriter, save_model
+from instep.state.model_file import check_hash, check_header
+from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors
+from instep.state.staging import save_model
 
 FACTS = {"step": "3", "job": "net", "parameters_sha256": "0" * 64}
 
@@ -109,3 +110,21 @@ def test_a_plain_file_has_no_hash_to_be_held_against(tmp_path):
 def test_it_takes_no_torch():
     code = "import instep.state.model_file, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[]",
+        b'{"a": 3}',
+        b'{"a": {"data_offsets": [0, 0]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": [0, 0, 0]}}',
+        b'{"a": {"dtype": "F32", "data_offsets": "no"}}',
+    ],
+)
+def test_a_list_of_tensors_that_makes_no_sense_is_refused(tmp_path, head):
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        check_header(path)
