@@ -358,7 +358,7 @@ IN_A_RECIPE = {
     ),
     "a loader of whole batches": Part(
         {"train": "torch.utils.data.DataLoader([(torch.ones(3), 0)], batch_size=None)"},
-        ["Recipe.train is a DataLoader that has batch_size = None", "samples are wanted"],
+        ["Recipe.train is a DataLoader that has batch_size = None", "the job needs single samples"],
     ),
     "a stream for a dataset": Part(
         {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "with a length and dataset[i]"]

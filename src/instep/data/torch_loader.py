@@ -1,9 +1,8 @@
-"""A `DataLoader` taken apart: what of it reading can keep, and what is said of the rest.
+"""What is kept of a `DataLoader` that the user gave, and messages about what is not used.
 
-Which samples make a step, in what order, is the job's business (`order.py`); so a
-loader's batch size, its sampler and its generator have no place to go. This file
-knows what they were, and which of them decide how often a sample is trained on;
-whether that is an error, nothing here decides.
+The job decides which samples make a step and in what order (`order.py`), so a loader's batch
+size, sampler and generator are not used. This file knows which of them decide how often a
+sample is trained on; whether that is an error is not decided here. Way in: `unpack_loader`.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class Unused(NamedTuple):
-    """Something of a `DataLoader` that is not kept."""
+    """A property of a `DataLoader` that is not used."""
 
     text: str
-    """A sentence without its stop."""
+    """A sentence without its full stop."""
     remedy: str = ""
-    """Where it decides which samples are trained on, or which stand together: what to do
-    instead. Empty where it does not."""
+    """What to do instead, if the property decides which samples are trained on or which are in
+    one batch. Empty if it does not."""
 
 
 _HOW_OFTEN = (
-    "Give a dataset in which a sample stands as often as it should come, such as "
-    "Subset(dataset, indices), or weigh samples in the loss; give the dataset itself if each "
-    "should come once"
+    "Give a dataset that has each sample as often as it should be used, such as "
+    "Subset(dataset, indices), or weight samples in the loss; give the dataset itself if each "
+    "should be used once"
 )
-_TOGETHER = "Give the dataset itself if any samples may stand together in a batch"
+_TOGETHER = "Give the dataset itself if any samples may be in one batch"
 
 
 class LoaderParts(NamedTuple):
-    """What reads a dataset, as the user gave it."""
+    """A dataset and how to read it, as the user gave them."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any] | None = None
     """None for torch's own."""
     worker_init: Callable[[int], Any] | None = None
     loaders: int | None = None
-    """Processes; None where nothing was said."""
+    """Loader processes; None where the user gave no `DataLoader`."""
     loader: Any = None
     """The `DataLoader`; None where there was none."""
 
@@ -58,12 +57,12 @@ class LoaderParts(NamedTuple):
         """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
         return self.dataset if self.loader is None else self.loader.dataset
 
-    def lost(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Unused]:
-        """What of the `DataLoader` is not kept.
+    def unused(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Unused]:
+        """The properties of the `DataLoader` that are not used.
 
         Args:
-            name: whose it is, such as `Recipe.train`.
-            shuffled: whether the samples come in another order each epoch.
+            name: of the field that holds it, such as `Recipe.train`.
+            shuffled: whether each epoch has another order.
             batch: samples of a step.
         """
         if self.loader is None:
@@ -96,7 +95,9 @@ class LoaderParts(NamedTuple):
             yield Unused(
                 f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
                 "comes once in an epoch",
-                "" if type(sampler) is DistributedSampler else _HOW_OFTEN,  # it only deals
+                ""
+                if type(sampler) is DistributedSampler
+                else _HOW_OFTEN,  # it only divides the samples between processes
             )
         if type(batches) is BatchSampler and batches.drop_last:
             yield Unused(
@@ -108,8 +109,8 @@ class LoaderParts(NamedTuple):
             )
         if self.loader.timeout:
             yield Unused(
-                f"{of} has timeout = {self.loader.timeout:g}, which is not used: how long a read "
-                "may take is learnt from those before it"
+                f"{of} has timeout = {self.loader.timeout:g}, which is not used: the time "
+                "limit of a read follows from earlier reads"
             )
         context = self.loader.multiprocessing_context
         if context is not None and context.get_start_method() != "fork":
@@ -119,7 +120,7 @@ class LoaderParts(NamedTuple):
             )
 
     def _every_sample_once(self, sampler: Any) -> bool:
-        """Whether an epoch takes each sample of what is read once."""
+        """Whether an epoch uses each sample of what is read once."""
         if type(sampler) is SubsetRandomSampler:  # what it leaves out is not read
             return True
         if type(sampler) is RandomSampler:
@@ -130,13 +131,13 @@ class LoaderParts(NamedTuple):
 
 
 def _sampler(loader: Any) -> Any:
-    """Says which samples come; a batch sampler that was given brings its own."""
+    """The sampler; a batch sampler that the user gave has its own."""
     batches = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else loader.sampler
 
 
 def unpack_loader(given: Any) -> LoaderParts:
-    """A dataset as it is, or what a `DataLoader` was made of.
+    """A dataset unchanged, or the parts of a `DataLoader`.
 
     The samples that a `SubsetRandomSampler` leaves out are left out here too.
 
@@ -147,8 +148,8 @@ def unpack_loader(given: Any) -> LoaderParts:
         return LoaderParts(given)
     if given.batch_sampler is None and hasattr(given.dataset, "__getitem__"):
         raise ValueError(
-            "has batch_size = None: its dataset gives whole batches, and samples are wanted, which "
-            "the job puts together"
+            "has batch_size = None: its dataset gives whole batches, but the job needs single "
+            "samples, from which it makes batches"
         )
     dataset = given.dataset
     sampler = _sampler(given)

@@ -136,7 +136,7 @@ class CorruptionCheck:
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
         self._kept = False  # whether a copy was made in this generation
-        self._watch.take()
+        self._watch.record()
 
     def over(self) -> None:
         """The generation is over; a second call does nothing."""
@@ -236,7 +236,7 @@ class CorruptionCheck:
         Raises:
             WorkerError: they are not, and nobody could take this worker's place.
         """
-        changed = self._watch.look()
+        changed = self._watch.find_change()
         if changed is None:
             return
         how = "it is not what the last update made it"
@@ -302,7 +302,7 @@ class CorruptionCheck:
 
     def committed(self) -> None:
         """Parameters have moved, and now stay as they are until the next step has its gradients."""
-        self._watch.take()
+        self._watch.record()
 
     # ---- who it is
 

@@ -443,7 +443,7 @@ class Training:
 
         One machine would have used it; so the remedy of the trial's own `no` would not help.
         """
-        every = self.recipe.given["train"].lost(
+        every = self.recipe.given["train"].unused(
             "Recipe.train", shuffled=True, batch=self.job.train.global_batch
         )
         decisive = "; ".join(f"{text}. {remedy}" for text, remedy in every if remedy)
@@ -464,7 +464,7 @@ class Training:
             )
         for name, given in self.recipe.given.items():
             batch = self.job.train.global_batch
-            for lost in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+            for lost in given.unused(f"Recipe.{name}", shuffled=name == "train", batch=batch):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)

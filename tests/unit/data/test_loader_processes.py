@@ -361,7 +361,7 @@ def local():
 
 @pytest.mark.parametrize("batch", [Named({}, more=object()), Named({2.5: 1}), local()])
 def test_a_dict_that_has_more_to_it_than_its_items_is_refused(batch):
-    with pytest.raises(DataError, match=r"more to it than its items.*data\.loaders = 0"):
+    with pytest.raises(DataError, match=r"holds more than its items.*data\.loaders = 0"):
         wire.pack(batch)
 
 

@@ -26,7 +26,7 @@ from instep.errors import RecipeError
 
 
 def said(loader, *, shuffled=True, batch=64):
-    return list(unpack_loader(loader).lost("Recipe.train", shuffled=shuffled, batch=batch))
+    return list(unpack_loader(loader).unused("Recipe.train", shuffled=shuffled, batch=batch))
 
 
 def collate(samples):

@@ -112,32 +112,32 @@ NAMES = [name for name, _ in watched()[0].named_parameters()]
 @pytest.mark.parametrize("element", [0, -1])
 def test_a_watch_names_the_tensor_of_which_a_bit_has_flipped(name, element):
     model, watch = watched()
-    watch.take()
-    assert watch.look() is None
+    watch.record()
+    assert watch.find_change() is None
     memory = model.get_parameter(name).data
     if memory.dim() == 4:
         memory = memory.permute(0, 2, 3, 1)  # as it lies there
     memory.view(-1).view(torch.int32)[element] ^= 1 << 20
-    assert watch.look() == name
+    assert watch.find_change() == name
 
 
 def test_what_is_written_before_the_next_take_is_as_it_must_be():
     model, watch = watched()
-    watch.take()
+    watch.record()
     with torch.no_grad():
         model[0].weight.add_(1)
-    watch.take()
-    assert watch.look() is None
+    watch.record()
+    assert watch.find_change() is None
 
 
 def test_a_tensor_that_was_given_other_memory_is_not_accused():
     model, watch = watched()
-    watch.take()
+    watch.record()
     model[0].weight.data = model[0].weight.data + 1
-    assert watch.look() is None
-    watch.take()
+    assert watch.find_change() is None
+    watch.record()
     model[0].weight.data[0, 0] += 1
-    assert watch.look() == "0.weight"
+    assert watch.find_change() == "0.weight"
 
 
 def test_a_watch_that_costs_too_much_looks_at_less_each_time_and_at_all_in_turns():
@@ -146,8 +146,8 @@ def test_a_watch_that_costs_too_much_looks_at_less_each_time_and_at_all_in_turns
     pieces = set()
     for step in range(40):
         clock.tick = 1.0
-        watch.take()
-        assert watch.look() is None
+        watch.record()
+        assert watch.find_change() is None
         clock.tick = 0.0
         clock.now += 100.0
         if step > 10:
@@ -158,7 +158,7 @@ def test_a_watch_that_costs_too_much_looks_at_less_each_time_and_at_all_in_turns
 
 def test_a_model_without_parameters_is_watched_without_harm():
     watch = MemoryWatch([], 0.01)
-    watch.take()
-    watch.take()
-    assert watch.look() is None
+    watch.record()
+    watch.record()
+    assert watch.find_change() is None
     assert watch.covered == 0

@@ -1,14 +1,15 @@
-"""A batch as plain data: a skeleton that msgpack can hold, and the tensors apart.
+"""A batch as plain data: a skeleton for msgpack, and the tensors apart from it.
 
-Tuples, lists, dicts with string or integer keys, numbers, strings, bytes, None
-and CPU tensors, nested as deep as they come, are given back exactly. So is a
-`UserDict` of a class of its own that holds nothing else (`transformers.BatchEncoding`):
-its class travels by name, and is looked up among what is imported already. Anything
-else is refused: no code, no pickle, travels between processes.
+Tuples, lists, dicts with string or integer keys, numbers, strings, bytes, None and CPU
+tensors, however deep, come back exactly. So does a subclass of `UserDict` that holds nothing
+but its items (`transformers.BatchEncoding`): its class is sent by name, and looked up among
+the imported modules. Anything else is refused: neither code nor pickle is sent between
+processes. Way in: `pack`, `layout`, `write` on one side, `read`, `unpack` on the other.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections import UserDict
@@ -23,14 +24,14 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def pack(batch: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Take a batch apart.
+    """Split a batch into skeleton and tensors.
 
     Returns:
         (skeleton, tensors): nested lists with a tag in front, and contiguous
-        tensors in the order in which the skeleton counts them.
+        tensors in the order in which the skeleton numbers them.
 
     Raises:
-        DataError: it holds something that cannot travel.
+        DataError: it holds something that cannot be sent.
     """
     tensors: list[torch.Tensor] = []
 
@@ -60,21 +61,21 @@ def pack(batch: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def _check_holds_only_its_items(given: UserDict[Any, Any]) -> None:
-    """Refuse one that its class, called with the items, does not make again."""
+    """Refuse one that its class, called with the items, does not reproduce."""
     kind = type(given)
-    if _imported(kind.__module__, kind.__qualname__) is kind and _makes_again(kind, given):
+    if _imported(kind.__module__, kind.__qualname__) is kind and _reproduces(kind, given):
         return
     raise DataError(
-        f"a batch is a {kind.__module__}.{kind.__qualname__} that has more to it than its items, "
+        f"a batch is a {kind.__module__}.{kind.__qualname__} that holds more than its items, "
         "which cannot come from a loader process. Let collate return a dict of them, or set "
         "data.loaders = 0."
     )
 
 
-def _makes_again(kind: type[UserDict[Any, Any]], given: UserDict[Any, Any]) -> bool:
+def _reproduces(kind: type[UserDict[Any, Any]], given: UserDict[Any, Any]) -> bool:
     try:
         again = kind(dict(given.data))
-    except Exception:  # whatever a user's class wants besides
+    except Exception:  # a user's class may require anything
         return False
     one, other = dict(vars(given)), dict(vars(again))
     items, made = one.pop("data", None), other.pop("data", None)
@@ -104,7 +105,7 @@ def _check_tensor(tensor: torch.Tensor) -> None:
 
 
 def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """The batch that `pack` took apart.
+    """The inverse of `pack`.
 
     Raises:
         DataError: it holds a class that is not imported here.
@@ -130,7 +131,7 @@ def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def layout(tensors: list[torch.Tensor]) -> tuple[list[Any], int]:
-    """Where each tensor goes in one stretch of memory: [dtype, shape, offset] each, and bytes."""
+    """[dtype, shape, offset] of each tensor in one piece of memory, and the bytes of all."""
     places, end = [], 0
     for tensor in tensors:
         places.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])
@@ -139,23 +140,20 @@ def layout(tensors: list[torch.Tensor]) -> tuple[list[Any], int]:
 
 
 def write(tensors: list[torch.Tensor], places: list[Any], memory: mmap.mmap) -> None:
-    """Copy the tensors to their places."""
+    """Copy the tensors into the memory."""
     for tensor, place in zip(tensors, places, strict=True):
         if tensor.numel():
             _view(memory, place).copy_(tensor)
 
 
 def read(places: list[Any], memory: mmap.mmap) -> list[torch.Tensor]:
-    """New tensors with what stands at the places."""
+    """New tensors, copied from the memory."""
     return [_view(memory, place).clone() for place in places]
 
 
 def _view(memory: mmap.mmap, place: Any) -> torch.Tensor:
     name, shape, offset = place
-    dtype = getattr(torch, name)
-    count = 1
-    for size in shape:
-        count *= size
+    dtype, count = getattr(torch, name), math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).reshape(shape)

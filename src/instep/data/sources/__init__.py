@@ -2,8 +2,9 @@
 
 Each source returns a map-style dataset of (inputs, target). Files are checked
 when they are opened: a damaged or missing one is a `DataError` that names the
-file, what was found and what is wanted. One file each: `images.py` (MNIST and
-CIFAR-10), `image_folder.py`, `text.py`.
+file, what was found and what is expected. `images.py` has MNIST and CIFAR-10,
+`image_folder.py` a folder for each class, `text.py` windows of bytes; `files.py`
+is what they share. Nothing here knows jobs, seeds or batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Images in one folder for each class, decoded by Pillow when they are asked for."""
+"""Images in one folder for each class, decoded by Pillow when they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ _SHORT = ("PNG", "PPM")  # formats with 16 bits at most, which Pillow may hold i
 
 
 class ImageFolder:
-    """Image files, decoded when they are asked for.
+    """Image files, decoded when they are read.
 
     A sample is (inputs [3, height, width] float32 from 0 to 1, target [] int64).
     """
@@ -36,17 +35,13 @@ class ImageFolder:
         path, target = self.files[index]
         return torch.from_numpy(_decoded(path, self.size)), torch.tensor(target)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Samples by index, as torch's own loader asks for them."""
-        return [self[index] for index in indices]
-
 
 def image_folder(folder: str | Path, size: int | tuple[int, int] | None = None) -> ImageFolder:
     """Images in one sub-folder for each class; classes are numbered by name.
 
     Args:
         folder: holds `CLASS/.../NAME.png`, or jpg, webp, bmp, gif, ppm, tiff.
-        size: edge, or (height, width), that each image is scaled to; None where
+        size: edge, or (height, width), to which each image is scaled; None if
             all have the same size.
 
     Raises:
@@ -58,7 +53,7 @@ def image_folder(folder: str | Path, size: int | tuple[int, int] | None = None) 
     classes = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     if not classes:
         raise DataError(
-            f"{root} has no sub-folders: one for each class is wanted, with its images. "
+            f"{root} has no sub-folders: each class needs one, with its images. "
             f"{folder_contents(root)}"
         )
     files = []
@@ -67,7 +62,7 @@ def image_folder(folder: str | Path, size: int | tuple[int, int] | None = None) 
         if not images:
             raise DataError(
                 f"{root / name} holds no image: {', '.join(_PICTURES)} are known. "
-                "Take the folder away if it is no class."
+                "Remove the folder if it is no class."
             )
         files += [(path, number) for path in images]
     return ImageFolder(files, classes, (size, size) if isinstance(size, int) else size)
@@ -104,7 +99,7 @@ def _decoded(path: Path, size: tuple[int, int] | None) -> Any:
 
 
 def _largest(picture: Any, path: Path) -> int:
-    """What stands for white in a picture.
+    """The value of white in a picture.
 
     Raises:
         DataError: its pixels are floats, or whole numbers of 32 bits.
@@ -114,7 +109,7 @@ def _largest(picture: Any, path: Path) -> int:
     if picture.mode in ("I", "F"):
         kind = "floats" if picture.mode == "F" else "whole numbers of 32 bits"
         raise DataError(
-            f"{path} has pixels of {kind}, and does not say what is white: images of 8 or 16 bits "
+            f"{path} has pixels of {kind}, and no defined white: images of 8 or 16 bits "
             "a channel are read. Convert it."
         )
     return 255

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from instep.data.order import Indices
-from instep.data.sources.files import Bytes, Sample, folder_contents
+from instep.data.sources.files import BatchDataset, Bytes, folder_contents
 from instep.errors import DataError
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 0x00000803, 0x00000801
@@ -20,8 +19,8 @@ _CLASSES = 10
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
-class Images:
-    """Images held as bytes, given as floats.
+class Images(BatchDataset):
+    """Images held as bytes, returned as floats.
 
     A sample is (inputs [channels, height, width] float32 from 0 to 1, target
     [] int64).
@@ -37,15 +36,6 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> Sample:
-        inputs, targets = self.batch_of(np.asarray([range(len(self))[index]], dtype=np.int64))
-        return inputs[0], targets[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Samples by index, as torch's own loader asks for them."""
-        inputs, targets = self.batch_of(np.asarray(indices, dtype=np.int64))
-        return list(zip(inputs, targets, strict=True))
-
     def batch_of(self, indices: Indices) -> list[Tensor]:
         """[inputs [count, ...] float32, targets [count] int64] of [count] indices."""
         pixels = self.pixels[indices]
@@ -55,7 +45,7 @@ class Images:
 
 
 def mnist(folder: str | Path, train: bool = True) -> Images:
-    """MNIST, or what comes in its format and has ten classes (Fashion-MNIST, KMNIST).
+    """MNIST, or another set of its format with ten classes (Fashion-MNIST, KMNIST).
 
     Args:
         folder: holds the IDX files under their usual names, such as
@@ -76,7 +66,7 @@ def mnist(folder: str | Path, train: bool = True) -> Images:
     if len(pixels) != len(classes):
         raise DataError(
             f"{image_path} holds {len(pixels)} images and {label_path} {len(classes)} labels: "
-            "one label for each image is wanted. The files are from different sets."
+            "each image needs one label. The files are from different sets."
         )
     _check_labels(label_path, classes)
     return Images(pixels[:, np.newaxis], classes)
@@ -104,8 +94,8 @@ def _cifar_records(folder: Path, name: str) -> Bytes:
     path, data = _read(folder, name)
     if not data or len(data) % _CIFAR_RECORD:
         raise DataError(
-            f"{path} has {len(data):,} bytes: a whole number of records of {_CIFAR_RECORD:,} bytes "
-            "is wanted (label, then 3 x 32 x 32 pixels). It is cut short, or not the binary kind."
+            f"{path} has {len(data):,} bytes: a multiple of {_CIFAR_RECORD:,} is expected (records "
+            "of a label and 3 x 32 x 32 pixels). It is truncated, or not the binary version."
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, _CIFAR_RECORD)
     _check_labels(path, records[:, 0])
@@ -116,15 +106,15 @@ def _idx(path: Path, data: bytes, magic: int, axes: int) -> Bytes:
     header = 4 + 4 * axes
     if len(data) < header or int.from_bytes(data[:4], "big") != magic:
         raise DataError(
-            f"{path} begins with 0x{data[:4].hex()}: 0x{magic:08x} is wanted "
+            f"{path} begins with 0x{data[:4].hex()}: 0x{magic:08x} is expected "
             f"(IDX, unsigned bytes, {axes} axes). It is another file, or damaged."
         )
     shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, header, 4)]
     wanted = header + int(np.prod(shape, dtype=object))
     if len(data) != wanted:
         raise DataError(
-            f"{path} has {len(data):,} bytes: {wanted:,} are wanted for {shape}, as its header "
-            "says. It is cut short, or damaged."
+            f"{path} has {len(data):,} bytes: {wanted:,} are expected for {shape}, as its header "
+            "says. It is truncated or damaged."
         )
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
 
@@ -134,16 +124,18 @@ def _check_labels(path: Path, labels: Bytes) -> None:
     if len(wrong):
         raise DataError(
             f"{path} has label {labels[wrong[0]]} at sample {wrong[0]}: "
-            f"0 to {_CLASSES - 1} are wanted. The file is damaged."
+            f"0 to {_CLASSES - 1} are valid. The file is damaged."
         )
 
 
 def _read(folder: Path, name: str) -> tuple[Path, bytes]:
-    """The file of that name, or of that name with .gz; unpacked."""
+    """The path and the contents of `name` or `name.gz`, decompressed."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path, _unpacked(path)
-    raise DataError(f"{folder / name} does not exist, nor with .gz. {folder_contents(folder)}")
+    raise DataError(
+        f"{folder / name} does not exist, nor does {name}.gz. {folder_contents(folder)}"
+    )
 
 
 def _unpacked(path: Path) -> bytes:
@@ -152,7 +144,7 @@ def _unpacked(path: Path) -> bytes:
         return gzip.decompress(data) if path.suffix == ".gz" else data
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path} cannot be unpacked: {error}. It is cut short, or damaged."
+            f"{path} cannot be decompressed: {error}. It is truncated or damaged."
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error

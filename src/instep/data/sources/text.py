@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from instep.data.order import Indices
-from instep.data.sources.files import Bytes, Sample, folder_contents
+from instep.data.sources.files import BatchDataset, Bytes, folder_contents
 from instep.errors import DataError
 
 
-class TextWindows:
-    """Windows of bytes and the bytes that follow them.
+class TextWindows(BatchDataset):
+    """Windows of bytes, each with the same window one byte later as its target.
 
     Sample `i` is (inputs [length] int64, target [length] int64), where target is
-    inputs moved on by one; windows do not overlap.
+    inputs shifted by one; windows do not overlap.
     """
 
     def __init__(self, data: Bytes, length: int) -> None:
@@ -26,16 +26,6 @@ class TextWindows:
 
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.length
-
-    def __getitem__(self, index: int) -> Sample:
-        inputs, targets = self.batch_of(np.asarray([range(len(self))[index]], dtype=np.int64))
-        return inputs[0], targets[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Samples by index, as torch's own loader asks for them."""
-        places = [range(len(self))[index] for index in indices]
-        inputs, targets = self.batch_of(np.asarray(places, dtype=np.int64))
-        return list(zip(inputs, targets, strict=True))
 
     def batch_of(self, indices: Indices) -> list[Tensor]:
         """[inputs, targets], each [count, length] int64, of [count] indices."""
@@ -51,7 +41,7 @@ def text(
 
     Args:
         paths_or_folder: a file, which is memory-mapped; several files, joined
-            in their order; or a folder, searched through for `pattern`, joined
+            in their order; or a folder, searched recursively for `pattern`, joined
             in the order of their names.
         length: bytes of a window, 1 or more.
         pattern: of file names, where a folder is given.
@@ -70,8 +60,8 @@ def text(
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
     if len(data) <= length:
         raise DataError(
-            f"{len(paths)} files hold {len(data)} bytes together: at least {length + 1} are wanted "
-            f"for one window of length {length}."
+            f"{len(paths)} files hold {len(data)} bytes together: one window of length {length} "
+            f"needs at least {length + 1}."
         )
     return TextWindows(data, length)
 
@@ -84,7 +74,7 @@ def _text_paths(given: str | Path | Sequence[str | Path], pattern: str) -> list[
     if not isinstance(given, str | Path):
         paths = [Path(path) for path in given]
         if not paths:
-            raise DataError("the list of text files is empty: at least one is wanted.")
+            raise DataError("the list of text files is empty: give at least one.")
         return paths
     root = Path(given)
     if not root.is_dir():
