@@ -22,6 +22,7 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,
     "Counter": Counter,  # MultiStepLR keeps its milestones in one
 }
+_KEYS = {bool, int, float, str, type(None)}
 _DEEPEST = 100  # levels; a state that holds itself would never end
 _EXACT = 2**53  # integers above are not exact in every reader of JSON
 
@@ -103,14 +104,15 @@ def _pack(value: Any, path: Path, tensors: dict[str, Tensor]) -> Any:
 
 
 def _pack_items(mapping: dict[Any, Any], path: Path, tensors: dict[str, Tensor]) -> Any:
-    for key in mapping:
-        if key is not None and type(key) not in (bool, int, float, str):
-            raise CheckpointError(
-                f"{_at(path)} has a {type_name(key)} as a key: only strings, numbers, bools "
-                "and None can be kept as keys."
-            )
-    if all(type(key) is str for key in mapping):
+    kinds = set(map(type, mapping))
+    if kinds <= {str}:
         return {key: _pack(part, (*path, key), tensors) for key, part in mapping.items()}
+    if wrong := kinds - _KEYS:
+        odd = next(key for key in mapping if type(key) in wrong)
+        raise CheckpointError(
+            f"{_at(path)} has a {type_name(odd)} as a key: only strings, numbers, bools and None "
+            "can be kept as keys."
+        )
     return [
         [_pack(key, path, tensors), _pack(part, (*path, key), tensors)]
         for key, part in mapping.items()
@@ -168,7 +170,7 @@ def _unpack_items(
         if type(item) not in (list, tuple) or len(item) != 2:
             raise _not_packed(item, path)
         key = _unpack(item[0], path, {}, used)
-        if key is not None and type(key) not in (bool, int, float, str):
+        if type(key) not in _KEYS:
             raise _not_packed(item[0], path)
         yield key, _unpack(item[1], (*path, key), tensors, used)
 

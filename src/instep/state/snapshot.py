@@ -13,6 +13,7 @@ After loading, `unpack_state(tensors, skeleton)` gives what `load_state_dict` ta
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,11 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
+    addresses = Counter(map(Tensor.data_ptr, tensors.values()))
+    if len(addresses) == len(tensors):  # the common case, which a save waits for
+        return tied
     for name, t in tensors.items():
-        if t.numel():
+        if addresses[t.data_ptr()] > 1 and t.numel():
             memory = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
             if (original := first.setdefault(memory, name)) != name:
                 tied[name] = original
