@@ -60,20 +60,6 @@ def test_a_killed_process_is_replaced_and_no_batch_changes():
     assert not any(psutil.pid_exists(pid) for pid in killed)
 
 
-def test_a_process_may_be_killed_over_each_slice():
-    with made(Plain(), 1) as loader:
-        loaded, got = load(loader, SLICES), []
-        for _ in SLICES:
-            os.kill(loader.pids[0], signal.SIGKILL)
-            got.append(next(loaded))
-        assert starts(got) == [float(i) for i in range(0, 100, 10)]
-
-
-def test_a_process_killed_while_it_reads_is_replaced(tmp_path):
-    with made(KillsItself(tmp_path / "times", 1)) as loader:
-        assert starts(load(loader, SLICES)) == [float(i) for i in range(0, 100, 10)]
-
-
 def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
     places = [Slice(0, first, first + 1) for first in range(100)]
     with made(Plain()) as loader:

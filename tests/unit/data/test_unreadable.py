@@ -168,15 +168,6 @@ def test_many_that_can_be_read_alone_but_not_together_are_an_error_and_not_left_
         reads(Together(), SLICES[:1], processes=0)
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_an_augmentation_that_raises_is_no_sample_that_cannot_be_read(processes):
-    def wrong(sample, generator):
-        raise ValueError("no such rotation")
-
-    with pytest.raises(DataError, match="sample 0 cannot be augmented"):
-        reads(Plain(), augment=wrong, processes=processes)
-
-
 def test_samples_are_left_out_of_a_shuffled_order_by_their_index_not_their_position():
     got = reads(holes(Plain), shuffle=True, processes=0)
     assert sorted(sample for read in got for sample, _ in read.skipped) == sorted(BAD)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,10 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path):
         open_regular(tmp_path)
     with pytest.raises(CheckpointError, match="missing"):
         check_file(tmp_path / "nothing", FileEntry(0, "0" * 64))
+
+
+def test_what_reads_no_tensors_imports_no_torch():
+    names = ("manifest", "intact", "model_file", "retention", "export", "compare")
+    modules = ", ".join(f"instep.state.{name}" for name in names)
+    code = f"import {modules}, sys; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
