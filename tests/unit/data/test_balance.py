@@ -1,4 +1,4 @@
-"""Micro-batches are dealt completely, in order, and fairly."""
+"""Micro-batches are assigned completely, in order, and fairly."""
 
 from itertools import pairwise
 

@@ -74,7 +74,7 @@ class Kept(list):
     ("sample", "recorded"),
     [(Endless(), 0), (enum.Enum("Kind", "A B").A, 4), (torch.tensor([1j]).conj(), 4)],
 )
-def test_a_strange_sample_is_trained_on_whether_its_content_can_be_told_or_not(sample, recorded):
+def test_a_strange_sample_is_trained_on_with_or_without_a_content(sample, recorded):
     kept = Kept()
     made = Loader(Of(sample), seed=1, shuffle=True, processes=0, contents="all", collate=list)
     with closing(made) as loader:

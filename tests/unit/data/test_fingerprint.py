@@ -1,4 +1,4 @@
-"""By what a dataset is known again, also where some of its samples never repeat."""
+"""A dataset is recognised by its fingerprint, also if some of its samples never repeat."""
 
 import random
 
@@ -69,7 +69,7 @@ def test_of_a_dataset_in_which_nothing_repeats_the_length_alone_is_compared():
     assert not before.same_as(readings(Plain(SAMPLES + 1))())
 
 
-def test_of_dear_samples_a_few_are_compared():
+def test_a_few_slow_samples_are_compared():
     """Each takes 0.2 s, so that half a second is used up with the third."""
     dataset = Coins(1, flipped=())
     fetch = Fetch(dataset, seed=5, shuffle=True)

@@ -110,7 +110,7 @@ def test_samples_that_draw_are_keyed_although_those_before_them_drew_nothing(dat
             got = batches(dataset, slices, processes=processes, **options)
             assert not before.drawn()
             wholes.append(torch.cat([inputs for inputs, _ in got]))
-            torch.rand(1), np.random.randn(), random.random()  # where they stand must not matter
+            torch.rand(1), np.random.randn(), random.random()  # their positions must not matter
     assert all(torch.equal(wholes[0], whole) for whole in wholes)
     assert not torch.equal(wholes[0][39], batches(Plain(), [Slice(1, 39, 40)], **options)[0][0][0])
 
@@ -225,8 +225,8 @@ def test_tensors_that_numpy_does_not_know_are_read_too():
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
-def test_a_handful_of_dear_samples_is_read(samples):
-    """Two milliseconds each: dear enough to measure processes, and too few to race them."""
+def test_a_handful_of_slow_samples_is_read(samples):
+    """Two milliseconds each: slow enough to measure processes, and too few to race them."""
     dataset = TensorDataset(torch.arange(samples)[:, None].expand(-1, 2_000_000).contiguous())
     (batch,) = batches(dataset, [Slice(0, 0, samples)], shuffle=False)
     assert batch[0][:, -1].tolist() == list(range(samples))

@@ -95,7 +95,7 @@ def test_a_sample_at_which_three_processes_are_lost_is_left_out_where_such_are_t
 ):
     dataset = KillsItself(tmp_path / "times", 3)
     with made(dataset, processes, unreadable="skip") as loader:
-        for _ in range(2):  # nobody tries it again, also where it could be read by now
+        for _ in range(2):  # it is not tried again, even if it could be read by now
             reads = list(loader.read(SLICES))
             left_out = [skipped for read in reads for skipped in read.skipped]
             assert [skipped.sample for skipped in left_out] == [70]
@@ -166,7 +166,7 @@ def test_a_sample_that_is_marked_later_is_left_out_by_processes_that_are_there(t
         assert loader.pids == pids
 
 
-def test_a_loader_process_leaves_no_word_in_the_page_of_the_process_that_trains(tmp_path):
+def test_a_loader_process_records_nothing_in_the_page_of_the_process_that_trains(tmp_path):
     pages = last_read.Pages(1)
     page = pages.free()
     last_read.use_page(page)
@@ -216,7 +216,7 @@ loader.close()
 """
 
 
-def test_a_fork_that_fails_is_tried_again_and_said():
+def test_a_fork_that_fails_is_retried_and_reported():
     """The fork of the process that forks the others, and of a replacement."""
     command = [sys.executable, "-c", CANNOT_FORK, os.path.dirname(__file__), "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -249,7 +249,7 @@ def test_a_dataset_that_exits_is_an_error_that_names_the_code():
         list(load(loader, SLICES))
 
 
-def test_after_an_error_and_a_closed_generator_the_loader_goes_on():
+def test_after_an_error_and_a_closed_generator_the_loader_still_works():
     with made(Plain()) as loader:
         for _ in range(3):
             loaded = load(loader, SLICES)
@@ -410,7 +410,7 @@ def test_auto_reads_in_processes_what_mostly_waits():
 
 
 class Told(Plain):
-    """Tells what it is told about the process that reads it."""
+    """Returns its worker info."""
 
     def __getitem__(self, index):
         info = torch.utils.data.get_worker_info()

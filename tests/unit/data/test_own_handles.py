@@ -1,7 +1,7 @@
-"""Datasets that open their file when they are first read are read rightly, in every mode.
+"""Datasets that open their file at the first read are read correctly, in every mode.
 
-Such a handle has a place in its file: two threads, or two processes that got it
-by a fork, move it under each other's feet. Each sample is compared with what
+Such a handle has an offset in its file: two threads, or two processes that share it
+after a fork, would move it for each other. Each sample is compared with what
 was written.
 """
 
@@ -224,7 +224,7 @@ def test_one_that_hides_in_a_concatenation_of_subsets_is_not_mixed_either(file_o
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_replacement_of_a_killed_process_has_an_object_that_nobody_has_read(file_of, kind):
+def test_the_replacement_of_a_killed_process_has_an_unread_dataset(file_of, kind):
     """The process that trains reads from the same object meanwhile, for itself."""
     dataset = kind(file_of(kind))
     (loader,) = loaders_of(dataset, processes=2)

@@ -190,7 +190,7 @@ def test_every_one_of_the_16_bits_counts(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
-def test_a_picture_whose_range_nobody_knows_is_refused(tmp_path, kind):
+def test_a_picture_without_a_defined_white_is_refused(tmp_path, kind):
     (tmp_path / "a").mkdir()
     Image.fromarray(np.ones((4, 4), kind)).save(tmp_path / "a" / "1.tif")
     with pytest.raises(DataError, match=r"1.tif has pixels of .* 8 or 16 bits .* are read"):
@@ -211,7 +211,7 @@ def test_a_class_without_images_is_named(tmp_path):
         image_folder(tmp_path)
 
 
-def test_without_pillow_the_command_that_installs_it_is_told(tmp_path, monkeypatch):
+def test_without_pillow_the_error_names_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"pip install 'instep\[images\]'"):
         image_folder(tmp_path)
@@ -251,7 +251,7 @@ def test_a_folder_of_text_is_joined_by_name(tmp_path):
     assert bytes(listed[0][0].tolist()) == b"222"
 
 
-def test_too_little_text_and_no_text_are_told(tmp_path):
+def test_too_little_text_and_no_text_are_errors(tmp_path):
     (tmp_path / "a.py").write_bytes(b"12345")
     with pytest.raises(
         DataError, match="1 files hold 5 bytes together: one window of length 5 needs at least 6"

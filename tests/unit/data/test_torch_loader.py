@@ -1,4 +1,4 @@
-"""A DataLoader is what it was made of; what has no place to go is said by name."""
+"""A DataLoader's parts are used; what is not used is reported by name."""
 
 from contextlib import closing
 
@@ -98,21 +98,21 @@ def test_a_sampler_of_some_of_the_samples_leaves_the_others_out(nested):
         ),
     ],
 )
-def test_what_is_not_kept_is_said(options, word):
+def test_an_unused_property_of_a_loader_is_reported(options, word):
     ((text, remedy),) = said(DataLoader(Plain(), **options))
     assert text.startswith(f"Recipe.train's DataLoader has {word}")
     assert "not used" in text
     assert bool(remedy) == ("sampler" in word)  # those decide what is trained
 
 
-def test_a_sampler_that_deals_samples_to_processes_changes_nothing_that_is_trained():
+def test_a_distributed_sampler_changes_nothing_that_is_trained():
     dealing = DistributedSampler(Plain(), num_replicas=2, rank=0)
     ((text, remedy),) = said(DataLoader(Plain(), 64, sampler=dealing))
     assert "a sampler (DistributedSampler), which is not used" in text
     assert not remedy
 
 
-def test_what_changes_no_result_is_not_said():
+def test_an_unused_property_without_effect_is_not_reported():
     options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
     loader = DataLoader(
         Plain(), 64, shuffle=True, pin_memory=True, multiprocessing_context="fork", **options
@@ -128,7 +128,7 @@ class Seen(Plain):
         return torch.tensor([index, info.dataset is self])
 
 
-def test_what_a_dataset_with_a_sampler_is_told_in_a_loader_process_is_what_torch_tells_it():
+def test_a_dataset_with_a_sampler_gets_the_worker_info_of_torch():
     theirs = DataLoader(Seen(), 2, num_workers=1, sampler=SubsetRandomSampler([40, 20, 70]))
     given = unpack_loader(theirs)
     ours = Loader(given.dataset, seed=5, shuffle=True, processes=1, info_dataset=given.info_dataset)

@@ -1,4 +1,4 @@
-"""What cannot be read is left out or ends the run, as it is set, however samples are read."""
+"""An unreadable sample is skipped or ends the run, as set, however samples are read."""
 
 import time
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""What one rank holds, all hold: values, types, ties, facts, and nothing shared in memory."""
+"""Every rank gets the snapshot of one: values, types, ties, facts, and no shared memory."""
 
 import pytest
 import torch

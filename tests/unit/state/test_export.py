@@ -1,4 +1,4 @@
-"""A model leaves a checkpoint whole and as it was saved, or not at all."""
+"""A model is copied out of a checkpoint as it was saved, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The newest checkpoint that can be believed is found, and why not a newer one is said."""
+"""The newest intact checkpoint is found, with the reason why no newer one is used."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def flip_last_bit(path):
     path.write_bytes(data)
 
 
-def test_the_newest_is_found_where_all_are_sound(folder):
+def test_the_newest_is_found_where_all_are_intact(folder):
     assert newest_intact(folder) == (folder / "step-00000003", [])
 
 
-def test_one_flipped_bit_in_a_tensor_is_seen_though_every_size_is_right(folder):
+def test_one_flipped_bit_in_a_tensor_is_detected_though_every_size_is_right(folder):
     flip_last_bit(folder / "step-00000003" / "model.safetensors")
     found, (why,) = newest_intact(folder)
     assert found == folder / "step-00000002"
@@ -50,7 +50,7 @@ def test_each_newer_one_has_its_sentence_newest_first(folder):
     assert f"{folder}/step-00000002/manifest.json" in sentences[1]
 
 
-def test_none_is_found_where_none_is_sound_or_none_is_there(folder, tmp_path_factory):
+def test_none_is_found_where_none_is_intact_or_none_is_there(folder, tmp_path_factory):
     for step in (1, 2, 3):
         (folder / f"step-{step:08d}" / "manifest.json").write_bytes(b"")
     found, sentences = newest_intact(folder)
@@ -69,11 +69,11 @@ def test_a_file_under_the_name_of_a_checkpoint_is_passed_over(folder):
     assert why == f"{folder}/step-00000009 is no checkpoint: there is no such folder."
 
 
-def test_a_manifest_that_was_checked_tells_the_step(folder):
+def test_a_manifest_that_was_checked_has_the_step(folder):
     assert check(folder / "step-00000002").step == 2
 
 
-def test_checkpoints_of_later_steps_are_set_aside_and_earlier_ones_stay(folder):
+def test_checkpoints_of_later_steps_are_discarded_and_earlier_ones_stay(folder):
     discard_after(folder, 1)
     assert newest_intact(folder) == (folder / "step-00000001", [])
     discard_after(folder, 1)

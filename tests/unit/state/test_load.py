@@ -1,4 +1,4 @@
-"""Nothing is believed that was not checked; a model takes what fits it."""
+"""Nothing is loaded that was not checked; a model takes what fits it."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_what_lies_beside_the_listed_files_is_not_read(whole):
     assert load(whole).step == 2
 
 
-def test_no_checkpoint_at_all_is_said(tmp_path):
+def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         load(tmp_path / "nothing")
 

@@ -1,4 +1,4 @@
-"""A model file that was damaged is refused by whoever reads it."""
+"""A damaged model file is refused by every reader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(tmp_path):
     return folder
 
 
-def test_the_model_of_a_run_tells_its_own_hash_and_other_programs_read_it(run, tmp_path):
+def test_the_model_of_a_run_has_its_own_hash_and_other_programs_read_it(run, tmp_path):
     file = run / "model.safetensors"
     assert check_hash(file)
     twin = net(1)

@@ -1,4 +1,4 @@
-"""The best checkpoints stay, across restarts, and a validation among them is worth a save."""
+"""The best checkpoints are kept, across restarts, and a validation among them causes a save."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_validation_is_worth_a_save_while_it_is_among_the_best(tmp_path):
     writer.finish()
 
 
-def test_without_the_wish_no_validation_is_worth_a_save(tmp_path):
+def test_without_keep_best_no_validation_causes_a_save(tmp_path):
     assert not CheckpointWriter(tmp_path).is_best(1, {"loss": 0.0})
 
 
@@ -140,7 +140,7 @@ def test_figures_that_are_no_numbers_are_left_out_of_the_facts():
 @pytest.mark.parametrize(
     ("spec", "metrics", "says"),
     [
-        ({"keep_best": 2}, (), "checkpoint.keep_best = 2: no validation"),
+        ({"keep_best": 2}, (), "checkpoint.keep_best = 2: there is no validation"),
         (
             {"keep_best": 1, "best_metric": "acuracy"},
             ("loss", "accuracy"),
@@ -148,7 +148,7 @@ def test_figures_that_are_no_numbers_are_left_out_of_the_facts():
         ),
     ],
 )
-def test_a_wish_for_the_best_needs_something_to_tell_it_by(spec, metrics, says):
+def test_keep_best_needs_a_metric_that_is_measured(spec, metrics, says):
     with pytest.raises(SpecError, match=says):
         best_rule(CheckpointSpec(**spec), metrics)
     assert best_rule(CheckpointSpec(), metrics) is None

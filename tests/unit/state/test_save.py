@@ -1,4 +1,4 @@
-"""Checkpoints are written whole, one after the other, and cleared away in time."""
+"""Checkpoints are written atomically, one after the other, and deleted in time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from instep.state.staging import save_model
 
 
 def snapshot_of(step, size=100):
-    """A state of which every part tells the step."""
+    """A state in which every part has the step."""
     return Snapshot(
         step=step,
         tensors={
@@ -70,7 +70,7 @@ def test_one_that_may_not_publish_any_more_leaves_the_checkpoints_as_they_are(tm
     assert isinstance(outcome, CheckpointError)
     assert "step 2 was not saved: another worker saves by now" in str(outcome)
     assert [step for step, _ in published(tmp_path)] == [1]
-    write(tmp_path, 3)  # whoever may clears away what was left
+    write(tmp_path, 3)  # the next writer deletes what was left
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
@@ -94,7 +94,7 @@ def test_a_run_folder_that_is_gone_is_not_made_anew_but_a_folder_of_checkpoints_
         CheckpointWriter(run / "checkpoints")
 
 
-def test_what_is_saved_is_told_once_and_loads(tmp_path):
+def test_a_save_is_reported_once_and_loads(tmp_path):
     (tmp_path / "run").mkdir()
     writer = CheckpointWriter(tmp_path / "run" / "checkpoints")
     held_s = writer.save(snapshot_of(5))
@@ -122,7 +122,7 @@ def test_the_thread_that_writes_never_pushes_training_off_its_core(tmp_path):
     writer.finish()
 
 
-def test_a_program_that_ends_without_a_word_still_gets_its_last_checkpoint(tmp_path):
+def test_a_program_that_never_calls_finish_still_gets_its_last_checkpoint(tmp_path):
     code = (
         "import sys, torch; from pathlib import Path\n"
         "from instep.state.save import CheckpointWriter\n"
@@ -252,7 +252,7 @@ def test_what_changes_its_form_in_its_own_memory_is_saved_as_it_is_now(tmp_path)
             assert found[name].tolist() == tensor.tolist(), (saved.step, name)
 
 
-def test_a_tie_that_ends_without_a_new_tensor_is_seen(tmp_path):
+def test_a_tie_that_ends_without_a_new_tensor_is_detected(tmp_path):
     memory = torch.arange(4.0)
     one, other = memory.view(2, 2), memory.view(2, 2)
     writer = CheckpointWriter(tmp_path)
@@ -265,7 +265,7 @@ def test_a_tie_that_ends_without_a_new_tensor_is_seen(tmp_path):
         other.t_()
 
 
-def test_a_failed_write_is_told_by_poll_and_the_next_save_tries_again(tmp_path):
+def test_a_failed_write_is_returned_by_poll_and_the_next_save_retries(tmp_path):
     writer = CheckpointWriter(tmp_path)
     writer.save(snapshot_of(1))
     writer.finish()
@@ -308,9 +308,7 @@ def test_a_folder_that_cannot_be_listed_for_once_stops_no_later_save(tmp_path, m
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_a_bug_in_the_thread_is_raised_once_and_the_next_save_is_not_its_victim(
-    tmp_path, monkeypatch
-):
+def test_a_bug_in_the_thread_is_raised_once_and_the_next_save_works(tmp_path, monkeypatch):
     writer = CheckpointWriter(tmp_path)
     monkeypatch.setattr(writer, "_delete_old", lambda step: 1 / 0)
     writer.save(snapshot_of(1))
@@ -351,7 +349,7 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path):
 
 
 def drawn_for(step):
-    """A state that nothing but its step can tell: a byte of another step in it would show."""
+    """A state that depends on the step alone: a byte of another step in it would show."""
     generator = torch.Generator().manual_seed(step)
     draw = torch.randint(0, 256, (3, 80_000), dtype=torch.uint8, generator=generator)
     return Snapshot(
@@ -526,7 +524,7 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_checkpoint_that_was_told_of_is_found_after_a_power_failure(tmp_path):
+def test_a_reported_checkpoint_is_found_after_a_power_failure(tmp_path):
     """A copy of the disk is taken at that moment, and what was not synced is not on it."""
     disk = Ext4(tmp_path / "disk", 32 << 20)
     try:

@@ -1,4 +1,4 @@
-"""State comes apart into tensors and JSON, and together again, unchanged."""
+"""State is packed into tensors and JSON, and unpacked unchanged."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizer_goes_on_to_the_bit(make):
+def test_a_restored_optimizer_continues_bit_for_bit(make):
     model = small_model()
     optimizer = make(model.parameters())
     train(model, optimizer, None, 3)
