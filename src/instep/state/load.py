@@ -99,7 +99,7 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
         wrong = {
             name: why
             for name, source in sources.items()
-            if (why := _misfit(file.tensor(source), targets[name]))
+            if (why := mismatch(file.tensor(source), targets[name], "in the file", convert=True))
         }
         wrong |= _broken_ties(file, targets, sources)
         report = LoadReport(
@@ -135,14 +135,20 @@ def _sources(file: _OpenFile, targets: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: source for name, source in found.items() if source}
 
 
-def _misfit(found: Tensor, wanted: Tensor) -> str:
-    """Why `found` cannot be copied into `wanted`; empty where it can."""
+def mismatch(found: Tensor, wanted: Tensor, where: str, *, convert: bool) -> str:
+    """How `found` differs from the model's tensor in shape or type; empty where it does not.
+
+    Args:
+        found: the tensor to copy.
+        wanted: the model's tensor.
+        where: what the message calls the source of `found`, such as `in the file`.
+        convert: whether types of floating point are the same.
+    """
     if found.shape != wanted.shape:
-        return f"{list(found.shape)} in the file, {list(wanted.shape)} in the model"
-    if found.dtype != wanted.dtype and not (
-        found.is_floating_point() and wanted.is_floating_point()
-    ):
-        return f"{found.dtype} in the file, {wanted.dtype} in the model"
+        return f"{list(found.shape)} {where}, {list(wanted.shape)} in the model"
+    floats = convert and found.is_floating_point() and wanted.is_floating_point()
+    if found.dtype != wanted.dtype and not floats:
+        return f"{found.dtype} {where}, {wanted.dtype} in the model"
     return ""
 
 

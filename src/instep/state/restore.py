@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
-from instep.state.load import LoadReport
+from instep.state.load import LoadReport, mismatch
 from instep.state.snapshot import model_tensors, tied_names
 
 _EXTRA = "_extra_state"
@@ -47,7 +47,12 @@ def restore(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 
 def _compare(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> LoadReport:
     both = [name for name in wanted if name in saved]
-    wrong = {name: why for name in both if (why := _difference(name, saved[name], wanted[name]))}
+    wrong = {
+        name: why
+        for name in both
+        if name.rpartition(".")[2] != _EXTRA
+        and (why := mismatch(saved[name], wanted[name], "when saved", convert=False))
+    }
     ties, saved_ties = _first_names(wanted), _first_names(saved)
     for name in both:
         if name not in wrong and ties[name] != saved_ties[name]:
@@ -58,16 +63,6 @@ def _compare(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> LoadR
         unexpected=tuple(name for name in saved if name not in wanted),
         wrong=wrong,
     )
-
-
-def _difference(name: str, saved: Tensor, wanted: Tensor) -> str:
-    if name.rpartition(".")[2] == _EXTRA:
-        return ""
-    if saved.shape != wanted.shape:
-        return f"{list(saved.shape)} when saved, {list(wanted.shape)} in the model"
-    if saved.dtype != wanted.dtype:
-        return f"{saved.dtype} when saved, {wanted.dtype} in the model"
-    return ""
 
 
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
