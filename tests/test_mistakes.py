@@ -161,7 +161,7 @@ IN_A_JOB_FILE = [
     Job('[start]\nmodel = "old.pt"', ["old.pt is a file of torch.save", "convert it"], code=7),
     Job(
         '[start]\nmodel = "body.safetensors"',
-        ["body.safetensors is truncated: it has 70 bytes and should have 72"],
+        ["body.safetensors is no safetensors file, or it is truncated or damaged (70 bytes)"],
         code=7,
     ),
     Job('recipe = "recipy.py:recipe"', ["no recipe file", "Did you mean 'recipe.py'?"], code=3),
@@ -366,7 +366,7 @@ IN_A_RECIPE = {
     ),
     "a loader of whole batches": Part(
         {"train": "torch.utils.data.DataLoader([(torch.ones(3), 0)], batch_size=None)"},
-        ["Recipe.train is a DataLoader that has batch_size = None", "samples are wanted"],
+        ["Recipe.train is a DataLoader that has batch_size = None", "the job needs single samples"],
     ),
     "a stream for a dataset": Part(
         {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "with a length and dataset[i]"]
@@ -442,9 +442,9 @@ def take_a_step(reference: str, arguments: Mapping[str, Any]) -> None:
     built = build(recipe, 0, torch.device("cpu"), 10)
     loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
     forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
-    (batch,) = loader.load([Slice(0, 0, 4)])
-    forward.loss(batch, 1)
-    forward.measure(batch, 1)
+    (read,) = loader.read([Slice(0, 0, 4)])
+    forward.loss(read.batch, 1)
+    forward.measure(read.batch, 1)
 
 
 @pytest.mark.usefixtures("own_modules")

@@ -118,7 +118,7 @@ def report(args: argparse.Namespace) -> int:
     """Write report.html of a run again, or lay two runs over each other."""
     from instep.report.page import write_report
     from instep.report.summary import summarise, verdict
-    from instep.state.export import asked_for, check_page
+    from instep.state.export import check_page, writing_to
     from instep.store.run_folder import RunFolder
 
     folder = RunFolder(Path(args.run))
@@ -127,7 +127,7 @@ def report(args: argparse.Namespace) -> int:
     path = Path(args.to) if args.to else Path(args.run) / name
     if args.to:
         check_page(path, folder.path)
-    with asked_for(path):
+    with writing_to(path):
         write_report(folder, path, other)
     summary = summarise(folder)
     if args.json:
@@ -237,8 +237,8 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
 
 def export(args: argparse.Namespace) -> int:
     """Copy a model out of a run, as one safetensors file that anything can read."""
-    from instep.state.best import Best
-    from instep.state.export import asked_for, check_target, choose, copy_model
+    from instep.state.export import check_target, choose, copy_model, writing_to
+    from instep.state.retention import Best
     from instep.store.run_folder import RunFolder
 
     target = _safetensors(args.to)
@@ -254,7 +254,7 @@ def export(args: argparse.Namespace) -> int:
             f"{args.run} has no model: the run is {folder.outcome}. Where a checkpoint was "
             "kept, --step or --best exports its model."
         )
-    with asked_for(target):
+    with writing_to(target):
         if kept is not None:
             copy_model(kept, target)
         else:

@@ -16,7 +16,7 @@ from instep.errors import SpecError
 from instep.report.proof import prove
 from instep.report.summary import verdict
 from instep.state.load import load
-from instep.state.snapshot import unpack_state
+from instep.state.packing import unpack_state
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

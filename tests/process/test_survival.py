@@ -14,7 +14,7 @@ import pytest
 from started import RECIPES, SOON_S, Start, Started, slow
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 
-from instep.data.choose import cores
+from instep.data.reading.choose import cores
 from instep.events import STEPS, read_records
 from instep.system.limits import UNKNOWN_S
 

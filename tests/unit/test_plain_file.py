@@ -9,7 +9,7 @@ import pytest
 
 from disks import KINDS, put
 from instep.control.journal import FILE, Journal
-from instep.data.contents import Record
+from instep.data.samples.contents import Record
 from instep.errors import RunError
 from instep.events import STEPS, EventLog, cut_torn_record
 from instep.plain_file import NotPlain, check_plain, plain, read_plain, write_plain

@@ -26,8 +26,8 @@ from instep import spec_file
 from instep.client import early_words, placement
 from instep.client.hosting import Host, meet
 from instep.client.submit import check_job
-from instep.data.choose import cores
 from instep.data.loader import Loader
+from instep.data.reading.choose import cores
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.recipe.build import Recipe, call, seed_everything
 from instep.recipe.quick_start import spare_dynamo

@@ -31,7 +31,7 @@ from instep.launch import LAUNCHERS
 from instep.plain_file import write_plain
 from instep.recipe.start_file import start_file
 from instep.spec import JobSpec
-from instep.state.recorded import check_recorded
+from instep.state.model_file import check_hash
 from instep.store.folder import (
     BEGINNING,
     Origin,
@@ -370,7 +370,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         open_switchboard(job).close()
     model = None if resumed else start_file(job.start)
     if model is not None:
-        check_recorded(model)
+        check_hash(model)
 
 
 def about(job: JobSpec) -> dict[str, Any]:

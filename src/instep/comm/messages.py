@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process was when it ended, as far as it left word (`data/breadcrumb.py`)."""
+    """Where a process was when it ended, as far as it left word (`data/samples/last_read.py`)."""
 
     step: int = 0
     """The step that it computed; 0 before the first."""

@@ -17,8 +17,8 @@ import msgspec
 from instep.comm.messages import Failed, Mark
 from instep.control import endings
 from instep.control.news import Blame, Ended, State
-from instep.data.breadcrumb import at_a_read, reading
-from instep.data.unreadable import MOST_CRASHES, TO_SKIP
+from instep.data.samples.last_read import describe_read, is_reading
+from instep.data.samples.unreadable import MAX_CRASHES, SKIP_HINT
 from instep.errors import DataError
 
 MOST_LOSSES = 10
@@ -68,14 +68,14 @@ def judge(state: State, news: Ended) -> tuple[State, Failed, bool]:
     counted, times = _at_place(counted, news)
     if hung is not None and not news.step:  # all read the same then, and each is tried again
         times = min(times, counts[worker][1])
-    reads = at_a_read(news.place)
+    reads = is_reading(news.place)
     if times >= _most_at(state, news):
         if not reads:
             where = "at this step" if news.step else "before the first step"
             cause = f"{word.cause} It happened {times} times {where}."
             return counted, endings.failed(word.kind, cause, word.step), True
         if not state.skips:
-            cause = f"{word.cause} It happened {times} times at this sample.{TO_SKIP}"
+            cause = f"{word.cause} It happened {times} times at this sample.{SKIP_HINT}"
             return counted, _unreadable(cause, news), True
         return _leave_out(counted, news, times), word, False
     farthest, times = counts[worker]
@@ -132,7 +132,7 @@ _STEP = "step"
 
 def _place(news: Ended) -> str:
     """Where a process ended, where that may be the reason; empty where it says nothing."""
-    if at_a_read(news.place):
+    if is_reading(news.place):
         return f"{news.place.dataset} {news.place.sample}"
     return f"{_STEP} {news.step} {-news.code}" if news.code in _OWN and news.code else ""
 
@@ -140,11 +140,11 @@ def _place(news: Ended) -> str:
 def _at_place(state: State, news: Ended) -> tuple[State, int]:
     """Count the loss at its place; how often it happened there. What was passed is forgotten."""
     places = {at: told for at, told in state.places.items() if news.committed <= told[0]}
-    place = _place(news) if news.worker not in state.hung or at_a_read(news.place) else ""
+    place = _place(news) if news.worker not in state.hung or is_reading(news.place) else ""
     if not place:
         return replace(state, places=places), 0
     counted = _once_more(places.get(place), news.committed)
-    vague = at_a_read(news.place) and (news.place.ahead or news.place.count > 1)
+    vague = is_reading(news.place) and (news.place.ahead or news.place.count > 1)
     if vague:  # it may have been something else: next time it is known
         counted = counted[0], 1
     return replace(state, places=places | {place: counted}), counted[1]
@@ -159,14 +159,14 @@ def _once_more(before: tuple[int, int] | None, committed: int) -> tuple[int, int
 def _most_at(state: State, news: Ended) -> int:
     """How often it may happen at one place."""
     if news.worker not in state.hung:
-        return MOST_CRASHES
+        return MAX_CRASHES
     return MOST_LOOPS if news.worker in state.loops else MOST_HANGS
 
 
 def _hang(how: str, news: Ended) -> str:
-    if not at_a_read(news.place):
+    if not is_reading(news.place):
         return how
-    return f"{how.rstrip('.')}, {reading(news.place)}."
+    return f"{how.rstrip('.')}, {describe_read(news.place)}."
 
 
 def _unreadable(cause: str, news: Ended) -> Failed:

@@ -54,7 +54,7 @@ from instep.control.news import (
     WentBack,
 )
 from instep.control.stop_rules import Fired
-from instep.data.breadcrumb import at_a_read
+from instep.data.samples.last_read import is_reading
 from instep.errors import PeerError
 from instep.units import readable_seconds
 
@@ -354,7 +354,7 @@ def _ended(state: State, news: Ended, now: float) -> tuple[State, list[Action]]:
     if worker in state.done and state.phase == "training":
         return replace(state, ended=state.ended | {worker}), []  # it had nothing left to do
     replaced = worker not in state.joined or (state.recovers and worker not in state.spoke)
-    reads = at_a_read(news.place) and not news.place.ahead
+    reads = is_reading(news.place) and not news.place.ahead
     by_a_read = reads and worker not in state.spoke  # native code may call exit()
     if code == PeerError.exit_code and replaced and not by_a_read:
         news, code = replace(news, code=None), None  # its master was lost, or had no use for it

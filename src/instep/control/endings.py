@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from instep.comm.messages import TOLD, Failed, Whereabouts
 from instep.control.news import Action, Blame, Finish, KillAll, Log, State
-from instep.data.breadcrumb import at_a_read, reading
+from instep.data.samples.last_read import describe_read, is_reading
 from instep.errors import DIVERGED, INTERRUPTED, WorkerError
 
 SECOND_THOUGHT_S = 1.0
@@ -138,7 +138,7 @@ def signal_name(code: int) -> str:
 
 
 def _at(place: Whereabouts | None) -> str:
-    return f" {reading(place)}" if at_a_read(place) else ""
+    return f" {describe_read(place)}" if is_reading(place) else ""
 
 
 def without_word(code: int, step: int, place: Whereabouts | None = None) -> Failed:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instep.control.hosts import Process
 from instep.control.news import Hung
-from instep.data.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER
 from instep.system.stacks import (
     ASK,
     deepest_line,

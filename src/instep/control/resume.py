@@ -26,8 +26,8 @@ from instep.control.stop_rules import recorded
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.plain_file import plain
 from instep.spec import JobSpec, as_table
+from instep.state.intact import discard_newer, newest_intact
 from instep.state.manifest import Manifest, read_manifest
-from instep.state.sound import newest_sound, set_aside
 from instep.store.folder import ID, Origin, lock, numbered, run_id, unlock
 from instep.store.ledger import check_reaches, cut_back
 from instep.store.run_folder import RunFolder
@@ -181,7 +181,7 @@ def go_back(
     """
     with _nobody_writes(folder / "ledger.bin"):
         run = RunFolder(folder)
-        checkpoint, refused = newest_sound(folder / "checkpoints", partial(check_own, folder))
+        checkpoint, refused = newest_intact(folder / "checkpoints", partial(check_own, folder))
         step = size_bytes = 0
         if checkpoint is None and refused:
             raise CheckpointError(
@@ -195,7 +195,7 @@ def go_back(
         check(run, job, step)
         kept = _take_model_away(run, step)
         if checkpoint is not None:
-            set_aside(checkpoint)
+            discard_newer(checkpoint)
         cut_back(folder / "ledger.bin", size_bytes)
     warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused] + kept
     if (step or len(run.ledger)) and not run.named("run_started"):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from instep.data import keyed
-from instep.data.blame import told
-from instep.data.contents import Chosen, content_of
-from instep.data.fetch import set_keyed
 from instep.data.order import Order
+from instep.data.reading import generators
+from instep.data.reading.fetch import seed_for_sample
+from instep.data.samples.contents import Selection, content_of
+from instep.data.samples.unreadable import describe_error
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records
 from instep.recipe.build import call, load_function
@@ -137,7 +137,7 @@ def compare(run: RunFolder, most: int | None = None) -> ContentProof:
                 continue
             why = f"was {content:016x} and is {found:016x}"
         except Exception as error:
-            why = f"cannot be read: {told(error)}"
+            why = f"cannot be read: {describe_error(error)}"
         wrong.append(Wrong(epoch, index, why))
     return ContentProof(
         due=due,
@@ -159,7 +159,7 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
     samples, which = run.epoch_samples, run.spec.check.content
     if which == "off" or not samples:
         return 0, 0
-    chosen, order = Chosen(samples, run.spec.seed, which), Order(samples, run.spec.seed)
+    chosen, order = Selection(samples, run.spec.seed, which), Order(samples, run.spec.seed)
     due = recorded = 0
     for epoch in run.audit.epochs:
         indices = order.indices(epoch.epoch, 0, min(epoch.expected, samples))
@@ -180,8 +180,8 @@ def _dataset(run: RunFolder) -> Any:
 
 
 def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:
-    with keyed.kept():
-        set_keyed(seed, epoch, index)
+    with generators.preserved():
+        seed_for_sample(seed, epoch, index)
         if hasattr(dataset, "__getitem__"):
             return content_of(dataset[index])
         return content_of(dataset.__getitems__([index])[0])

@@ -25,9 +25,9 @@ from instep.lab.replayed import Replayed, judge
 from instep.lab.trial import Progress, folder_for_runs, without_folder
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import asked_for, check_target, copy_own
+from instep.state.export import check_target, copy_own, writing_to
+from instep.state.intact import check
 from instep.state.manifest import published
-from instep.state.sound import check
 from instep.store.folder import Origin
 from instep.store.run_folder import RunFolder
 
@@ -80,7 +80,7 @@ def replay(
         if origin.checkpoint is None:
             warnings += _other_start(run, computed[0])
         if to is not None:
-            with asked_for(to):
+            with writing_to(to):
                 copy_own(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
         said = (*refused, *warnings, *found.warnings)

@@ -20,7 +20,7 @@ import numpy as np
 
 from instep.errors import CheckpointError
 from instep.state.compare import checkpoint_of, differences, saved
-from instep.state.sound import check
+from instep.state.intact import check
 from instep.store.run_folder import Records, RunFolder
 from instep.words import plural
 

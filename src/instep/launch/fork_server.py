@@ -46,7 +46,7 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.control.lease import Lease
-from instep.data.breadcrumb import Pages, leave_in
+from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
 from instep.system.environment import END, SETTINGS
@@ -352,7 +352,7 @@ class Server:
             return
         self._late.pop(order.number, None)
         if pid:
-            self._pages.give(page, pid)
+            self._pages.assign(page, pid)
             self._workers[pid] = order.number
             self._tell_spare(pid, order.number)
             return
@@ -364,7 +364,7 @@ class Server:
             self._connection.close()
             os.close(self._life)
             _redirect(Path(order.log))
-            leave_in(page)
+            use_page(page)
             self._memory_files.keep_only(memory)
             from instep.system import host_memory
             from instep.worker.process import main as work
@@ -430,7 +430,7 @@ class Server:
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
-        place = self._pages.take(pid)
+        place = self._pages.collect(pid)
         self._memory_files.ended(number)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)

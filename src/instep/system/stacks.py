@@ -19,7 +19,7 @@ import signal
 from pathlib import Path
 
 from instep import data
-from instep.data.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER
 from instep.errors import is_users
 from instep.plain_file import plain
 
@@ -28,7 +28,7 @@ ASK = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _OUTERMOST = (" in _run_module_as_main", " in <module>", " in _bootstrap")
-_READERS = Path(data.__file__).parent / "readers.py"
+_READERS = Path(data.__file__).parent / "reading" / "readers.py"
 _CUT_SHORT = "  ..."
 """Instead of the outermost frames, where there are more than a hundred."""
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state.load import load
+from instep.state.packing import pack_state, unpack_state
 from instep.state.restore import restore as restore_model
-from instep.state.snapshot import Packer, Snapshot, model_tensors, pack_state, unpack_state
+from instep.state.snapshot import Snapshot, model_tensors
 from instep.system.blame import sentence
 from instep.worker.update import Update
 
@@ -49,7 +50,6 @@ def capture(
     model: nn.Module,
     update: Update,
     strategy: Remembers,
-    pack: Packer,
     *,
     moved: Container[int] | None = None,
 ) -> Snapshot:
@@ -60,14 +60,13 @@ def capture(
         model: as that commit left it.
         update: has its optimizer, scheduler and scaler.
         strategy: remembers something, or nothing.
-        pack: takes the optimizer's state apart.
         moved: identities (`id`) of the buffers that are taken although the state dict leaves
             them out; None takes every such buffer.
 
     Raises:
         CheckpointError: something in it cannot be kept.
     """
-    optimizer, skeleton = pack(update.optimizer.state_dict())
+    optimizer, skeleton = pack_state(update.optimizer.state_dict())
     facts: dict[str, Any] = {
         "epoch_so_far": pack_state([progress.epoch_loss, progress.epoch_samples])[1],
         "course": progress.course,

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.records import Attempt
-from instep.state import peers
-from instep.state.snapshot import Packer, Snapshot, pack_state, unpack_state
+from instep.state import broadcast
+from instep.state.packing import pack_state, unpack_state
+from instep.state.snapshot import Snapshot
 from instep.worker.capture import Progress, Remembers, capture, read_checkpoint, restore
 from instep.worker.catch_up import NOWHERE, Beginning, Place, beginning
 from instep.worker.sameness import Trial
@@ -79,9 +80,9 @@ class CommittedState:
         """Whether this is the state of the run, and not that of a fresh process."""
         return self.generation >= 0
 
-    def capture(self, pack: Packer, moved: Container[int] | None = None) -> Snapshot:
+    def capture(self, moved: Container[int] | None = None) -> Snapshot:
         """Everything of the last commit that the next step builds on; see `capture.capture`."""
-        return capture(self.progress, self._model, self._update, self._strategy, pack, moved=moved)
+        return capture(self.progress, self._model, self._update, self._strategy, moved=moved)
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -164,11 +165,11 @@ class CommittedState:
     def _share(self, comm: Comm, there: Beginning) -> None:
         own = None
         if comm.rank == there.root:
-            own = self.capture(Packer())
+            own = self.capture()
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["trial"] = list(self.trial or ())
             own.facts["made"] = [[g, *made] for g, made in self._made.items()]
-        taken = peers.share(own, comm, there.root, self._device)
+        taken = broadcast.broadcast_snapshot(own, comm, there.root, self._device)
         if self.held and self.progress[:2] == (there.step, there.course):
             return
         self.restore(taken, "a peer's state")

@@ -3,7 +3,7 @@
 A worker that reads in processes cannot tell a read that loops from a store that
 stalls by its own processor time. So whoever shows the master that the worker
 lives looks after its loader processes too, while the worker waits for one of them.
-That one is replaced, with its reads, is the business of `data/processes.py`.
+That one is replaced, with its reads, is the business of `data/reading/pool.py`.
 Pure but for the two functions that it is given.
 """
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, TOLD
-from instep.data import breadcrumb
-from instep.data.contents import Record
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, position, steps_in_epoch
+from instep.data.samples import last_read
+from instep.data.samples.contents import Record
 from instep.errors import PeerError
-from instep.state.best import Best
+from instep.state.retention import Best
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.assignment import Lockstep
@@ -247,7 +247,7 @@ class Loop(ABC):
             comm.close()
             raise
         self.step = self.state.progress.step
-        breadcrumb.at_step(self.step)
+        last_read.set_step(self.step)
         member.formed()
         if self._stopping is None:
             self._stopping = Stopping(member, comm, self.device)
@@ -311,7 +311,7 @@ class Loop(ABC):
         try:
             for where, share in self._plan(first):
                 self.step += 1
-                breadcrumb.at_step(self.step)
+                last_read.set_step(self.step)
                 done = yield from self._one_step(where, share, loads)
                 self._done += 1
                 yield self._settle(done)

@@ -28,12 +28,12 @@ from instep.comm.base import Comm
 from instep.comm.messages import TOLD, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
-from instep.data.threads import cpu_clock
+from instep.data.reading.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.spec import JobSpec, StartSpec
-from instep.state.best import Best, best_of
+from instep.state.retention import Best, best_rule
 from instep.worker.committed import Commit
 from instep.worker.engine import Agreement, Weighed
 from instep.worker.loop import Loop, Passed
@@ -92,7 +92,7 @@ class OwnLoop(Loop):
                 "pass a layer is in. Leave it out."
             )
         _refuse(job)
-        best_of(job.checkpoint, ())  # your validation is not seen from here
+        best_rule(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
         check_scheduler(scheduler)
         parameters = [p for p in model.parameters() if p.requires_grad]

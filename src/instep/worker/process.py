@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from instep.comm.endpoint import Endpoint
-from instep.data.child import own_places
-from instep.data.choose import cores
+from instep.data.reading.choose import cores
+from instep.data.reading.process import own_file_offsets
 from instep.errors import PeerError
 from instep.recipe.build import call, load_function
 from instep.system import blame
@@ -33,7 +33,7 @@ def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
     Returns:
         The exit code of the process.
     """
-    own_places()  # the recipe's file was imported before the fork, and may hold open ones
+    own_file_offsets()  # the recipe's file was imported before the fork, and may hold open ones
     spare_prints()
     tell_when_asked()
     try:

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
-from instep.state.best import Best, facts_of
+from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, published, reason
-from instep.state.save import CheckpointWriter, Saved, save_model
+from instep.state.retention import Best, facts_of
+from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import (
-    Packer,
     Snapshot,
     model_tensors,
     parameters_sha256,
 )
-from instep.state.sound import set_aside_after
+from instep.state.staging import save_model
 from instep.store.folder import run_id
 from instep.worker.engine import Engine
 from instep.worker.member import Member
@@ -58,7 +58,6 @@ class Saver:
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
-        self._pack_optimizer = Packer()
         self._newest = self._last = 0  # saved by this start; to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
@@ -67,7 +66,7 @@ class Saver:
             keep_last=member.job.checkpoint.keep_last,
             keep_every=member.job.checkpoint.keep_every,
             best=best,
-            builds_on=[member.run / name for name in RESUMED_FROM],
+            sync_first=[member.run / name for name in RESUMED_FROM],
             may_publish=lambda: not member.fenced,
         )
 
@@ -117,7 +116,7 @@ class Saver:
 
     def _snapshot(self, engine: Engine, where: Position) -> Snapshot:
         """Everything of one commit."""
-        snapshot = engine.state.capture(self._pack_optimizer, engine.buffers.moved)
+        snapshot = engine.state.capture(engine.buffers.moved)
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
@@ -164,7 +163,7 @@ class Saver:
         self._writer.finish()
         self._tell()
         folder = self._member.run / "checkpoints"
-        set_aside_after(folder, step)
+        discard_after(folder, step)
         self._writer.forget_after(step)
         if self._newest > step:
             self._newest = max((left for left, _ in published(folder)), default=0)

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from instep.comm.messages import TOLD, Done, Failed, Form, Release, Stop, Whereabouts
 from instep.control import endings
 from instep.control.crash_loop import (
+    MAX_CRASHES,
     MOST_APART,
-    MOST_CRASHES,
     MOST_LOOPS,
     MOST_LOSSES,
     OUT_OF_SYSTEM,
@@ -669,17 +669,17 @@ def lost(news, workers=2, *, skips=False):
 
 def test_a_process_that_crashes_at_the_same_step_three_times_is_not_tried_again():
     _, actions = lost([crash()] * 9, workers=1)
-    assert len(started(actions)) == MOST_CRASHES - 1
+    assert len(started(actions)) == MAX_CRASHES - 1
     (failed,) = blamed(actions)
     assert (failed["step"], failed["kind"]) == (7, "killed")
     assert "SIGSEGV" in failed["cause"]
-    assert f"It happened {MOST_CRASHES} times at this step." in failed["cause"]
+    assert f"It happened {MAX_CRASHES} times at this step." in failed["cause"]
 
 
 def test_crashes_at_other_steps_or_for_other_reasons_are_not_the_same():
     news = [crash(step=7), crash(step=8), crash(step=9), crash(step=10)]
     assert blamed(lost(news)[1]) == []
-    assert blamed(lost([Ended(0, -9, 7, committed=6)] * (MOST_CRASHES + 1))[1]) == []
+    assert blamed(lost([Ended(0, -9, 7, committed=6)] * (MAX_CRASHES + 1))[1]) == []
 
 
 def test_a_sample_that_kills_whoever_reads_it_is_the_cause():
@@ -750,7 +750,7 @@ def test_a_sample_that_kills_is_left_out_by_all_in_the_next_generation():
 
 def test_a_sample_that_was_read_ahead_is_only_suspected():
     vague = crash(**READING, ahead=True)
-    state, actions = lost([vague] * (MOST_CRASHES + 1))
+    state, actions = lost([vague] * (MAX_CRASHES + 1))
     assert blamed(actions) == []
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     assert [(mark.sample, mark.cause) for mark in forms[-1].marks] == [(512, "")]

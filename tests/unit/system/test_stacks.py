@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from instep.data.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER
 from instep.system.processes import Watched
 from instep.system.stacks import (
     ASK,
@@ -83,7 +83,7 @@ import sys, threading, time
 from instep.system.stacks import tell_when_asked
 
 tell_when_asked()
-from instep.data.readers import Ahead
+from instep.data.reading.readers import Ahead
 
 def endless(part):
     print("ready", flush=True)

@@ -15,8 +15,8 @@ from instep import spec_file
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER
-from instep.state.best import Best
 from instep.state.manifest import published, read_manifest
+from instep.state.retention import Best
 from instep.store.folder import make_run_folder, run_id
 from instep.sync.base import make_strategy
 from instep.worker.clock import Clock
