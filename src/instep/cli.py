@@ -104,10 +104,10 @@ def scale(args: argparse.Namespace) -> int:
 
 def _told(done: Run, args: argparse.Namespace) -> int:
     """Say how a run went, and return its exit code."""
-    from instep.report.summary import verdict
+    from instep.report.terminal.closing import closing_lines
     from instep.store.run_folder import RunFolder
 
-    for line in verdict(done.summary, RunFolder(done.path)):
+    for line in closing_lines(done.summary, RunFolder(done.path)):
         print(line, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(done.summary))
@@ -116,8 +116,9 @@ def _told(done: Run, args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write report.html of a run again, or lay two runs over each other."""
-    from instep.report.page import write_report
-    from instep.report.summary import summarise, verdict
+    from instep.report.figures.summary import summarise
+    from instep.report.page.page import write_report
+    from instep.report.terminal.closing import closing_lines
     from instep.state.export import asked_for, check_page
     from instep.store.run_folder import RunFolder
 
@@ -133,7 +134,7 @@ def report(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**summary, "report": str(path)}))
         return 0
-    for line in verdict(summary, folder):
+    for line in closing_lines(summary, folder):
         print(line)
     print(f"report  {path}")
     return 0
@@ -141,7 +142,7 @@ def report(args: argparse.Namespace) -> int:
 
 def audit(args: argparse.Namespace) -> int:
     """Prove from a run's ledger that every sample was used exactly once in every epoch."""
-    from instep.report.proof import prove
+    from instep.report.figures.proof import prove
     from instep.store.run_folder import RunFolder
 
     run = RunFolder(Path(args.run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,19 @@ def some_workers(numbers: Sequence[int], most: int = 4) -> str:
     named = ", ".join(str(n) for n in numbers[:most])
     rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return f"worker{'s' if len(numbers) > 1 else ''} {named}{rest}"
+
+
+def ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """`1 to 3, 5, 7 to 9 and 2 more`, from ascending numbers; `most` ranges are named."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    named = [f"{low} to {high}" if high > low else str(low) for low, high in runs[:most]]
+    rest = f" and {len(runs) - len(named)} more" if len(runs) > len(named) else ""
+    return ", ".join(named) + rest
 
 
 def short_number(value: Any) -> str:

@@ -13,7 +13,7 @@ from started import RECIPES, Start, Started
 import instep
 from disks import Disk, Ext4
 from instep.events import read_events
-from instep.report.summary import summarise
+from instep.report.figures.summary import summarise
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 

@@ -15,7 +15,7 @@ import instep
 from instep.cli import main
 from instep.data.order import Order, position
 from instep.recipe.build import call
-from instep.report.proof import prove
+from instep.report.figures.proof import prove
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

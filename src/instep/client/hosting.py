@@ -40,7 +40,7 @@ from instep.store.folder import (
     held,
     make_run_folder,
     remove_run_folder,
-    way_on,
+    resume_hint,
 )
 from instep.store.run_folder import RunFolder
 from instep.system import blame
@@ -213,7 +213,7 @@ class Host:
             self._late.cancel()
             self._meeting.unlink(missing_ok=True)
             if isinstance(self._broke, RunError):
-                raise RunError(f"{self._broke}{way_on(self.folder)}")
+                raise RunError(f"{self._broke}{resume_hint(self.folder)}")
             if isinstance(self._broke, InstepError):
                 raise self._broke
             if self._broke is not None:

@@ -105,5 +105,5 @@ def _not_going_on(run: Path) -> RunError:
     joined = " (the processes of instep.join cannot be reached)" if folder.joined else ""
     return RunError(
         f"no run goes on in {run}{joined}; it is {folder.outcome}. To go on with another number "
-        f"of workers: {folder.way_on}"
+        f"of workers: {folder.to_resume}"
     )

@@ -37,7 +37,7 @@ from instep.store.folder import (
     held,
     make_run_folder,
     remove_run_folder,
-    way_on,
+    resume_hint,
 )
 from instep.sync import STRATEGIES
 from instep.system.environment import INSIDE
@@ -186,7 +186,7 @@ def resume_run(
     if before.joined:
         raise SpecError(
             f"{before.path} is of processes that called instep.join, which instep resume cannot "
-            f"start. To go on: {before.way_on}"
+            f"start. To go on: {before.to_resume}"
         )
     job = changed(before, overrides, changes)
     check_job(job, resumed=True)
@@ -244,7 +244,7 @@ def _conduct(
     except RunError as error:  # there is no master any more; what was committed is there
         with suppress(InstepError):
             finish(folder)
-        raise RunError(f"{error}{way_on(folder)}") from None
+        raise RunError(f"{error}{resume_hint(folder)}") from None
     finally:
         launcher.stop()
         switchboard.close()
@@ -408,9 +408,9 @@ def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
         RunError: some of it cannot be written; or its ledger does not hold what it was to
             train on, which is said once all of it is written.
     """
-    from instep.report.page import write_report
-    from instep.report.proof import prove
-    from instep.report.summary import summarise
+    from instep.report.figures.proof import prove
+    from instep.report.figures.summary import summarise
+    from instep.report.page.page import write_report
     from instep.report.timeline import write_trace
     from instep.store.run_folder import RunFolder
 
@@ -465,6 +465,6 @@ def failure(worker: int, word: Failed, folder: Path) -> InstepError:
         lines.append(f"  everything else: {folder / 'logs' / log}")
     # what is wrong with the recipe is one error, whichever worker has found it first
     kind = RecipeError if word.kind == RecipeError.__name__ else WorkerError
-    error = kind("\n".join(lines) + way_on(folder))
+    error = kind("\n".join(lines) + resume_hint(folder))
     error.exit_code = word.exit_code
     return error

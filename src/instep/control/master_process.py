@@ -27,8 +27,8 @@ from instep.control.lease import SignsOfLife
 from instep.control.master import Master
 from instep.errors import InstepError
 from instep.plain_file import plain
-from instep.report.live import View, make_view
-from instep.report.summary import committed_losses
+from instep.report.figures.summary import committed_losses
+from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system import blame

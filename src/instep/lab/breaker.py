@@ -28,7 +28,7 @@ from instep.lab.injections import Injection
 from instep.lab.parting import Parting
 from instep.lab.roster import Known, Roster, send
 from instep.lab.verdict import Fall, Injected, judge
-from instep.report.summary import finite
+from instep.report.figures.summary import finite
 from instep.store.folder import numbered
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder

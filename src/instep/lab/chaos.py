@@ -174,7 +174,7 @@ def check_can_be_repeated(run: RunFolder) -> None:
     if run.outcome not in ("completed", "stopped") or not run.last_step:
         raise RunError(
             f"{run.path} is {run.outcome}: a disturbed run is held against one that has come to "
-            f"its end. To end it: {run.way_on}"
+            f"its end. To end it: {run.to_resume}"
         )
     if (
         len({stretch.job.train.steps or stretch.job.train.passes for stretch in _stretches(run)})

@@ -18,9 +18,9 @@ import numpy as np
 
 from instep.events import STEPS, read_records
 from instep.lab.replayed import TOLERANCE
-from instep.report.proof import Proof, prove
-from instep.report.recovery import computed_twice, quantiles, recoveries
-from instep.report.summary import finite, loss_per_step
+from instep.report.figures.proof import Proof, prove
+from instep.report.figures.recovery import computed_twice, quantiles, recoveries
+from instep.report.figures.summary import finite, loss_per_step
 from instep.store.run_folder import Floats, RunFolder
 from instep.units import readable_seconds
 from instep.words import plural

@@ -150,12 +150,12 @@ def unlock(file: IO[Any]) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def way_on(folder: Path) -> str:
+def resume_hint(folder: Path) -> str:
     """A line for the error of a run: how to go on, where there is a checkpoint to go on from."""
     from instep.store.run_folder import RunFolder
 
     saved = any((folder / "checkpoints").glob("step-*"))
-    return f"\n  to go on: {RunFolder(folder).way_on}" if saved else ""
+    return f"\n  to go on: {RunFolder(folder).to_resume}" if saved else ""
 
 
 def gone(run: Path) -> str:

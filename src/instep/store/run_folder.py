@@ -133,7 +133,7 @@ class RunFolder:
         return bool(self.last("run_started").get("started_by") == "join")
 
     @property
-    def way_on(self) -> str:
+    def to_resume(self) -> str:
         """How to go on with it: a command, or what is to be started again."""
         if self.joined:
             name = self.path.resolve().name

@@ -1,7 +1,7 @@
-"""What is known of a run while it goes on, as numbers: rates, shares, the loss, the time left.
+"""The figures of a run that is still going on: rates, shares, the loss, the time left.
 
-Fed with every event and record, asked by whoever shows them. It knows neither
-terminals nor colours nor words.
+The views feed it every event and every record, and ask it for what they show. It knows
+nothing of terminals, colours or layout. Way in: `Progress`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep.spec import JobSpec
+from instep.store.run_folder import PARTS, Records, step_ends
 from instep.words import LAST_STEPS, phases_in_words, some_workers, whole_seconds
 
-Records = np.ndarray[Any, np.dtype[Any]]
-
 MEMORY_S, MEMORY_STEPS = 10.0, 20.0
-"""Rates forget the past at the pace of whichever is longer: seconds or steps."""
+"""Time constant of the rates: so many seconds or so many steps, whichever is longer."""
 SLOW = 1.5
-"""A worker this many times slower than the middle one is called slow."""
+"""A worker this many times slower than the median is shown as slow."""
 QUIET_S, QUIET_STEPS = 5.0, 5.0
-"""A worker without records for this long, in seconds and in steps, is called quiet."""
+"""A worker without records for this long, in seconds and in steps, is shown as quiet."""
 
-_PARTS = ("load_s", "forward_s", "backward_s", "wait_s", "wire_s", "update_s", "save_s")
 _STEPS, _SAMPLES, _WORK, _WAIT, _WALL, _SUMS = range(6)
 
 
@@ -42,11 +40,11 @@ class Row(NamedTuple):
     note: str = ""  # instead of the figures, before the first step
 
 
-class Figures:
-    """What is known of a run, in a size that does not grow with its length.
+class Progress:
+    """Figures of a run; takes an amount of memory that does not grow with the run's length.
 
-    Rates and shares are means over recent steps that fade out exponentially: over ten
-    seconds, or over twenty steps where those are longer. The loss is that of the summary.
+    Rates and shares are exponential moving averages over recent steps: over ten seconds, or
+    over twenty steps if those take longer. The loss is that of the summary.
 
     Args:
         job: as run.
@@ -75,7 +73,7 @@ class Figures:
         self.saved: tuple[float, dict[str, Any]] | None = None
         self.traffic: dict[int, tuple[float, float]] = {}
         self.steps_seen = False
-        """Whether a worker has told of a step in this session."""
+        """Whether a worker has recorded a step in this session."""
         self._pauses_s = 0.0
         self._first_step = 0
         self._losses = deque[tuple[float, int]](maxlen=LAST_STEPS)
@@ -83,11 +81,11 @@ class Figures:
         self._loss_step = 0  # the last that is in it
         self._sums = np.zeros((0, _SUMS))
         self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
-        self._seen = np.zeros(0)  # when each worker was last heard of, on `clock`
+        self._seen = np.zeros(0)  # when each worker last sent a record, on `clock`
         self._make_room(job.workers)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take in one event of `EVENTS`; those that change nothing here are ignored."""
+        """Take in one event of `EVENTS`; events that change no figure are ignored."""
         what, worker = event["event"], event.get("worker", -1)
         if what == "run_started":
             self._first_step = event.get("resumed_step", -1) + 1
@@ -96,7 +94,7 @@ class Figures:
         elif what == "worker_ready":
             self.states[worker], self.ready = "ready", event
             self.phases[worker] = event["phases"]
-            if self._earlier is not None:  # now it is known how long an epoch is
+            if self._earlier is not None:  # now the length of an epoch is known
                 self._follow_loss(*self._earlier)
                 self._earlier = None
         elif what == "generation_started":
@@ -109,7 +107,7 @@ class Figures:
             self.validated = event
             self._pauses_s += event["seconds"]
         elif what == "epoch_finished" and not self.job.train.steps:
-            samples = event["samples"]  # of the epoch's steps in earlier sessions too
+            samples = event["samples"]  # those of earlier sessions included
             self._sum = event["loss"] * samples, samples
             self._loss_step = max(self._loss_step, event["step"])
         elif what == "checkpoint_saved":
@@ -150,23 +148,23 @@ class Figures:
 
     def _follow_rates(self, steps: Records) -> None:
         worker, count = steps["worker"], len(self._sums)
-        parts_s = {part: np.bincount(worker, steps[part], count) for part in _PARTS}
+        parts_s = {part: np.bincount(worker, steps[f"{part}_s"], count) for part in PARTS}
         busy_s = sum(parts_s.values())
         end = np.zeros(count)
-        np.maximum.at(end, worker, steps["begin"] + sum(steps[part] for part in _PARTS))
+        np.maximum.at(end, worker, step_ends(steps))
         new = np.zeros((count, _SUMS))
         new[:, _STEPS] = np.bincount(worker, minlength=count)
         new[:, _SAMPLES] = np.bincount(worker, steps["samples"], count)
-        new[:, _WORK] = parts_s["load_s"] + parts_s["forward_s"] + parts_s["backward_s"]
-        new[:, _WAIT] = parts_s["wait_s"]
+        new[:, _WORK] = parts_s["load"] + parts_s["forward"] + parts_s["backward"]
+        new[:, _WAIT] = parts_s["wait"]
         # Time between steps counts, unless it is so long that it was a pause (a validation).
         new[:, _WALL] = np.clip(end - self._end, busy_s, 2 * busy_s)
         forget = np.minimum(new[:, _WALL] / MEMORY_S, new[:, _STEPS] / MEMORY_STEPS)
         self._sums = self._sums * np.exp(-forget)[:, None] + new
-        heard = new[:, _STEPS] > 0
-        self._end[heard], self._seen[heard] = end[heard], self.clock()
+        active = new[:, _STEPS] > 0
+        self._end[active], self._seen[active] = end[active], self.clock()
         numbers, first = np.unique(steps["step"], return_index=True)
-        self._follow_loss(numbers, steps["loss"][first])  # each worker tells of each, the same
+        self._follow_loss(numbers, steps["loss"][first])  # all workers record the same loss
 
     def _follow_loss(self, numbers: Records, losses: Records) -> None:
         """Take in the losses of steps that are new."""
@@ -190,12 +188,12 @@ class Figures:
 
     @property
     def _epoch_steps(self) -> int:
-        """Steps of an epoch; of one without end, as long as nobody has said how many samples."""
+        """Steps of an epoch; a number without end until the number of samples is known."""
         return -(-self.ready["samples"] // self.job.train.global_batch) if self.ready else 1 << 62
 
     @property
     def loss(self) -> float:
-        """Mean over the samples of the epoch so far, or the last 100 steps where those are counted.
+        """Mean over the samples of the epoch so far, or of the last 100 steps of a job of steps.
 
         NaN before the first step.
         """
@@ -208,19 +206,19 @@ class Figures:
 
     @property
     def epochs(self) -> int | None:
-        """Passes over the data that the job asks for; None where it counts steps."""
+        """Passes over the data that the job asks for; None if it counts steps."""
         train, own_loop = self.job.train, self.ready and self.total is None
         return None if train.steps or (own_loop and not train.epochs) else train.passes
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole job; None until a worker has said so, or where nobody knows."""
+        """Steps of the whole job; None until a worker has said so, or if it has no fixed length."""
         last: int | None = self.ready.get("last_step", self.job.train.steps)
         return last
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step, validations included; None until it can be told."""
+        """Seconds until the last step, validations included; None until it can be estimated."""
         steps, wall_s = self._sums[:, _STEPS].sum(), self._sums[:, _WALL].sum()
         if self.total is None or not steps:
             return None
@@ -229,7 +227,7 @@ class Figures:
         return max(last - self.step, 0) * float(wall_s / steps + pause_s)
 
     def waiting_for(self) -> str:
-        """What stands between now and the first step, in words."""
+        """What has to happen before the first step, in words."""
         absent = [w for w in self.workers if w not in self.states]
         if absent:
             return f"waiting for {some_workers(absent)} to join"
@@ -239,11 +237,11 @@ class Figures:
         return "waiting for the first step"
 
     def rows(self, most: int) -> tuple[list[Row], Row]:
-        """What the table says.
+        """The rows of the table.
 
         Returns:
-            At most `most` rows: failed workers first, then those waited for,
-            then the slowest; those that do not fit are one row. And a row of all.
+            At most `most` rows: failed workers first, then those that are starting, then the
+            slowest; workers that do not fit share one row. And a row for all workers.
         """
         rows = self._every_row(self.clock())
         whole = _together("all", rows)
@@ -256,12 +254,12 @@ class Figures:
         wall, samples, work = (self._sums[:, field] for field in (_WALL, _SAMPLES, _WORK))
         with np.errstate(divide="ignore", invalid="ignore"):
             rate, wait = samples / wall, self._sums[:, _WAIT] / wall
-            cost = np.where(samples, work / samples, np.nan)  # seconds of own work a sample
-            known = cost[np.isfinite(cost)]  # of two workers, the faster one is the measure
+            cost = np.where(samples, work / samples, np.nan)  # seconds of own work per sample
+            known = cost[np.isfinite(cost)]  # of two workers, the faster one is the reference
             slowness = cost / np.quantile(known, 0.5, method="lower") if len(known) else cost
         share = samples / max(samples.sum(), 1)
         figures = np.nan_to_num(np.stack([rate, share, wait, slowness]), posinf=0.0)
-        place = {"failed": 0, "starting": 1, "joined": 1}  # what is waited for comes early
+        place = {"failed": 0, "starting": 1, "joined": 1}  # failed and starting workers come first
         order = sorted(
             self.workers,
             key=lambda w: (place.get(self._state(w, 1, now), 2), -round(figures[3][w], 1), w),

@@ -1,8 +1,8 @@
-"""How long a run stood still after each of several moments, and which steps it computed twice.
+"""How long a run made no progress after each of several moments, and which steps it repeated.
 
-Pure functions of raw step records, those included that were taken back when the
-run went back to a checkpoint (which `RunFolder.steps` leaves out): they too tell
-when somebody trained. Way in: `recoveries`, `computed_twice`.
+Pure functions of raw step records. These include the steps that were discarded when the
+run went back to a checkpoint (`RunFolder.steps` leaves them out): they too show when
+workers trained. Ways in: `recoveries`, `computed_twice`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ QUANTILES = {"median": 50, "p90": 90, "p99": 99, "worst": 100}
 def recoveries(
     steps: Records, formed: Sequence[float], moments: Sequence[float], workers: int
 ) -> Floats:
-    """Seconds from each moment to the end of the next step that the full number committed.
+    """Seconds from each moment to the end of the next step that all workers committed.
 
-    A step counts if `workers` of them recorded it in one generation, each with an
-    end after the moment: the last of these ends is when the run was whole again.
+    A step counts if `workers` workers recorded it in one generation (a period in which the
+    members do not change), each with an end after the moment. The last of these ends is
+    when the run was complete again.
 
     Args:
-        steps: [records] of `events.STEPS`, in any order, nothing left out.
+        steps: [records] of `events.STEPS`, in any order; all of them.
         formed: when each generation was formed, Unix seconds.
         moments: Unix seconds.
         workers: the full number.
@@ -62,12 +63,12 @@ def _generation(steps: Records, formed: Sequence[float]) -> NDArray[np.int64]:
 
 
 def _changes(values: Records) -> NDArray[np.bool_]:
-    """Where another value begins, [values]; the first is one."""
+    """Where the value changes, [values]; True at the first."""
     return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
 def quantiles(seconds: Floats) -> dict[str, float]:
-    """`median`, `p90`, `p99` and `worst` of what is no NaN; empty if nothing is."""
+    """`median`, `p90`, `p99` and `worst`, without NaNs; empty if there are only NaNs."""
     known = seconds[~np.isnan(seconds)]
     if not len(known):
         return {}
@@ -75,10 +76,10 @@ def quantiles(seconds: Floats) -> dict[str, float]:
 
 
 def computed_twice(steps: Records, formed: Sequence[float]) -> set[int]:
-    """Steps that somebody recorded as committed in one generation, and somebody in another too.
+    """Steps that were recorded as committed in two generations or more.
 
-    What a worker had not told the master yet when it was killed (the last
-    quarter of a second) is in no record, so there may be more.
+    A worker sends its records a few times a second. What it had not sent when it was
+    killed is missing, so there may be more such steps.
 
     Args:
         steps, formed: as for `recoveries`.

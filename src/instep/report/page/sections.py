@@ -1,37 +1,47 @@
-"""The parts of the report page, each a function from a run to markup.
+"""The parts of the report page that are text and tables, each a function from a run to markup.
 
-All of them read a `RunFolder` and its figures and return `Html`; `page.py`
-puts them in order. Long lists are cut, and say so, to keep the page small.
+`page.py` puts them in order. Long lists are cut, and say so, to keep the page small.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from instep.report.compare import differing_settings, figures, flat
-from instep.report.markup import Html, figure, join, more, section, shortened, table, tag
-from instep.report.summary import cause_words, exactness_words, gap_words
+import numpy as np
+
+from instep.report.figures.summary import cause_words, exactness_words, gap_words
+from instep.report.page.comparison import flat
+from instep.report.page.markup import (
+    MOST_ROWS,
+    Html,
+    figure,
+    join,
+    listing,
+    section,
+    shortened,
+    table,
+    tag,
+)
 from instep.store.audit import EpochAudit
 from instep.store.run_folder import Event, RunFolder
-from instep.units import readable_bytes, readable_count, readable_seconds
+from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
 from instep.words import corruption_in_words, start_in_words
 
-_MOST_ROWS = 40  # of any table
-
-_MARKS = {"completed": "good", "stopped": "calm", "interrupted": "calm", "failed": "bad"}
-_WORDS = {
-    "completed": "Trained to the end",
-    "stopped": "Stopped early",
-    "interrupted": "Interrupted",
-    "failed": "Failed",
+_ENDINGS = {
+    "completed": ("good", "Completed"),
+    "stopped": ("calm", "Stopped early"),
+    "interrupted": ("calm", "Interrupted"),
+    "failed": ("bad", "Failed"),
 }
+"""For each outcome the colour of its dot, and how the sentence begins."""
 
 
 def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> Html:
     """How the run ended, in one sentence, with the cause if it failed; `name` goes before it."""
-    opening = _WORDS.get(summary["outcome"], "Still running, or cut short")
+    mark, opening = _ENDINGS.get(summary["outcome"], ("calm", "Still running, or cut short"))
     rule = f" by {summary['rule']}" if summary["rule"] and summary["outcome"] == "stopped" else ""
     why = f": {summary['rule_text']}" if summary["rule_text"] else ""
     sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}{why}."
@@ -40,9 +50,9 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
         sentence += f" {steps} steps, {samples} samples, {exactness_words(summary)}."
     else:
         sentence += " No step was committed."
-    exact = not (summary["repeated_samples"] or summary["missing_samples"])
-    mark = _MARKS.get(summary["outcome"], "calm") if exact else "bad"
-    if summary["diverged"] and mark == "good":
+    if summary["repeated_samples"] or summary["missing_samples"]:
+        mark = "bad"
+    elif summary["diverged"] and mark == "good":
         mark = "calm"
     label = tag("b", f"{name}: ") if name else ""
     parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
@@ -67,40 +77,49 @@ def tiles(summary: dict[str, Any], of: str) -> Html:
     shown += [
         ("samples per second", figure(summary["samples_per_second"], readable_count)),
         ("workers", figure(summary["workers"], readable_count)),
-        ("sent over the wire", figure(summary["wire_bytes"], readable_bytes)),
+        ("sent over the network", figure(summary["wire_bytes"], readable_bytes)),
     ]
     cells = [tag("div", tag("dt", name), tag("dd", value)) for name, value in shown]
     return tag("dl", *cells, class_="tiles")
 
 
-def comparison(runs: list[RunFolder], summaries: list[dict[str, Any]]) -> Html:
-    """Two runs side by side: what came out, and what they were told differently."""
-    names = run_names(runs)
-    units = {
-        **dict.fromkeys(["steps", "samples", "samples_per_second"], readable_count),
-        "seconds": readable_seconds,
-        "wire_bytes": readable_bytes,
-        "parameters_sha256": lambda digest: f"{digest[:12]}...",
-    }
-    came_out = [
-        (name.replace("_", " "), figure(one, units.get(name)), figure(other, units.get(name)))
-        for name, one, other in figures(*summaries)
-    ]
-    head = [tag("span", name, class_=f"run{at}") for at, name in enumerate(names)]
-    told = differing_settings(runs[0].job, runs[1].job)
-    settings = (
-        table(["setting", *head], [[shortened(cell) for cell in row] for row in told[:_MOST_ROWS]])
-        if told
-        else tag("p", "None: both were given the same job.", class_="note")
-    )
-    title = tag("h3", "Settings that differ")
-    return section("Side by side", table(["figure", *head], came_out), title, settings)
+def who_did_what(folder: RunFolder) -> Html:
+    """Samples of each worker, from the ledger; how fast it computes; each new assignment."""
+    done = folder.committed
+    if not len(done):
+        return Html("")
+    workers, place = np.unique(done["worker"], return_inverse=True)
+    samples = np.bincount(place, weights=done["stop"] - done["first"])
+
+    def row(at: int) -> list[str]:
+        steps, count = folder.steps_of(int(workers[at])), int(samples[at])
+        busy_s = sum(float(steps[part].sum()) for part in ("load_s", "forward_s", "backward_s"))
+        speed = float(steps["samples"].sum()) / busy_s if busy_s > 0 else None
+        share = readable_share(count, int(samples.sum()))
+        return [
+            f"worker {workers[at]}",
+            readable_count(count),
+            share,
+            figure(speed, readable_count),
+        ]
+
+    head = ["worker", "samples", "share", "samples/s while computing"]
+    body = [listing(head, range(len(workers)), row, "workers")]
+    if assigned := folder.named("work_dealt"):
+        head = ["from step", "why", "micro-batches of each worker"]
+        body.append(tag("h3", "Changes of the assignment"))
+        body.append(listing(head, assigned, _assignment, "changes", newest=True, numbers_from=9))
+    note = "Counted from the ledger of committed steps. A slow worker is given less work."
+    return section("Work of each worker", *body, note=note)
 
 
-def run_names(runs: list[RunFolder]) -> list[str]:
-    """What to call each run: its folder's name, or the whole path where names are the same."""
-    names = [folder.path.absolute().name for folder in runs]
-    return names if len(set(names)) == len(names) else [str(folder.path) for folder in runs]
+def _assignment(event: Event) -> list[str]:
+    members, counts = event.get("members"), event.get("micro_batches")
+    if not (isinstance(members, list) and isinstance(counts, list)):
+        return [shortened(event.get(key, "")) for key in ("step", "reason", "micro_batches")]
+    each = [f"{worker}: {count}" for worker, count in zip(members, counts, strict=False)]
+    step = readable_count(event.get("step") or 0)
+    return [step, shortened(event.get("reason", "")), shortened(", ".join(each), 200)]
 
 
 def audit_of_samples(folder: RunFolder) -> Html:
@@ -108,7 +127,6 @@ def audit_of_samples(folder: RunFolder) -> Html:
     proof = folder.audit
     if not proof.epochs:
         return Html("")
-    runs = [list(group) for _, group in groupby(proof.epochs, key=_counts)]
     note = (
         "Counted from the ledger of committed steps: every sample that was due was used once."
         if proof.exact
@@ -117,15 +135,10 @@ def audit_of_samples(folder: RunFolder) -> Html:
     if not folder.epoch_samples:
         note = "The size of the training set was not recorded, so nothing can be proved."
     head = ["epoch", "due", "used", "repeated", "missing", "not due"]
-    rows = [_audit_row(group) for group in runs[:_MOST_ROWS]]
-    digest = tag(
-        "p",
-        "sha256 of every (epoch, position) used ",
-        tag("code", proof.sha256),
-        class_="note hash",
-    )
-    rest = more(len(runs), _MOST_ROWS, "rows")
-    return section("Audit of samples", table(head, rows), rest, digest, note=note)
+    groups = [list(group) for _, group in groupby(proof.epochs, key=_counts)]
+    what, digest = "sha256 of every (epoch, position) used ", tag("code", proof.sha256)
+    rows = listing(head, groups, _audit_row, "rows")
+    return section("Audit of samples", rows, tag("p", what, digest, class_="note hash"), note=note)
 
 
 def _counts(entry: EpochAudit) -> tuple[int, ...]:
@@ -140,43 +153,46 @@ def _audit_row(group: list[EpochAudit]) -> list[str]:
 
 def skipped_samples(folder: RunFolder) -> Html:
     """Which samples could not be read and were left out of their steps, the first of them."""
-    skipped = folder.skipped
-    if not skipped:
+    if not folder.skipped:
         return Html("")
-    rows = [
-        [str(e["epoch"] + 1), str(e["step"]), str(e["index"]), shortened(e.get("cause", ""))]
-        for e in skipped[:_MOST_ROWS]
-    ]
-    head = ["epoch", "step", "sample", "cause"]
     note = (
-        f"{readable_count(len(skipped))} times a sample could not be read and was left out of its "
-        "step: gradient and loss are the means over the others."
+        f"{readable_count(len(folder.skipped))} times a sample could not be read and was left out "
+        "of its step: gradient and loss are the means over the others."
     )
-    rest = more(len(skipped), _MOST_ROWS, "samples")
-    return section("Skipped samples", table(head, rows, numbers_from=9), rest, note=note)
+    head = ["epoch", "step", "sample", "cause"]
+    rows = listing(head, folder.skipped, _skipped_row, "samples", numbers_from=9)
+    return section("Skipped samples", rows, note=note)
+
+
+def _skipped_row(event: Event) -> list[str]:
+    places = [str(event["epoch"] + 1), str(event["step"]), str(event["index"])]
+    return [*places, shortened(event.get("cause", ""))]
 
 
 def changes_and_failures(folder: RunFolder) -> Html:
-    """Who was a member when, what failed, and what was warned of."""
+    """Which workers were members when, what failed, and the warnings."""
     body = []
     if folder.generations:
-        rows = [_generation_row(folder, event) for event in folder.generations[-_MOST_ROWS:]]
-        body.append(table(["generation", "members", "why", "at", "took"], rows, numbers_from=3))
-        body.append(more(len(folder.generations), _MOST_ROWS, "generations"))
+        head = ["generation", "members", "why", "at", "took"]
+
+        def row(event: Event) -> list[str]:
+            return _generation_row(folder, event)
+
+        body.append(
+            listing(head, folder.generations, row, "generations", newest=True, numbers_from=3)
+        )
     if folder.failures:
         head = ["worker", "step", "while", "cause", "where"]
-        rows = [_failure_row(event) for event in folder.failures[:_MOST_ROWS]]
-        body += [tag("h3", "Failures"), table(head, rows, numbers_from=9)]
-        body.append(more(len(folder.failures), _MOST_ROWS, "failures"))
-    found = [shortened(corruption_in_words(e)) for e in folder.named("corruption_found")]
-    if found:
-        items = [tag("li", text) for text in found[:_MOST_ROWS]]
-        body += [tag("h3", "Corruption found"), tag("ul", *items)]
-    warnings = [shortened(e.get("text", "")) for e in folder.named("warning")]
-    if warnings:
-        items = [tag("li", text) for text in dict.fromkeys(warnings[:_MOST_ROWS])]
-        body += [tag("h3", "Warnings"), tag("ul", *items)]
-    return section("Generations and failures", *body) if body else Html("")
+        body.append(tag("h3", "Failures"))
+        body.append(listing(head, folder.failures, _failure_row, "failures", numbers_from=9))
+    found = [corruption_in_words(e) for e in folder.named("corruption_found")]
+    warnings = [e.get("text", "") for e in folder.named("warning")]
+    for title, texts in (("Corruption found", found), ("Warnings", warnings)):
+        if texts:
+            items = dict.fromkeys(shortened(text) for text in texts[:MOST_ROWS])
+            body += [tag("h3", title), tag("ul", *(tag("li", text) for text in items))]
+    note = "A generation is a period in which the members do not change."
+    return section("Generations and failures", *body, note=note) if body else Html("")
 
 
 def _generation_row(folder: RunFolder, event: Event) -> list[str]:
@@ -199,28 +215,27 @@ def _failure_row(event: Event) -> list[str]:
 
 
 def checkpoints(folder: RunFolder) -> Html:
-    """What was saved, how large, and how long training was held up by it."""
+    """What was saved, how large it is, and how long training paused for it."""
     saved = folder.checkpoints
     if not saved:
         return Html("")
-    rows = [
-        [
-            readable_count(event["step"]),
-            tag("code", shortened(event.get("path", ""), 200)),
-            figure(event.get("size_bytes"), readable_bytes),
-            figure(event.get("held_s"), readable_seconds),
-            figure(event.get("seconds"), readable_seconds),
-        ]
-        for event in saved[-_MOST_ROWS:]
+    head = ["step", "file", "size", "training paused", "took"]
+    rows = listing(head, saved, _checkpoint_row, "checkpoints", newest=True, numbers_from=2)
+    return section("Checkpoints", rows)
+
+
+def _checkpoint_row(event: Event) -> list[str]:
+    return [
+        readable_count(event["step"]),
+        tag("code", shortened(event.get("path", ""), 200)),
+        figure(event.get("size_bytes"), readable_bytes),
+        figure(event.get("held_s"), readable_seconds),
+        figure(event.get("seconds"), readable_seconds),
     ]
-    head = ["step", "file", "size", "training held", "took"]
-    rest = more(len(saved), _MOST_ROWS, "checkpoints")
-    return section("Checkpoints", table(head, rows, numbers_from=2), rest)
 
 
 def configuration(folder: RunFolder) -> Html:
     """The job as run, and the machine it ran on."""
-    job = [[key, tag("code", shortened(value))] for key, value in flat(folder.job)]
     started, ready = folder.last("run_started"), folder.last("worker_ready")
     facts = {
         "host": started.get("host"),
@@ -228,24 +243,25 @@ def configuration(folder: RunFolder) -> Html:
         **{key: ready.get(key) for key in ("device", "threads", "loader", "parameters")},
         "training samples": ready.get("samples"),
         "validation samples": ready.get("validation_samples"),
+        "same as one machine": folder.last("same_as_one_machine").get("verdict"),
     }
-    if verdict := folder.last("same_as_one_machine").get("verdict"):
-        facts["same as one machine"] = verdict
     if loaded := folder.last("model_loaded"):
         facts["started from"] = start_in_words(loaded)
     known = {key: value for key, value in facts.items() if value is not None}
-    surroundings = [[key, tag("code", shortened(value))] for key, value in flat(known)]
-    columns = [tag("div", tag("h3", "Job"), _settings(job))]
-    columns.append(tag("div", tag("h3", "Environment"), _settings(surroundings)))
+    columns = [
+        tag("div", tag("h3", title), _settings(flat(values)))
+        for title, values in (("Job", folder.job), ("Environment", known))
+    ]
     return section("Configuration", tag("div", *columns, class_="columns"))
 
 
-def _settings(rows: list[list[str]]) -> Html:
+def _settings(pairs: Iterable[tuple[str, str]]) -> Html:
+    rows = [[key, tag("code", shortened(value))] for key, value in pairs]
     return table(["setting", "value"], rows[:400], numbers_from=9) if rows else Html("")
 
 
 def reproduce(folder: RunFolder, summary: dict[str, Any]) -> Html:
-    """The command, and the hashes that another run of it can be held against."""
+    """The command, and the hashes that another run of it can be compared with."""
     started = folder.last("run_started")
     command = started.get("command")
     if isinstance(command, list):

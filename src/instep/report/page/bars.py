@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from instep.report.curves import throughput
-from instep.report.markup import Html, join, more, section, tag
-from instep.report.summary import mean_split, time_split
+from instep.report.figures.curves import throughput
+from instep.report.figures.summary import mean_split, time_split
+from instep.report.page.markup import Html, join, more, section, tag
 from instep.store.run_folder import PARTS, RunFolder
 from instep.units import readable_count, readable_seconds, readable_share
 
@@ -81,7 +81,7 @@ def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
             rows.append((f"{prefix}worker {worker}", time_split(folder, worker)))
     if not rows:
         return Html("")
-    mean_of = f" The means are those of {names[0]}." if len(runs) > 1 else ""
+    mean_of = f" The means are of {names[0]}." if len(runs) > 1 else ""
     note = "Training time of each worker, from its first step to its last. "
     note += "Exchange that overlaps the backward pass is inside backward; other is validation and "
     note += "everything between steps." + mean_of

@@ -1,10 +1,9 @@
-"""What a person sees while a run goes on: a calm table, or plain lines.
+"""What a person sees while a run is going on: a live table, or plain lines.
 
-A view is told everything (each event, each new record) and says little: the
-table redraws twice a second at most, the lines come every few seconds. What
-is shown lives in `figures.py`, how it is laid out in `screen.py`. No view
-decides, waits or fails a run, and none explains a failure: whoever runs the
-job prints the cause at the end.
+A view gets every event and every new record and prints little: the table redraws at
+most twice a second, a line comes every few seconds. `figures/progress.py` computes what
+is shown, `screen.py` lays it out. A view never decides, waits or fails a run, and does
+not explain a failure: the client prints the cause at the end.
 
 The way in is `make_view`. `rich` is imported only where the table is drawn.
 """
@@ -19,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from instep.report.figures import Figures, Records
-from instep.report.screen import eta, heading, notice, progress_words, screen
+from instep.report.figures.progress import Progress
+from instep.report.terminal.screen import eta, heading, notice, progress_words, screen
 from instep.spec import JobSpec
-from instep.store.run_folder import RunFolder
+from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
 from instep.words import (
     metrics_in_words,
@@ -37,19 +36,19 @@ REDRAW_S, LINE_S = 0.5, 5.0
 
 
 class View(Protocol):
-    """Shows a run as it goes. `now` and the view's own clock are the same clock."""
+    """Shows a run while it is going on. `now` and the view's own clock are the same clock."""
 
     def event(self, event: dict[str, Any]) -> None:
         """One event, as it was written to `events.jsonl`."""
 
     def records(self, ledger: Records, steps: Records) -> None:
-        """New records, [any] of `LEDGER` and [any] of `STEPS`: any workers, any many steps."""
+        """New records, [any] of `LEDGER` and [any] of `STEPS`, of any workers and steps."""
 
     def tick(self, now: float) -> None:
         """Time has passed (seconds); called a few times a second."""
 
     def close(self) -> None:
-        """Say the last word and leave the terminal as it was; a second call does nothing."""
+        """Print the final state and restore the terminal; a second call does nothing."""
 
 
 def make_view(
@@ -62,45 +61,45 @@ def make_view(
     so_far: RunFolder | None = None,
     earlier: tuple[Records, Records] | None = None,
 ) -> View:
-    """A live table where `stream` is a terminal that can draw one, plain lines elsewhere.
+    """A live table if `stream` is a terminal that can draw one, else plain lines.
 
     Args:
         job: the job as run; gives the length of the run.
         run: its folder, whose name heads the view.
-        stream: where to write; standard error where none is given.
+        stream: where to write; standard error by default.
         json: plain lines in any case.
         clock: seconds, from any origin; `tick` is given times of the same clock.
-        so_far: what has happened already, to somebody else's eyes.
-        earlier: steps of earlier sessions and their losses, as `Figures` takes them.
+        so_far: what happened before this view began (it replaces a lost one).
+        earlier: steps of earlier sessions and their losses, as `Progress` takes them.
     """
     stream = sys.stderr if stream is None else stream
-    figures = Figures(job, run.name, clock, earlier)
+    progress = Progress(job, run.name, clock, earlier)
     if so_far is not None:
         for event in so_far.events:
-            figures.event(event)
-        figures.records(so_far.ledger, so_far.steps)
+            progress.event(event)
+        progress.records(so_far.ledger, so_far.steps)
     if json or not stream.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
-        return PlainLines(figures, stream)
-    return LiveTable(figures, stream)
+        return PlainLines(progress, stream)
+    return LiveTable(progress, stream)
 
 
 class LiveTable:
-    """A table that is redrawn in place; notices stay above it, whole, in the scroll-back."""
+    """A table that is redrawn in place; notices stay above it, in full, in the scroll-back."""
 
-    def __init__(self, figures: Figures, stream: TextIO) -> None:
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.segment import Segment, Segments
         from rich.text import Text
 
-        # Segments, not a rich table: `screen` has done the layout, and a redraw must be cheap.
+        # Segments, not a rich table: `screen` did the layout already, and a redraw must be cheap.
         self._segment, self._segments, self._text = Segment, Segments, Text
-        self._figures = figures
+        self._progress = progress
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            redirect_stdout=False,  # standard output may be a pipe, and must stay whole
+            redirect_stdout=False,  # standard output may be a pipe, which must get every byte
             redirect_stderr=stream is sys.stderr,
         )
         self._bar = "#-" if self._console.options.ascii_only else "━─"
@@ -108,25 +107,25 @@ class LiveTable:
         self._closed = False
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take it in; a notice is printed above the table at once."""
-        self._figures.event(event)
-        said = notice(event, generations=self._figures.generations)
+        """Take in an event; a notice is printed above the table at once."""
+        self._progress.event(event)
+        said = notice(event, generations=self._progress.generations)
         if said:
             style = "red" if event["event"] == "worker_failed" else "yellow"
             self._console.print(self._text(printable(said), style=style))
 
     def records(self, ledger: Records, steps: Records) -> None:
-        """Take them in; drawn at the next tick that is due."""
-        self._figures.records(ledger, steps)
+        """Take in records; they are drawn at the next tick."""
+        self._progress.records(ledger, steps)
 
     def tick(self, now: float) -> None:
-        """Redraw, where the last time is half a second or longer ago."""
+        """Redraw if the last redraw was half a second ago or longer."""
         if now - self._drawn >= REDRAW_S and not self._closed:
             self._drawn = now
             self._draw()
 
     def _draw(self) -> None:
-        lines = screen(self._figures, self._console.width, self._console.height, self._bar)
+        lines = screen(self._progress, self._console.width, self._console.height, self._bar)
         pieces = []
         for number, line in enumerate(lines):
             if number:
@@ -137,7 +136,7 @@ class LiveTable:
         self._live.update(self._segments(pieces), refresh=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen, and the cursor shown whatever happens."""
+        """Leave the final state on the screen, and always show the cursor again."""
         if self._closed:
             return
         self._closed = True
@@ -150,26 +149,26 @@ class LiveTable:
 class PlainLines:
     """One line at a time, for logs and pipes: no colours, no control characters."""
 
-    def __init__(self, figures: Figures, stream: TextIO) -> None:
-        self._figures, self._stream = figures, stream
-        self._said = figures.began
+    def __init__(self, progress: Progress, stream: TextIO) -> None:
+        self._progress, self._stream = progress, stream
+        self._said = progress.began
         self._said_step = 0
 
     def event(self, event: dict[str, Any]) -> None:
-        """Say it, if it is worth a line."""
-        self._figures.event(event)
+        """Print a line, if the event deserves one."""
+        self._progress.event(event)
         self._say(
-            notice(event, generations=self._figures.generations)
+            notice(event, generations=self._progress.generations)
             or self._milestone(event)
-            or self._everybody(event)
+            or self._ready_line(event)
         )
 
     def _milestone(self, event: dict[str, Any]) -> str | None:
-        what, figures = event["event"], self._figures
+        what, progress = event["event"], self._progress
         if what == "run_started":
-            return heading(figures, 1000)
+            return heading(progress, 1000)
         if what == "epoch_finished":
-            epochs = f"/{figures.epochs}" if figures.epochs else ""
+            epochs = f"/{progress.epochs}" if progress.epochs else ""
             return (
                 f"epoch {event['epoch'] + 1}{epochs} finished  step {readable_count(event['step'])}"
                 f"  training loss {short_number(event['loss'])} ({of_what(None)})"
@@ -184,18 +183,18 @@ class PlainLines:
             return (
                 f"checkpoint  step {readable_count(event['step'])}  {event['path']}"
                 f"  {readable_bytes(event['size_bytes'])}"
-                f"  training held {readable_seconds(event['held_s'])}"
+                f"  training paused {readable_seconds(event['held_s'])}"
             )
         return None
 
-    def _everybody(self, event: dict[str, Any]) -> str | None:
-        """The line that ends the start-up, with the last worker to be ready."""
-        states, workers = self._figures.states, self._figures.workers
-        if event["event"] != "worker_ready" or self._figures.step:
+    def _ready_line(self, event: dict[str, Any]) -> str | None:
+        """The line that ends the start-up, when the last worker is ready."""
+        states, workers = self._progress.states, self._progress.workers
+        if event["event"] != "worker_ready" or self._progress.step:
             return None
         if any(states.get(worker) != "ready" for worker in workers):
             return None
-        waited_s = self._figures.clock() - self._figures.began
+        waited_s = self._progress.clock() - self._progress.began
         return (
             f"ready in {readable_seconds(waited_s)}  {plural(len(workers), 'worker')}"
             f" on {event['device']}  {plural(event['parameters'], 'parameter')}"
@@ -203,26 +202,28 @@ class PlainLines:
         )
 
     def records(self, ledger: Records, steps: Records) -> None:
-        """Take them in; the next tick that is due says how far training is."""
-        self._figures.records(ledger, steps)
+        """Take in records; the next line says how far training is."""
+        self._progress.records(ledger, steps)
 
     def tick(self, now: float) -> None:
-        """Say how far training is: at the first step, then every few seconds."""
-        first = self._figures.steps_seen and self._said_step == 0
+        """Print how far training is: at the first step, then every few seconds."""
+        first = self._progress.steps_seen and self._said_step == 0
         if first or now - self._said >= LINE_S:
             self._said = now
-            self._progress()
+            self._say_progress()
 
-    def _progress(self) -> None:
-        figures = self._figures
-        if not figures.steps_seen:
-            elapsed = whole_seconds(figures.clock() - figures.began)
-            self._say(f"starting  {figures.waiting_for()}  {elapsed}")
-        elif figures.step != self._said_step:
-            self._said_step = figures.step
-            rate = f"{readable_count(figures.samples_per_s)} samples/s"
-            loss = f"training loss {short_number(figures.loss)}"
-            self._say("  ".join(filter(None, (progress_words(figures), loss, rate, eta(figures)))))
+    def _say_progress(self) -> None:
+        progress = self._progress
+        if not progress.steps_seen:
+            elapsed = whole_seconds(progress.clock() - progress.began)
+            self._say(f"starting  {progress.waiting_for()}  {elapsed}")
+        elif progress.step != self._said_step:
+            self._said_step = progress.step
+            rate = f"{readable_count(progress.samples_per_s)} samples/s"
+            loss = f"training loss {short_number(progress.loss)}"
+            self._say(
+                "  ".join(filter(None, (progress_words(progress), loss, rate, eta(progress))))
+            )
 
     def _say(self, text: str | None) -> None:
         if text:
@@ -230,6 +231,6 @@ class PlainLines:
             self._stream.flush()
 
     def close(self) -> None:
-        """Say where training stopped, unless that was said already."""
-        if self._figures.step != self._said_step:
-            self._progress()
+        """Print where training stopped, unless that was printed already."""
+        if self._progress.step != self._said_step:
+            self._say_progress()

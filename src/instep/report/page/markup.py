@@ -7,7 +7,7 @@ name, an error, a path) can become markup by being forgotten.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -16,11 +16,14 @@ from instep.units import readable_count
 MOST_TEXT = 2000
 """Characters of one recorded text that a page shows."""
 
+MOST_ROWS = 40
+"""Rows of a table that grows with the run."""
+
 _VOID = frozenset({"br", "input", "line", "path", "rect", "circle", "meta"})
 
 
 class Html(str):
-    """Markup that is safe as it stands."""
+    """Markup that needs no escaping."""
 
     __slots__ = ()
 
@@ -34,7 +37,7 @@ def tag(name: str, /, *children: str, **attributes: str | float | bool | None) -
         shown = key.rstrip("_").replace("_", "-")
         words.append(shown if value is True else f'{shown}="{escape(str(value))}"')
     inside = " ".join(words)
-    # inside an SVG an element without content stays open unless it closes itself
+    # inside an SVG an empty element stays open unless it closes itself
     return Html(f"<{inside}/>" if name in _VOID else f"<{inside}>{join(children)}</{name}>")
 
 
@@ -72,18 +75,33 @@ def section(title: str, *body: str, note: str = "", id_: str | None = None) -> H
 
 
 def embedded_json(data: Any) -> Html:
-    """Data as JSON that can stand inside a `<script>` element whatever it holds."""
+    """Data as JSON that is safe inside a `<script>` element, whatever it holds."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def figure(value: Any, readable: Any = None) -> str:
-    """A figure for people: a dash where there is none, four digits of a fraction."""
+    """A figure for people: a dash for None, four digits of a fraction."""
     if value is None:
         return "-"
     if readable is not None:
         return str(readable(value))
     return f"{value:.4g}" if isinstance(value, float) else shortened(value)
+
+
+def listing(
+    head: Sequence[str],
+    items: Sequence[Any],
+    row: Callable[[Any], Sequence[str]],
+    noun: str,
+    *,
+    newest: bool = False,
+    numbers_from: int = 1,
+) -> Html:
+    """A table with a row for each item, at most `MOST_ROWS`: the first, or the `newest`."""
+    shown = items[-MOST_ROWS:] if newest else items[:MOST_ROWS]
+    rows = table(head, map(row, shown), numbers_from=numbers_from)
+    return join([rows, more(len(items), len(shown), noun)])
 
 
 def more(whole: int, shown: int, noun: str) -> Html:

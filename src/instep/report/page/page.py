@@ -1,8 +1,8 @@
-"""The report of a run, or of two laid over each other: one HTML file, no network.
+"""The report of a run, or of two compared: one HTML file, no network.
 
 `page.html` is the frame, `page.css` the look, `page.js` draws the curves;
-`sections.py`, `bars.py` and `work.py` write everything else. The file carries a content
-policy that forbids it to load anything, so it is the same page offline and in an e-mail.
+`sections.py`, `bars.py` and `comparison.py` write the rest. The file carries a content
+security policy that forbids it to load anything, so it is the same page offline and in an e-mail.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from instep.report import bars, sections
-from instep.report.curves import charts
-from instep.report.markup import Html, embedded_json, join, section, tag
-from instep.report.summary import summarise
-from instep.report.work import who_did_what
+from instep.report.figures.curves import charts
+from instep.report.figures.summary import summarise
+from instep.report.page import bars, sections
+from instep.report.page.comparison import comparison, run_names
+from instep.report.page.markup import Html, embedded_json, join, section, tag
 from instep.store.run_folder import RunFolder
 from instep.words import of_what
 
@@ -28,12 +28,12 @@ def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) 
     Args:
         folder: the run that the page is about.
         path: the file to write; replaced if it exists, whole or not at all.
-        other: a second run, whose curves are laid over those of the first.
+        other: a second run to compare with; its curves share the charts.
     """
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         beside.write_text(render(folder, other), encoding="utf-8")
-        beside.replace(path)  # never through a link, into another file
+        beside.replace(path)  # replaces a link, and never writes through it
     finally:
         beside.unlink(missing_ok=True)
 
@@ -41,7 +41,7 @@ def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) 
 def render(folder: RunFolder, other: RunFolder | None = None) -> str:
     """The page as text; see `write_report`."""
     runs = [folder] if other is None else [folder, other]
-    names, drawn = sections.run_names(runs), charts(runs)
+    names, drawn = run_names(runs), charts(runs)
     return Template(_file("page.html")).substitute(
         title=join([" and ".join(names)]),
         style=_file("page.css"),
@@ -59,13 +59,13 @@ def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) 
         top = sections.tiles(summaries[0], of_what(runs[0].spec.train.steps))
     else:
         ends = list(map(sections.verdict_line, summaries, runs, names))
-        top = sections.comparison(runs, summaries)
+        top = comparison(runs, summaries)
     shared = [tag("header", *head, *ends), top, _curves(drawn)]
     spent = bars.time_spent(runs, names)
     strips = bars.throughput_strips(runs[0])
     if len(runs) == 1:
         return join([*shared, strips, spent, *_details(runs[0], summaries[0])])
-    alone = tag("p", f"From here on: {names[0]} alone.", class_="alone")
+    alone = tag("p", f"The rest is about {names[0]} alone.", class_="alone")
     return join([*shared, spent, alone, strips, *_details(runs[0], summaries[0])])
 
 
@@ -73,7 +73,7 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
     """The parts that are about one run only."""
     return [
         bars.start_up(folder),
-        who_did_what(folder),
+        sections.who_did_what(folder),
         sections.audit_of_samples(folder),
         sections.skipped_samples(folder),
         sections.changes_and_failures(folder),
@@ -85,10 +85,12 @@ def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
 
 def _curves(drawn: list[dict[str, Any]]) -> Html:
     if not drawn:
-        return section("Curves", tag("p", "Nothing to draw: no step was committed.", class_="note"))
+        return section("Curves", tag("p", "No curves: no step was committed.", class_="note"))
     switches = [_switch("x", "step", "samples", "seconds"), _switch("y", "linear", "log")]
     frames = [tag("figure", class_="chart", data_chart=at) for at in range(len(drawn))]
-    without = tag("noscript", tag("p", "The curves are drawn by a script in this page."))
+    without = tag(
+        "noscript", tag("p", "The curves need JavaScript: a script in this page draws them.")
+    )
     bar = tag("div", *switches, class_="switches")
     return section("Curves", bar, tag("div", *frames, class_="charts"), without)
 
@@ -107,4 +109,4 @@ def _switch(name: str, *choices: str) -> Html:
 
 
 def _file(name: str) -> str:
-    return files("instep.report").joinpath(name).read_text(encoding="utf-8")
+    return files("instep.report.page").joinpath(name).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Curves of a run, thinned so that a page stays small for any length of run.
 
 Each curve carries three x axes: the step, the samples used, and the seconds of
-the run by then. Where several points share a bucket, their mean, lowest and
+the run by then. If several points share a bucket, their mean, lowest and
 highest are kept; values that are not finite leave a gap.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.report.summary import loss_per_step
+from instep.report.figures.summary import loss_per_step
 from instep.store.run_folder import Floats, Records, RunFolder, step_ends
 
 POINTS = 400
@@ -67,7 +67,7 @@ def _metric(event: dict[str, Any], name: str) -> Any:
 
 
 def samples_by(folder: RunFolder, steps: Records) -> Floats:
-    """Samples of all committed steps up to and with each of `steps`, [steps]."""
+    """Samples of all committed steps up to and including each of `steps`, [steps]."""
     order = np.argsort(folder.ledger["step"], kind="stable")
     ledger = folder.ledger[order]
     total = np.concatenate([[0], np.cumsum(ledger["stop"] - ledger["first"])])

@@ -1,10 +1,10 @@
-"""What `instep audit` answers: is the ledger of a run what its job says it must be.
+"""What `instep audit` answers: is the ledger of a run what its job says it must be?
 
-Two questions, of the committed steps alone: does every position of every
-epoch stand exactly once (`audit.py`), and do the records of each step tile
-exactly the positions that the job fixes for it (`untiled`). A run that is
-still going on, or that a crash cut short, is proved as far as it got; the
-answer says how far that is. Nothing is written.
+Two questions about the committed steps: is every position of every epoch in the
+ledger exactly once (`store/audit.py`), and do the records of each step cover exactly
+the positions that the job gives to that step (`untiled`)? A run that is still going
+on, or that a crash cut short, is checked as far as it got, and the answer says how far
+that is. Nothing is written. Way in: `prove`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instep.events import LEDGER, LEDGER_START
 from instep.store.audit import Audit, EpochAudit, Stretch
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_count
-from instep.words import command, plural
+from instep.words import command, plural, ranges
 
 _MOST_LINES = 20  # of epochs with a fault, and of steps
 
@@ -37,22 +37,22 @@ class Proof:
     """As in the summary: `completed`, `unfinished`, ..."""
 
     last_step: int
-    """Committed steps, which are those that the proof covers."""
+    """The last committed step; the proof covers the steps up to it."""
 
     planned_steps: int | None
-    """Of the whole job, where a worker has told; None otherwise, and in an own loop."""
+    """Steps of the whole job; None before a worker has said so, and in the user's own loop."""
 
     records: int
     """Whole records in the ledger."""
 
     beyond: int
-    """Records of steps after `last_step`: in flight, where the run has not ended well."""
+    """Records of steps after `last_step`: not yet committed, if the run did not end well."""
 
     torn_bytes: int
-    """At the end of the file, too few for a record."""
+    """Bytes at the end of the file, too few for a record."""
 
     epoch_samples: int
-    """Samples of the training set; 0 where no worker has told."""
+    """Samples of the training set; 0 before a worker has said so."""
 
     audit: Audit
     skipped: int
@@ -63,7 +63,7 @@ class Proof:
 
     @property
     def exact(self) -> bool:
-        """Whether each sample that was due was used once, in the step that it was due in."""
+        """Whether each sample that was due was used once, in the step in which it was due."""
         over = self.outcome in ("completed", "stopped")
         known = self.epoch_samples > 0 or not self.records
         return self.audit.exact and not self.untiled and known and not (over and self.beyond)
@@ -73,8 +73,8 @@ class Proof:
         """What is not exact, in one sentence."""
         if not self.epoch_samples:
             return (
-                f"nothing can be proved of {self.run}: the size of its training set is not in "
-                "events.jsonl. Without that file a ledger says too little."
+                f"nothing can be proved about {self.run}: the size of its training set is not in "
+                "events.jsonl, and without it the ledger says too little."
             )
         counts = {
             "missing": self.audit.missing,
@@ -83,7 +83,7 @@ class Proof:
         }
         parts = [f"{readable_count(n)} samples {what}" for what, n in counts.items() if n]
         if self.untiled:
-            parts.append(f"{plural(len(self.untiled), 'step')} with other positions than its own")
+            parts.append(f"{plural(len(self.untiled), 'step')} with positions that are not its own")
         if self.beyond and not parts:
             parts.append(f"{plural(self.beyond, 'record')} after the last step")
         return (
@@ -93,24 +93,28 @@ class Proof:
         )
 
     def as_table(self) -> dict[str, Any]:
-        """All of it as plain data; epochs count from 0, positions [first, stop)."""
-        fields = ("outcome", "last_step", "planned_steps", "records", "beyond", "torn_bytes")
+        """The proof as plain data; epochs count from 0, positions are [first, stop)."""
+        names = ("last_step", "planned_steps", "records", "beyond", "torn_bytes", "epoch_samples")
         return {
             "run": str(self.run),
             "exact": self.exact,
-            **{name: getattr(self, name) for name in (*fields, "epoch_samples")},
+            "outcome": self.outcome,
+            **{name: getattr(self, name) for name in names},
             "used": self.audit.used,
             "repeated": self.audit.repeated,
             "missing": self.audit.missing,
             "stray": self.audit.stray,
-            "epochs": [_epoch_table(epoch) for epoch in self.audit.epochs],
+            "epochs": [
+                {**asdict(each), "faults": [fault._asdict() for fault in each.faults]}
+                for each in self.audit.epochs
+            ],
             "skipped": self.skipped,
             "untiled_steps": list(self.untiled),
             "sha256": self.audit.sha256,
         }
 
     def lines(self) -> list[str]:
-        """The same for a person; the last line is the next command."""
+        """The proof for a person; the last line is the next command."""
         lines = [self._coverage()]
         if self.last_step and self.epoch_samples:
             lines += [*self._epochs(), *self._steps(), *self._left_out(), self._total()]
@@ -124,7 +128,7 @@ class Proof:
         if self.beyond:
             parts.append(f"{readable_count(self.beyond)} of them after the last committed step")
         if self.torn_bytes:
-            parts.append(f"{self.torn_bytes} bytes at its end are no whole record")
+            parts.append(f"the last {self.torn_bytes} bytes are not a whole record")
         return "covers  " + ", ".join(parts)
 
     def _epochs(self) -> Iterator[str]:
@@ -133,7 +137,7 @@ class Proof:
         if whole:
             several = " each" if len(whole) > 1 else ""
             samples = readable_count(self.epoch_samples)
-            yield f"epoch   {_ranges(whole)}: {samples} samples{several}, each exactly once"
+            yield f"epoch   {ranges(whole)}: {samples} samples{several}, each exactly once"
         for epoch in good:
             if epoch.expected != self.epoch_samples:
                 so_far = f"{readable_count(epoch.expected)} of {readable_count(self.epoch_samples)}"
@@ -147,10 +151,8 @@ class Proof:
         if not self.untiled:
             yield "steps   each took exactly the positions that the job gives it"
             return
-        shown = _ranges(self.untiled[:_MOST_LINES])
-        rest = len(self.untiled) - _MOST_LINES
-        more = f" and {readable_count(rest)} more" if rest > 0 else ""
-        yield f"fault   step {shown}{more}: not exactly the positions that the job gives it"
+        shown = ranges(self.untiled, _MOST_LINES)
+        yield f"fault   step {shown}: not exactly the positions that the job gives it"
 
     def _left_out(self) -> Iterator[str]:
         if self.skipped:
@@ -158,14 +160,17 @@ class Proof:
             yield f"skipped {which}: the sample could not be read and was left out of its step"
 
     def _total(self) -> str:
-        proof = self.audit
-        counts = {"repeated": proof.repeated, "missing": proof.missing, "not due": proof.stray}
-        words = ", ".join(f"{readable_count(n)} {what}" for what, n in counts.items())
-        return f"total   {readable_count(proof.used)} samples used, {words}"
+        return f"total   {readable_count(self.audit.used)} samples used, {fault_counts(self.audit)}"
+
+
+def fault_counts(audit: Audit | EpochAudit, *, zeros: bool = True) -> str:
+    """`3 repeated, 0 missing, 0 not due`; without `zeros` only what is above 0."""
+    counts = {"repeated": audit.repeated, "missing": audit.missing, "not due": audit.stray}
+    return ", ".join(f"{readable_count(n)} {what}" for what, n in counts.items() if n or zeros)
 
 
 def prove(folder: RunFolder) -> Proof:
-    """Look at everything that a run has committed by now; reads, writes nothing."""
+    """Check everything that a run has committed by now; writes nothing."""
     file = folder.path / "ledger.bin"
     size = file.stat().st_size if file.is_file() else 0
     samples, batch = folder.epoch_samples, folder.spec.train.global_batch
@@ -190,9 +195,9 @@ def prove(folder: RunFolder) -> Proof:
 def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) -> NDArray[np.int64]:
     """Steps whose records are not exactly the positions of their global batch, in order.
 
-    The shares of a step may be cut anywhere and stand in any order; put side by
-    side they must begin where its global batch begins, follow each other without
-    gap or overlap, end where it ends, and be of its epoch.
+    The shares of a step may be cut anywhere and come in any order; sorted, they must begin
+    where its global batch begins, follow each other without gap or overlap, end where it
+    ends, and be of its epoch.
 
     Args:
         ledger: [records] of `events.LEDGER`; empty shares are allowed.
@@ -220,13 +225,8 @@ def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) ->
     return np.unique(np.concatenate([step[~good], absent, strange])).astype(np.int64)
 
 
-def _epoch_table(epoch: EpochAudit) -> dict[str, Any]:
-    return {**asdict(epoch), "faults": [fault._asdict() for fault in epoch.faults]}
-
-
 def _faulty_epoch(epoch: EpochAudit) -> str:
-    counts = {"missing": epoch.missing, "repeated": epoch.repeated, "not due": epoch.stray}
-    words = ", ".join(f"{readable_count(n)} {what}" for what, n in counts.items() if n)
+    words = fault_counts(epoch, zeros=False)
     due, used = readable_count(epoch.expected), readable_count(epoch.used)
     where = ", ".join(map(_place, epoch.faults))
     return f"fault   epoch {epoch.epoch + 1}: {due} due, {used} used: {words}; first at {where}"
@@ -234,20 +234,6 @@ def _faulty_epoch(epoch: EpochAudit) -> str:
 
 def _place(fault: Stretch) -> str:
     what = "not due" if fault.what == "stray" else fault.what
-    alone = fault.stop - fault.first == 1
-    return (
-        f"position {fault.first} ({what})"
-        if alone
-        else f"positions {fault.first} to {fault.stop - 1} ({what})"
-    )
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """`1 to 3, 5, 7 to 9`, from ascending numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{low} to {high}" if high > low else str(low) for low, high in runs)
+    if fault.stop - fault.first == 1:
+        return f"position {fault.first} ({what})"
+    return f"positions {fault.first} to {fault.stop - 1} ({what})"

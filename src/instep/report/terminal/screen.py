@@ -1,4 +1,4 @@
-"""The table of a running job as text, fitted to a width and a height. Pure, so tests read it."""
+"""The table of a running job as text, fitted to a width and a height. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from instep.report.figures import Figures, Row
+from instep.report.figures.progress import Progress, Row
 from instep.units import readable_bytes, readable_count, readable_share
 from instep.words import (
     corruption_in_words,
@@ -27,24 +27,24 @@ Line = list[tuple[str, str]]
 MOST_ROWS, MOST_COLUMNS = 12, 100
 
 
-def progress_words(figures: Figures) -> str:
+def progress_words(progress: Progress) -> str:
     """`epoch 3/10  step 2,114/9,380`."""
-    epochs = f"/{figures.epochs}" if figures.epochs else ""
-    total = f"/{readable_count(figures.total)}" if figures.total else ""
-    return f"epoch {figures.epoch + 1}{epochs}  step {readable_count(figures.step)}{total}"
+    epochs = f"/{progress.epochs}" if progress.epochs else ""
+    total = f"/{readable_count(progress.total)}" if progress.total else ""
+    return f"epoch {progress.epoch + 1}{epochs}  step {readable_count(progress.step)}{total}"
 
 
-def eta(figures: Figures) -> str:
-    """`eta 12 s`, or nothing where nobody can know."""
-    return f"eta {whole_seconds(figures.eta_s)}" if figures.eta_s else ""
+def eta(progress: Progress) -> str:
+    """`eta 12 s`; empty if it is not known."""
+    return f"eta {whole_seconds(progress.eta_s)}" if progress.eta_s else ""
 
 
 def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
-    """The line that both views give an event which nobody should miss; None for the others.
+    """The line that both views print for an important event; None for the other events.
 
     Args:
         event: any event.
-        generations: how many have started so far; the first of them is no news.
+        generations: how many have started so far; the first one gets no line.
     """
     what = event["event"]
     if what == "warning":
@@ -59,49 +59,50 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
     if what == "stop_requested" and event["by"] in ("master", "workers"):
         return f"stopping: {stop_words(event)}"
     if what == "stop_requested":
-        return f"stopping at the next commit, asked by {event['by']}"
+        return f"stopping after the current step, as {event['by']} asked"
     if what == "worker_hung":
         where = f" ({event['where']})" if event["where"] else ""
         return f"worker {event['worker']} {event['how']} in {event['phase']}{where}"
     if what == "worker_leaving":
-        return f"worker {event['worker']} was told to leave; {event['successor']} comes instead"
+        return f"worker {event['worker']} leaves; worker {event['successor']} replaces it"
     if what == "scaled":
-        return f"from {event['before']} to {event['workers']} workers at one of the next commits"
+        before, after = event["before"], event["workers"]
+        return f"changing from {before} to {after} workers at one of the next steps"
     if what == "master_started" and event["again"]:
         why = f" ({event['why']})" if event.get("why") else ""
-        return f"the master was lost{why}; another has taken its place"
+        return f"the master was lost{why}; another one has replaced it"
     if what == "went_back":
-        return f"nobody was left: back to step {event['resumed_step']}"
+        return f"no worker was left: back to the checkpoint of step {event['resumed_step']}"
     if what == "model_loaded":
         return f"started from {start_in_words(event)}"
     if what == "generation_started" and generations > 1:
         members = some_workers(event["members"])
-        return f"generation {event['generation']}: {members} ({event['reason']})"
+        return f"continuing with {members} ({event['reason']}; generation {event['generation']})"
     return None
 
 
-def screen(figures: Figures, width: int, height: int, bar: str = "━─") -> list[Line]:
-    """The whole view as text: lines of at most `width` columns, at most `height` of them.
+def screen(progress: Progress, width: int, height: int, bar: str = "━─") -> list[Line]:
+    """The whole view as text: at most `height` lines of at most `width` columns.
 
     Args:
-        figures: what to show.
-        width: columns of the terminal; beyond 100 the rest stays empty.
+        progress: what to show.
+        width: columns of the terminal; at most 100 are used.
         height: lines of the terminal.
-        bar: two characters, of what is done and of what is left.
+        bar: two characters, for what is done and for what is left.
     """
     width = min(width, MOST_COLUMNS)
-    top = _training(figures, width, bar) if figures.step else _starting(figures)
+    top = _training(progress, width, bar) if progress.step else _starting(progress)
     most_rows = max(1, min(MOST_ROWS, height - len(top) - 7))
-    lines: list[Line] = [[(heading(figures, width), "bold")], *top, []]
-    lines += _table(figures, most_rows, width)
-    lines += [[], [(_foot(figures, width), "dim")]]
+    lines: list[Line] = [[(heading(progress, width), "bold")], *top, []]
+    lines += _table(progress, most_rows, width)
+    lines += [[], [(_foot(progress, width), "dim")]]
     return [_cut(line, width) for line in lines][: max(height - 1, 1)]
 
 
-def heading(figures: Figures, width: int) -> str:
+def heading(progress: Progress, width: int) -> str:
     """Name, sizes and strategy, in one line of at most `width` columns."""
-    job, ready = figures.job, figures.ready
-    parts = [figures.name, plural(job.workers, "worker"), job.sync.name]
+    job, ready = progress.job, progress.ready
+    parts = [progress.name, plural(job.workers, "worker"), job.sync.name]
     parts.append(f"batch {readable_count(job.train.global_batch)}")
     if ready:
         parts.append(plural(ready["samples"], "sample"))
@@ -110,7 +111,7 @@ def heading(figures: Figures, width: int) -> str:
 
 
 def _fit(parts: Iterable[str], width: int, gap: str = "   ") -> str:
-    """As many of the parts, in order, as fit; the first in any case."""
+    """As many of the parts, in order, as fit; always the first."""
     kept = ""
     for part in parts:
         longer = f"{kept}{gap}{part}" if kept else part
@@ -129,39 +130,39 @@ def _cut(line: Line, width: int) -> Line:
     return kept
 
 
-def _starting(figures: Figures) -> list[Line]:
-    known = len(figures.workers)
-    joined = sum(worker in figures.states for worker in figures.workers)
-    ready = sum(figures.states.get(worker) == "ready" for worker in figures.workers)
-    elapsed = whole_seconds(figures.clock() - figures.began)
+def _starting(progress: Progress) -> list[Line]:
+    known = len(progress.workers)
+    joined = sum(worker in progress.states for worker in progress.workers)
+    ready = sum(progress.states.get(worker) == "ready" for worker in progress.workers)
+    elapsed = whole_seconds(progress.clock() - progress.began)
     return [
         [("starting", "cyan"), (f"   {joined} of {known} joined, {ready} ready   {elapsed}", "")],
-        [(figures.waiting_for(), "")],
+        [(progress.waiting_for(), "")],
     ]
 
 
-def _training(figures: Figures, width: int, bar: str) -> list[Line]:
-    loss = figures.loss
+def _training(progress: Progress, width: int, bar: str) -> list[Line]:
+    loss = progress.loss
     line: Line = [
         ("training loss ", ""),
         (short_number(loss), "bold" if math.isfinite(loss) else "bold red"),
-        (f" ({of_what(figures.job.train.steps)})", ""),
+        (f" ({of_what(progress.job.train.steps)})", ""),
     ]
-    checked = figures.validated
+    checked = progress.validated
     found = (
         f"{metrics_in_words(checked)}   at step {readable_count(checked['step'])}"
         if checked
         else "-"
     )
-    return [_progress(figures, width, bar), line, [("validation  ", ""), (found, "")]]
+    return [_bar_line(progress, width, bar), line, [("validation  ", ""), (found, "")]]
 
 
-def _progress(figures: Figures, width: int, bar: str) -> Line:
-    position, total = progress_words(figures), figures.total
+def _bar_line(progress: Progress, width: int, bar: str) -> Line:
+    position, total = progress_words(progress), progress.total
     if not total:
         return [(position, "")]
-    done = min(figures.step / total, 1.0)
-    tail = f"{math.floor(100 * done):3d} %  {eta(figures):<10}"
+    done = min(progress.step / total, 1.0)
+    tail = f"{math.floor(100 * done):3d} %  {eta(progress):<10}"
     room = max(width - len(position) - len(tail) - 4, 0)
     filled = int(room * done)
     return [
@@ -183,11 +184,11 @@ _COLUMNS = (
 )
 
 
-def _table(figures: Figures, most: int, width: int) -> list[Line]:
+def _table(progress: Progress, most: int, width: int) -> list[Line]:
     gap = " " * max(1, min(3, (width - sum(size for _, size in _COLUMNS)) // len(_COLUMNS)))
     names = [name for name, _ in _COLUMNS]
-    rows, whole = figures.rows(most)
-    if not figures.step:
+    rows, whole = progress.rows(most)
+    if not progress.step:
         lines = [[*_cells([row.name, row.state], gap), (gap + row.note, "dim")] for row in rows]
         return [_cells(names[:2], gap, "dim"), *lines]
     lines = [_cells(_figures(row), gap) for row in rows]
@@ -203,7 +204,7 @@ def _figures(row: Row) -> list[str]:
 
 
 def _cells(cells: Sequence[str], gap: str, style: str = "") -> Line:
-    """A row: two columns flush left, figures flush right, the state in its colour."""
+    """A row: two columns aligned left, figures aligned right, the state in its colour."""
     colours = {"failed": "red", "exit": "red", "slow": "yellow", "quiet": "yellow"}
     padded = [
         f"{text:<{size}}" if place < 2 else f"{text:>{size}}"
@@ -214,13 +215,13 @@ def _cells(cells: Sequence[str], gap: str, style: str = "") -> Line:
     return [(padded[0] + gap, style), (padded[1], colour), (figures, style)]
 
 
-def _foot(figures: Figures, width: int) -> str:
-    parts = [f"committed {plural(figures.committed, 'sample')}"]
-    if figures.saved:
-        when, event = figures.saved
-        ago = whole_seconds(figures.clock() - when)
+def _foot(progress: Progress, width: int) -> str:
+    parts = [f"committed {plural(progress.committed, 'sample')}"]
+    if progress.saved:
+        when, event = progress.saved
+        ago = whole_seconds(progress.clock() - when)
         parts.append(f"checkpoint at step {readable_count(event['step'])}, {ago} ago")
     else:
         parts.append("no checkpoint yet")
-    parts.append(f"running {whole_seconds(figures.clock() - figures.began)}")
+    parts.append(f"running {whole_seconds(progress.clock() - progress.began)}")
     return _fit(parts, width)
