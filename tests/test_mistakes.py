@@ -22,7 +22,7 @@ from instep.data.loader import Loader, Slice
 from instep.errors import InstepError
 from instep.recipe.build import build, call, load_function
 from instep.recipe.forward import Forward
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 
 # ---- in a job file
 

@@ -117,9 +117,9 @@ def test_a_spare_is_the_fork_of_a_host_that_calls_itself_so(
 ) -> None:
     calls_itself = (
         "import os, sys\n"
-        "from instep.system.processes import SPARE, call_itself\n"
+        "from instep.system.processes import SPARE, name_process\n"
         "worker, spare = os.fork(), os.fork()\n"  # four processes: ours, two forks, a fork's fork
-        "assert spare or call_itself(SPARE)\n"
+        "assert spare or name_process(SPARE)\n"
         "print(os.getppid(), os.getpid(), flush=True) if worker and not spare else None\n"
         "sys.stdin.read()\n"
     )

@@ -21,7 +21,7 @@ from instep.client.placement import Placement
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Refused
 from instep.errors import InstepError
-from instep.system import blame
+from instep.system import causes
 from instep.system.processes import started_at
 from instep.worker.member import Member
 
@@ -55,7 +55,7 @@ def refuse_all(place: Placement, meeting: Path, error: Exception) -> None:
     if place.one_host and others:
         switchboard = Switchboard()
         placement.invite(meeting, switchboard.endpoint)
-        answer = blame.refused(error)
+        answer = causes.refused(error)
         missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
     if missing:
         leave_all(meeting, others, error)
@@ -83,7 +83,7 @@ def _call_in(place: Placement, meeting: Path, error: Exception) -> None:
             member = Member(endpoint, place.rank)
             mine.unlink(missing_ok=True)
             try:
-                member.failed(blame.failed(error, 0, ""))
+                member.failed(causes.failed(error, 0, ""))
             finally:
                 member.close()
 
@@ -94,7 +94,7 @@ def _file(meeting: Path, of: int, to: int) -> Path:
 
 def _leave(meeting: Path, of: int, to: int, error: Exception) -> Path:
     file = _file(meeting, of, to)
-    refused = blame.refused(error)
+    refused = causes.refused(error)
     word = {"time": time.time(), "kind": refused.kind, "text": refused.text}
     placement.leave(file, {**word, "exit_code": refused.exit_code})
     return file
@@ -121,5 +121,5 @@ def heard(meeting: Path, to: int) -> dict[int, InstepError]:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         if fresh:
-            found[of] = blame.as_error(refused)
+            found[of] = causes.as_error(refused)
     return found

@@ -43,7 +43,7 @@ from instep.store.folder import (
     resume_hint,
 )
 from instep.store.run_folder import RunFolder
-from instep.system import blame
+from instep.system import causes
 from instep.words import some_workers
 from instep.worker.member import Member
 
@@ -143,7 +143,7 @@ class Host:
 
     def _refuse(self, error: Exception) -> None:
         """Have the other processes raise what this one is about to raise."""
-        answer = blame.refused(error)
+        answer = causes.refused(error)
         others = self._place.size - 1 - len(self._failed)
         with contextlib.suppress(OSError):  # where no file can be written, none can be read
             if others > 0:
@@ -275,7 +275,7 @@ def meet(meeting: Path, rank: int) -> Member:
         stale.add(endpoint.token)
         try:
             member = _call(endpoint, rank)
-        except blame.Unwanted as error:
+        except causes.Unwanted as error:
             late = error
         except PeerError:
             late = None
@@ -299,7 +299,7 @@ def _call(endpoint: Endpoint, number: int) -> Member:
     while True:
         try:
             return Member(endpoint, number)
-        except blame.Unwanted:
+        except causes.Unwanted:
             raise
         except PeerError as error:
             refused = isinstance(error.__context__, ConnectionRefusedError)

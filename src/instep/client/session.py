@@ -32,7 +32,7 @@ from instep.recipe.build import Recipe, call, seed_everything
 from instep.recipe.quick_start import spare_dynamo
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
-from instep.system import blame
+from instep.system import causes
 from instep.system.kernels import set_kernels
 from instep.worker.member import Member
 from instep.worker.own_loop import OwnLoader, OwnLoop, OwnOptimizer
@@ -334,7 +334,7 @@ class Session:
         at, over = self._training or self._loop, None
         try:
             step, phase = (at.in_flight, at.doing) if at else (0, "preparing")
-            self._member.failed(blame.failed(error, step, phase))
+            self._member.failed(causes.failed(error, step, phase))
         except PeerError as ended:  # why, if the master has said so
             over = ended
         self._member.close()

@@ -31,8 +31,8 @@ from instep.errors import RunError
 from instep.launch.base import Launcher
 from instep.plain_file import read_plain
 from instep.store.folder import gone, host_log
-from instep.system.blame import as_error
-from instep.system.processes import on_signals, start_patiently
+from instep.system.causes import as_error
+from instep.system.processes import on_signals, start_with_retries
 
 LINGER_S = 2.0
 """How long a master may take to end once it has said that the run has."""
@@ -102,7 +102,7 @@ class MasterWatchdog:
         self._close_signs()
         self._signs, signs = os.pipe()
         os.set_blocking(self._signs, False)
-        master = start_patiently(
+        master = start_with_retries(
             [sys.executable, "-P", "-m", "instep.control.master_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, Origin, resume_hint
 from instep.store.run_folder import RunFolder
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched, has_ended, machine
 

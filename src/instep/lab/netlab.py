@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from instep.errors import SpecError
+from instep.system.processes import stat_fields
 
 OUTSIDE = "outside"
 """This machine, as a host of the network."""
@@ -355,16 +356,13 @@ def networks() -> list[str]:
 
 def _started(pid: int) -> str:
     """When a process was started, in the kernel's ticks: so that a number used twice is told."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return "".join(stat_fields(pid)[19:20])
 
 
 def creator_lives(name: str) -> bool:
     """Whether the process that made a network has not ended."""
     _, _, pid, started = name.split("-")
-    try:
-        return _started(int(pid)) == started
-    except OSError:
-        return False
+    return _started(int(pid)) == started
 
 
 def _processes(space: str) -> list[int]:

@@ -22,7 +22,7 @@ import psutil
 
 from instep.plain_file import plain
 from instep.store.run_folder import RunFolder
-from instep.system.processes import SPARE, began
+from instep.system.processes import SPARE, start_time
 
 _SLACK_S = 0.05
 """The kernel counts the start of a process in hundredths of a second."""
@@ -163,7 +163,7 @@ def _is(known: Known) -> bool:
             return False
         if not any("instep" in word for word in process.cmdline()):
             return False
-        since: float = began(known.pid) or process.create_time()
+        since: float = start_time(known.pid) or process.create_time()
     except psutil.Error:
         return False
     return since <= known.seen + _SLACK_S

@@ -54,11 +54,10 @@ from instep.system.limits import FLOOR_S
 from instep.system.processes import (
     SPARE,
     Watched,
-    call_itself,
     die_with_parent,
-    exit_code_of,
     is_stopped,
     machine,
+    name_process,
 )
 from instep.system.stacks import send
 
@@ -252,10 +251,10 @@ class Server:
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._connection.close()
-            name = call_itself(SPARE)
+            name = name_process(SPARE)
             left = _hear_of_workers(theirs, server)
             os.close(theirs)
-            call_itself(name)
+            name_process(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             connection = _call(self._endpoint)
@@ -394,7 +393,7 @@ class Server:
             number = self._workers.pop(pid, None)
             self._given_up.discard(pid)
             if number is not None:
-                self._tell_end(number, pid, exit_code_of(status))
+                self._tell_end(number, pid, os.waitstatus_to_exitcode(status))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
                 self._have_a_spare()

@@ -35,7 +35,7 @@ from instep.state.snapshot import (
 )
 from instep.state.sound import set_aside_after
 from instep.store.folder import run_id
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 from instep.worker.member import Member
 from instep.worker.replica import Replica
 from instep.worker.update import Update

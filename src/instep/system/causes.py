@@ -15,16 +15,16 @@ from instep.words import fit_to_print, printable
 
 
 class Unwanted(PeerError):
-    """The run has a place for each of its processes, and this one has none of them."""
+    """Every place in the run is taken, so this process has none."""
 
 
 def failed(error: BaseException, step: int, phase: str) -> Failed:
-    """The last word of a worker that `error` ended at `step`, while it was in `phase`."""
+    """The last message of a worker that `error` ended at `step`, in `phase`."""
     where, line = own_line(error)
     ours = isinstance(error, InstepError)
     cause = fit_to_print(str(error)) if ours else sentence(error)
     if where and where in cause:
-        where, line = "", ""  # said already
+        where, line = "", ""  # the text names it already
     kind = "PeerError" if isinstance(error, PeerError) else type(error).__name__
     return Failed(
         kind=kind if ours else "error",
@@ -38,9 +38,9 @@ def failed(error: BaseException, step: int, phase: str) -> Failed:
 
 
 def refused(error: BaseException) -> Refused:
-    """What other processes are told, that they raise the same; `as_error` undoes it."""
-    word = failed(error, 0, "")
-    return Refused(kind=word.kind, text=word.cause, exit_code=word.exit_code)
+    """The message that makes other processes raise the same error; `as_error` undoes it."""
+    message = failed(error, 0, "")
+    return Refused(kind=message.kind, text=message.cause, exit_code=message.exit_code)
 
 
 def as_error(refused: Refused) -> InstepError:
@@ -53,7 +53,7 @@ def as_error(refused: Refused) -> InstepError:
 
 
 def sentence(error: BaseException) -> str:
-    """`ValueError: the text`, on one line and not endless; a hint where we have one."""
+    """`ValueError: the text`, on one line of bounded length; a hint if there is one."""
     text = printable(one_line(error))
     name = type(error).__name__
     return (f"{name}: {text}" if text else f"{name}, without a text") + _hint(text)

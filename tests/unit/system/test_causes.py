@@ -5,7 +5,7 @@ from torch import nn
 
 from instep.comm.messages import Refused
 from instep.errors import DataError, PeerError, WorkerError, own_line
-from instep.system.blame import as_error, failed, sentence
+from instep.system.causes import as_error, failed, sentence
 
 HERE = __file__
 
