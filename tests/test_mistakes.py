@@ -250,9 +250,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     (
         "chaos job.toml --set train.steps=9",
         2,
-        ["9 steps are too few to break something 10 times: 20 are", "--set train.steps=40"],
+        ["9 steps are too few to break something 10 times: at least 20", "--set train.steps=40"],
     ),
-    ("chaos old/taken --set train.steps=9", 2, ["old/taken is a run, whose job is settled"]),
+    ("chaos old/taken --set train.steps=9", 2, ["the job of the run old/taken cannot change"]),
     ("export old/taken", 2, ["the following arguments are required: --to"]),
     ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
     ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),

@@ -269,7 +269,7 @@ def _follow(
     audience: _Audience,
 ) -> Over:
     """See to it that the run has a master and a host until it is over."""
-    from instep.client.live_run import seated
+    from instep.client.running import seated
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
 

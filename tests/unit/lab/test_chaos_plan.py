@@ -38,7 +38,7 @@ def test_a_run_that_came_to_its_end_is_a_measure(tmp_path):
 @pytest.mark.parametrize("outcome", ["failed", "interrupted", ""])
 def test_a_run_that_did_not_is_none(tmp_path, outcome):
     run = run_of(tmp_path / "run", (0, 9), outcome=outcome)
-    with pytest.raises(RunError, match=r"To end it: instep resume "):
+    with pytest.raises(RunError, match=r"To complete it: instep resume "):
         check_can_be_repeated(run)
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_was_lengthened_on_the_way_is_none(tmp_path):
 
 
 def test_a_run_whose_processes_others_started_is_not_broken(tmp_path):
-    with pytest.raises(SpecError, match="nobody replaces them"):
+    with pytest.raises(SpecError, match="they are not replaced"):
         check_own(run_of(tmp_path / "run", (0, 9), started_by="join"))
 
 
@@ -59,5 +59,5 @@ def test_a_run_on_another_machine_is_not_broken_while_it_goes_on(tmp_path):
     with (run.path / "run.id").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert is_going_on(run.path)
-        with pytest.raises(SpecError, match="is going on on afar, and this is "):
+        with pytest.raises(SpecError, match="is running on afar, and this is "):
             check_own(run)

@@ -7,12 +7,12 @@ security policy that forbids it to load anything, so it is the same page offline
 
 from __future__ import annotations
 
-import os
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from instep.plain_file import replace_plain
 from instep.report.figures.curves import charts
 from instep.report.figures.summary import summarise
 from instep.report.page import bars, sections
@@ -30,12 +30,7 @@ def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) 
         path: the file to write; replaced if it exists, whole or not at all.
         other: a second run to compare with; its curves share the charts.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(render(folder, other), encoding="utf-8")
-        beside.replace(path)  # replaces a link, and never writes through it
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_plain(path, render(folder, other))
 
 
 def render(folder: RunFolder, other: RunFolder | None = None) -> str:

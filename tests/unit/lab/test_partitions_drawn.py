@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from instep import spec_file
 from instep.errors import SpecError
-from instep.lab.parting import check_can_part, chosen
+from instep.lab.partitions import check_can_partition, chosen
 
 
 @given(st.floats(0, 1), st.integers(2, 200))
@@ -35,4 +35,4 @@ def test_a_job_that_has_hosts_of_its_own_is_refused():
         "train": {"steps": 1},
     }
     with pytest.raises(SpecError, match="this job has hosts of its own"):
-        check_can_part(spec_file.build(table, source="here"))
+        check_can_partition(spec_file.build(table, source="here"))

@@ -1,16 +1,15 @@
-"""Which processes a run has now, by role, and how to signal one of them and nobody else.
+"""Which processes a run has now, by role, and how to signal exactly one of them.
 
-What a run logs says who has come and under which pid. A pid may be another's
-by now, so before anything is sent the process is held (a pidfd, where the system
-has them) and looked at: it must have begun before the log named it, on this
-machine, and be a program of instep. Way in: `Roster`.
+The run's log says which process joined under which pid. That pid may belong to another
+process by now, so before a signal is sent the process is held (by a pidfd, on Linux) and
+checked: it must have started before the log named it, on this machine, and be a program
+of instep. Way in: `Processes`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
@@ -22,28 +21,28 @@ import psutil
 
 from instep.plain_file import plain
 from instep.store.run_folder import RunFolder
-from instep.system.processes import SPARE, start_time
+from instep.system.processes import SPARE, Watched, start_time
 
 _SLACK_S = 0.05
 """The kernel counts the start of a process in hundredths of a second."""
 
-_CAME = {"worker_joined": "worker", "master_started": "master", "host_joined": "host"}
+_JOINED = {"worker_joined": "worker", "master_started": "master", "host_joined": "host"}
 
 
 class Known(NamedTuple):
-    """A process of the run, as it was last heard of."""
+    """A process of the run, as last logged or seen."""
 
     role: str
     number: int
-    """Of the worker or the host; of the one whose it is, for a loader process or a spare."""
+    """Of the worker or the host; for a loader process or a spare, of the one it belongs to."""
     pid: int
     seen: float
-    """Unix seconds at which it certainly was that process."""
+    """Unix seconds at which the pid certainly was this process's."""
     parent: int = 0
-    """Whose child it must be; 0 if that is all the same."""
+    """The pid that its parent must have; 0 if any will do."""
 
 
-class Roster:
+class Processes:
     """The processes of one run, from its log as far as it is written.
 
     Args:
@@ -54,8 +53,8 @@ class Roster:
         self._path, self._read, self._rest = run / "events.jsonl", 0, b""
         self._known: dict[tuple[str, int], Known] = {}
 
-    def listen(self) -> None:
-        """Take in what has been logged since."""
+    def update(self) -> None:
+        """Read what has been logged since the last call."""
         try:
             with open(self._path, "rb", opener=plain) as file:
                 file.seek(self._read)
@@ -66,22 +65,20 @@ class Roster:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged: no process
-                self.hear(json.loads(line))
+                self._take(json.loads(line))
 
-    def hear(self, event: dict[str, Any]) -> None:
-        """Take in one event."""
+    def _take(self, event: dict[str, Any]) -> None:
         if event["event"] == "run_started":
             self._known.clear()
         elif event["event"] == "process_ended":
-            gone = [key for key, each in self._known.items() if each.pid == event.get("pid")]
-            for key in gone:
-                del self._known[key]
-        elif (role := _CAME.get(event["event"])) and event.get("pid"):
+            pid = event.get("pid")
+            self._known = {key: each for key, each in self._known.items() if each.pid != pid}
+        elif (role := _JOINED.get(event["event"])) and event.get("pid"):
             number = int(event.get("worker", event.get("host", 0)) or 0)
             self._known[role, number] = Known(role, number, int(event["pid"]), event["time"])
 
     def of(self, role: str) -> list[Known]:
-        """Those of one role that are believed to live, by number."""
+        """The processes of one role that seem to live, by number."""
         if role == "loader":
             workers = self.of("worker")
             return [child for each in workers for child in _forks_of(each, role, theirs=True)]
@@ -91,24 +88,24 @@ class Roster:
         return [each for key, each in sorted(self._known.items()) if key[0] == role]
 
     def alive(self) -> list[int]:
-        """Pids of those that certainly live."""
-        roles = (*_CAME.values(), "loader", "spare")
-        with_children = [each for role in roles for each in self.of(role)]
-        return [each.pid for each in with_children if _is(each)]
+        """Pids of the processes that certainly live."""
+        roles = (*_JOINED.values(), "loader", "spare")
+        return [each.pid for role in roles for each in self.of(role) if _is(each)]
 
 
 def roles_of(run: RunFolder) -> list[str]:
-    """The roles that a run has processes of; a loader where one was asked for, or has been seen."""
-    roles = [role for event, role in _CAME.items() if any(e.get("pid") for e in run.named(event))]
+    """The roles that a run has processes of; `loader` if the job asks for them or one was seen."""
+    roles = [role for event, role in _JOINED.items() if any(e.get("pid") for e in run.named(event))]
     asked = run.spec.data.loaders
-    some = (isinstance(asked, int) and asked) or any(run.named("loaders_started"))
-    loader = ["loader"] if some else []
-    spare = ["spare"] if "host" in roles and sys.platform == "linux" else []
-    return [*roles, *loader, *spare]
+    if (isinstance(asked, int) and asked) or any(run.named("loaders_started")):
+        roles.append("loader")
+    if "host" in roles and sys.platform == "linux":
+        roles.append("spare")
+    return roles
 
 
 def _forks_of(known: Known, role: str, *, theirs: bool = False) -> Iterator[Known]:
-    """Forks of a process, and also theirs if asked; what else it started is left alone."""
+    """Forks of a process, and also their forks if asked; other programs it started are left out."""
     with contextlib.suppress(psutil.Error):
         if not _is(known):
             return
@@ -120,41 +117,25 @@ def _forks_of(known: Known, role: str, *, theirs: bool = False) -> Iterator[Know
 
 
 def _name_of(pid: int) -> str:
-    """What a process calls itself."""
     with contextlib.suppress(psutil.Error):
         return str(psutil.Process(pid).name())
     return ""
 
 
 def send(known: Known, number: signal.Signals) -> bool:
-    """Signal this process and no other; False if it is not there any more."""
+    """Signal this process and no other; False if it has ended."""
+    held = Watched(known.pid)  # from here on its pid cannot become another's unnoticed
     try:
-        held = os.pidfd_open(known.pid)  # from here on the pid cannot become another's unnoticed
-    except ProcessLookupError:
-        return False
-    except (OSError, AttributeError):  # no pidfds here
-        return _is(known) and _kill(known.pid, number)
-    try:
-        if not _is(known):
-            return False
-        signal.pidfd_send_signal(held, number)
-        return True
-    except ProcessLookupError:
-        return False
+        there = _is(known)
+        if there:
+            held.signal(number)
+        return there
     finally:
-        os.close(held)
-
-
-def _kill(pid: int, number: signal.Signals) -> bool:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+        held.close()
 
 
 def _is(known: Known) -> bool:
-    """Whether under this pid there lives the process that was meant."""
+    """Whether the process that is meant lives under this pid."""
     try:
         process = psutil.Process(known.pid)
         if process.status() == psutil.STATUS_ZOMBIE:

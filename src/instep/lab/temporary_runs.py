@@ -1,7 +1,7 @@
-"""Small runs in a folder that is thrown away, for commands that compute only to compare.
+"""Runs in a temporary folder, for commands that compute only to compare.
 
-What is run and what is compared is the commands' own: `check.py`, `replay.py`.
-Nothing here imports torch. Way in: `folder_for_runs`.
+`determinism.py` and `replay.py` say what is run and compared. Nothing here imports torch.
+Way in: `folder_for_runs`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from instep.events import LEDGER, read_records
 from instep.system.processes import interrupt, on_signals
 
 SAID_S = 2.0
-"""Seconds between two lines that say how far it is."""
+"""Seconds between two lines of progress."""
 
 _SHOWN = 40
-"""Lines of a failed worker's output that are shown, as its log goes with the folder."""
+"""Lines of a failed worker's output that are shown: its log is deleted with the folder."""
 
 
 def without_folder(text: str, runs: Path) -> str:
-    """An error's lines without those that name the folder, which goes; the log's end instead."""
+    """An error's text with the end of the log instead of paths in the folder, which is deleted."""
     cause, *lines = text.splitlines()
     shown = [cause, *(line for line in lines if str(runs) not in line)]
     for log in runs.glob("*/logs/*.log"):
@@ -36,7 +36,7 @@ def without_folder(text: str, runs: Path) -> str:
 
 @contextmanager
 def folder_for_runs(prefix: str) -> Iterator[Path]:
-    """A folder that is gone afterwards, also where a signal ends the command at any moment.
+    """A folder that is deleted afterwards, even if a signal ends the command at any moment.
 
     Args:
         prefix: its name begins so.
@@ -55,11 +55,11 @@ def folder_for_runs(prefix: str) -> Iterator[Path]:
 
 
 class Progress:
-    """Says now and then which step of a run has been committed, and nothing else.
+    """Prints now and then which step of a run has been committed.
 
     Args:
-        say: told of it.
-        last: the step with which the run ends; 0 if it is not known.
+        say: prints a line.
+        last: the last step of the run; 0 if it is not known.
     """
 
     def __init__(self, say: Callable[[str], None], last: int = 0) -> None:
@@ -67,7 +67,7 @@ class Progress:
         self._due = time.monotonic() + SAID_S
 
     def __call__(self, run: Path) -> None:
-        """Look at a run folder, and say it if it is time to."""
+        """Look at a run folder, and print a line if it is time to."""
         now = time.monotonic()
         if now < self._due:
             return

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from instep.events import STEPS
-from instep.lab.replay_words import lines
-from instep.lab.replayed import TOLERANCE, judge
+from instep.lab.comparison import TOLERANCE, judge
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run
 
@@ -42,7 +41,7 @@ def test_what_agrees_is_the_same(tmp_path, run):
     assert found.figures[0].steps == 20
     assert [each.name for each in found.figures] == ["loss"]  # nobody asked for the norm
     assert found.recorded_sha256 == found.parameters_sha256
-    assert "verdict the same bits" in lines(found)
+    assert "verdict the same bits" in list(found.lines())
     json.dumps(found.as_table(), allow_nan=False)
 
 
@@ -53,7 +52,7 @@ def test_one_bit_of_one_worker_s_record_is_a_fault(tmp_path, run, worker):
     assert not found.same
     assert found.figures[0].differs[0] == 7
     assert found.fault.startswith("not the same: the loss of step 7 was recorded as 0.2857142857")
-    assert f"next    instep run {run / 'job.toml'} --check-determinism" in lines(found)
+    assert f"next    instep run {run / 'job.toml'} --check-determinism" in list(found.lines())
 
 
 def test_steps_that_were_not_computed_again_are_not_compared(tmp_path, run):
@@ -99,7 +98,7 @@ def test_where_nothing_was_recorded_nothing_is_the_same(tmp_path, run):
     found = judged(tmp_path)
     assert not found.same
     assert "recorded nothing of the steps up to 20 that could be compared" in found.fault
-    assert "loss    step 20: not recorded, 0.1 computed" in lines(found)
+    assert "loss    step 20: not recorded, 0.1 computed" in list(found.lines())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from instep.lab.roster import Known, Roster, roles_of, send
+from instep.lab.processes import Known, Processes, roles_of, send
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -53,25 +53,25 @@ def known(pid: int, seen: float | None = None, parent: int = 0) -> Known:
 
 
 def test_the_log_tells_who_is_there(tmp_path: Path) -> None:
-    roster = Roster(tmp_path)
-    roster.listen()  # there is no log yet
+    processes = Processes(tmp_path)
+    processes.update()  # there is no log yet
     log(tmp_path, *({"event": "worker_joined", "worker": n, "pid": 40 + n} for n in (1, 0)))
-    roster.listen()
-    assert [(each.number, each.pid) for each in roster.of("worker")] == [(0, 40), (1, 41)]
+    processes.update()
+    assert [(each.number, each.pid) for each in processes.of("worker")] == [(0, 40), (1, 41)]
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"time": 1.0, "event": "process_ended", "worker": 1, "p')
-    roster.listen()
-    assert len(roster.of("worker")) == 2
+    processes.update()
+    assert len(processes.of("worker")) == 2
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('id": 41}\n')
     log(tmp_path, {"event": "master_started", "pid": 7}, {"event": "host_joined", "pid": 8})
-    roster.listen()
-    assert [each.pid for role in ("worker", "master", "host") for each in roster.of(role)] == [
+    processes.update()
+    assert [each.pid for role in ("worker", "master", "host") for each in processes.of(role)] == [
         40, 7, 8,
     ]  # fmt: skip
     log(tmp_path, {"event": "run_started"})
-    roster.listen()
-    assert roster.of("worker") == []
+    processes.update()
+    assert processes.of("worker") == []
 
 
 def test_only_the_process_that_was_meant_is_signalled(stands: list[Stand]) -> None:
@@ -102,11 +102,11 @@ def test_loader_processes_are_the_forks_of_a_worker_and_not_what_it_started(
     assert worker.stdout is not None
     fork, program = map(int, worker.stdout.readline().split())
     log(tmp_path, {"event": "worker_joined", "worker": 3, "pid": worker.pid})
-    roster = Roster(tmp_path)
-    roster.listen()
-    assert [(each.number, each.pid) for each in roster.of("loader")] == [(3, fork)]
-    assert sorted(roster.alive()) == sorted([worker.pid, fork])
-    assert send(roster.of("loader")[0], signal.SIGKILL)
+    processes = Processes(tmp_path)
+    processes.update()
+    assert [(each.number, each.pid) for each in processes.of("loader")] == [(3, fork)]
+    assert sorted(processes.alive()) == sorted([worker.pid, fork])
+    assert send(processes.of("loader")[0], signal.SIGKILL)
     assert psutil.pid_exists(program)
     psutil.Process(program).kill()
 
@@ -129,9 +129,9 @@ def test_a_spare_is_the_fork_of_a_host_that_calls_itself_so(
     parent, spare = map(int, host.stdout.readline().split())
     assert parent == host.pid
     log(tmp_path, {"event": "host_joined", "host": 2, "pid": host.pid})
-    roster = Roster(tmp_path)
-    roster.listen()
-    assert [(each.number, each.pid) for each in roster.of("spare")] == [(2, spare)]
+    processes = Processes(tmp_path)
+    processes.update()
+    assert [(each.number, each.pid) for each in processes.of("spare")] == [(2, spare)]
     forks = psutil.Process(host.pid).children(recursive=True)
     assert len(forks) == 3
     for each in forks:
