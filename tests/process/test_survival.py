@@ -227,7 +227,7 @@ def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> N
     assert program.end() == 130
     done = scale(program, 3)
     assert done.returncode == 6
-    assert "no run goes on in" in done.stderr
+    assert "is not running" in done.stderr
 
 
 @pytest.mark.slow

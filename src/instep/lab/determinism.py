@@ -159,7 +159,7 @@ def lines(comparison: Comparison) -> list[str]:
             *lines,
             f"two runs on {comparison.sizes[0]} worker agree: {where} depends on what the process "
             "computed before.",
-            "Look for a generator, a counter or a cache that lives from batch to batch.",
+            "Look for a generator, a counter or a cache that is carried from batch to batch.",
         ]
     return [
         *lines,

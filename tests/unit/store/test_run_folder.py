@@ -271,7 +271,7 @@ def test_garbage_for_step_records_is_one_sentence(tmp_path, seed):
     at, size = int(dice.integers(0, len(steps) - 500)), int(dice.integers(100, 500))
     steps[at : at + size] = dice.bytes(size)
     (run / "steps.bin").write_bytes(steps)
-    with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is none"):
+    with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is impossible"):
         RunFolder(run)
 
 

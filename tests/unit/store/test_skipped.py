@@ -8,8 +8,8 @@ from instep.report.figures.proof import prove
 from instep.report.figures.summary import summarise
 from instep.report.page.page import write_report
 from instep.report.terminal.closing import closing_lines
+from instep.store.audit import skipped_in
 from instep.store.run_folder import RunFolder
-from instep.store.skipped import skipped_in
 from made_up_runs import make_ledger, make_run, write_events
 
 LEDGER = make_ledger(2, 100, 10, 8)

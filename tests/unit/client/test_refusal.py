@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from instep.client.one_answer import answer_all
+from instep.client.refusal import answer_all
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, Refused, Welcome
