@@ -135,7 +135,8 @@ def report(args: argparse.Namespace) -> int:
         return 0
     for line in closing_lines(summary, folder):
         print(line)
-    print(f"report  {path}")
+    if path.name != "report.html" or args.to:
+        print(f"report  {path}")
     return 0
 
 

@@ -77,7 +77,7 @@ def start_in_words(loaded: dict[str, Any]) -> str:
 
 
 def corruption_in_words(found: dict[str, Any]) -> str:
-    """`worker 1 had a wrong gradient at step 20 (micro-batch 3): ...; went on from step 9`.
+    """`worker 1 had a wrong gradient at step 20 (batch 3): ...; training continued from step 9`.
 
     From a `corruption_found` event.
     """
@@ -92,7 +92,7 @@ def corruption_in_words(found: dict[str, Any]) -> str:
 def _where_to(clean_step: int) -> str:
     if clean_step < 0:
         return "no worker had a copy to go back to"
-    return f"went on from step {readable_count(clean_step)}"
+    return f"training continued from step {readable_count(clean_step)}"
 
 
 def printable(text: str) -> str:

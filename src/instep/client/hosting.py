@@ -153,30 +153,18 @@ class Host:
     def _serve(self) -> None:
         try:
             if self._to_train:
-                self._watch_master()
+                # in this thread: the kernel ends a master with the thread that started it
+                board, note = self._switchboard, self._note
+                self._over = MasterWatchdog(self.folder, board, None, note).serve()
             else:
-                answer = self._complete()
+                job, now = spec_file.dump(self._job), time.time()
+                answer = Welcome(job=job, run=str(self.folder), started=now, complete=True)
                 size = self._place.size
                 refusal.answer_all(self._switchboard, size, answer, self._meeting)
         except BaseException as error:
             self._broke = error
         finally:
             self._switchboard.close()  # a process that still waits learns that the master is gone
-
-    def _watch_master(self) -> None:
-        """Keep a master alive until the run is over.
-
-        The kernel ends a master with the thread that started it.
-        """
-        watchdog = MasterWatchdog(self.folder, self._switchboard, None, self._note)
-        try:
-            self._over = watchdog.serve()
-        finally:
-            watchdog.close()
-
-    def _complete(self) -> Welcome:
-        job = spec_file.dump(self._job)
-        return Welcome(job=job, run=str(self.folder), started=time.time(), complete=True)
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
@@ -217,7 +205,8 @@ class Host:
                 raise self._broke
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            failed = self._over.failed if self._over is not None else None
+            over = self._over
+            failed = over.failed if over is not None else None
             missing = self._missing() if failed is not None else []
             if failed is not None and refused(failed, self.folder, self._origin):
                 remove_run_folder(self.folder)
@@ -225,9 +214,8 @@ class Host:
                 summary = self._summary()
         finally:
             self._hold.close()
-        if failed is not None:
-            worker = self._over.worker if self._over is not None else None
-            error = failure(-1 if worker is None else worker, failed, self.folder)
+        if over is not None and failed is not None:
+            error = failure(over.worker, failed, self.folder)
             refusal.leave_notes(self._meeting, missing, error)
             raise error
         return summary

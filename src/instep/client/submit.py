@@ -250,12 +250,12 @@ def _conduct(
         switchboard.close()
     if over.failed is not None and refused(over.failed, folder, origin):
         remove_run_folder(folder)
-        raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+        raise failure(over.worker, over.failed, folder)
     try:
         summary = finish(folder, origin)
     finally:  # the cause of a failure matters more than an error in its report
         if over.failed is not None:
-            raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+            raise failure(over.worker, over.failed, folder)
     return Run(folder, summary, over.exit_code)
 
 
@@ -279,11 +279,8 @@ def _follow(
     watchdog = MasterWatchdog(
         folder, switchboard, launcher, note, watch=audience.watch, hosts=hosts
     )
-    try:
-        with published(folder, switchboard.endpoint):
-            return watchdog.serve()
-    finally:
-        watchdog.close()
+    with published(folder, switchboard.endpoint):
+        return watchdog.serve()
 
 
 def open_switchboard(job: JobSpec) -> Switchboard:
@@ -456,10 +453,11 @@ def refused(failed: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
     return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
 
 
-def failure(worker: int, failed: Failed, folder: Path) -> InstepError:
+def failure(worker: int | None, failed: Failed, folder: Path) -> InstepError:
     """The one error that a failed run ends with: the cause first, then where to read more."""
-    who = f"worker {worker}" if worker >= 0 else "the launcher"
-    log = f"worker-{worker}.log" if worker >= 0 else "host.log"
+    who, log = "the launcher", "host.log"
+    if worker is not None and worker >= 0:
+        who, log = f"worker {worker}", f"worker-{worker}.log"
     at = f" at step {failed.step}" if failed.step else ""
     doing = f", in {failed.phase}" if failed.phase else ""
     lines = [f"{who} failed{at}{doing}: {failed.cause}"]

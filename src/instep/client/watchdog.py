@@ -89,10 +89,9 @@ class MasterWatchdog:
         self._hung = ""  # how the present one hangs, once it has been killed for that
         self._hangs = 0
         self._short_lives = 0  # of masters in a row that ended soon after their start
-        self._due: float | None = None  # when the next is brought up, while there is none
+        self._due: float | None = None  # when to start the next one, while there is none
         self._over = False
-        self._longest_s = 0.0  # that a master was silent, and went on
-        self._master = self._start()
+        self._longest_s = 0.0  # the longest silence of a master that continued
 
     def _start(self, why: str = "") -> subprocess.Popen[bytes]:
         """Start a master; `why` says how the one before was lost."""
@@ -128,11 +127,12 @@ class MasterWatchdog:
         return master
 
     def serve(self) -> Over:
-        """Wait for the run's end.
+        """Start a master, and wait for the run's end; no master is left then.
 
         Raises:
             InstepError: the master cannot continue; the text says why.
         """
+        self._master = self._start()
         endpoint = self._board.endpoint
         connection = MasterConnection(
             endpoint.address, Hello(token=endpoint.token, role="client", number=0, pid=0)
@@ -156,6 +156,7 @@ class MasterWatchdog:
                         self._watch(self._run)
         finally:
             connection.close()
+            self._close()
 
     def _pass_on(self, connection: MasterConnection) -> None:
         while self._told < len(self._asked):
@@ -253,8 +254,8 @@ class MasterWatchdog:
             else:
                 self._launcher.end_if_stopped(number)  # then it will be started at the next request
 
-    def close(self) -> None:
-        """End the master, if it still runs; a second call does nothing."""
+    def _close(self) -> None:
+        """End the master, if it still runs."""
         if self._over:  # it is about to print its last lines
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._master.wait(LINGER_S)

@@ -64,7 +64,7 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
     check_job(job)
     if job.train.steps and not plan.over_s:
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
-    say("running it undisturbed")
+    say("running the job undisturbed")
     done = run_job(_named(job, SUFFIXES[0]), runs, named=False, quiet=True, watch=Progress(say))
     if done.exit_code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -94,7 +94,7 @@ def break_again(
     for text in changes_since(undisturbed, undisturbed.last_step):
         say(f"note: {text}")
     injections = _drawn(plan, undisturbed)
-    say(f"running it again, to break it {plan.injections} times")
+    say(f"running the job again, to break it {plan.injections} times")
     with ExitStack() as stack:
         plain, network = job, None
         if plan.partitions:

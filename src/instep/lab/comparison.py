@@ -229,7 +229,7 @@ class Replayed:
         if self.bits:
             return "the same bits"
         return (
-            f"the same within {TOLERANCE:g}: determinism = 'order' promises no bits, so the "
+            f"the same within {TOLERANCE:g}: determinism = 'order' allows other bits, so the "
             "parameters were not compared"
         )
 

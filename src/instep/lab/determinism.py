@@ -15,9 +15,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from instep.client.submit import run_job
-from instep.errors import INTERRUPTED, InstepError, RunError, SpecError
-from instep.lab.temporary_runs import folder_for_runs, without_folder
+from instep.errors import RunError, SpecError
+from instep.lab.temporary_runs import folder_for_runs, run_quietly
 from instep.spec import JobSpec, StopSpec
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.store.run_folder import RunFolder
@@ -92,15 +91,9 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
         stop=StopSpec(non_finite=False),
         checkpoint=msgspec.structs.replace(job.checkpoint, every=1, keep_last=STEPS),
     )
-    try:
-        done = run_job(small, runs, named=False, quiet=True)
-    except InstepError as error:
-        error.args = (without_folder(str(error), runs),)
-        raise
-    if done.exit_code == INTERRUPTED:
-        raise KeyboardInterrupt  # the signal reached the run, and is meant for the whole check
-    check_length(RunFolder(done.path))
-    return done.path
+    run = run_quietly(small, runs)
+    check_length(run)
+    return run.path
 
 
 def check_length(run: RunFolder) -> None:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from instep import spec_file
-from instep.client.submit import about, recipe_sha256, run_job
+from instep.client.submit import about, recipe_sha256
 from instep.control.resume import check_own
-from instep.errors import INTERRUPTED, CheckpointError, InstepError, RunError, SpecError
+from instep.errors import CheckpointError, RunError, SpecError
 from instep.lab.comparison import Replayed, judge
-from instep.lab.temporary_runs import Progress, folder_for_runs, without_folder
+from instep.lab.temporary_runs import Progress, folder_for_runs, run_quietly
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
 from instep.state.export import asked_for, check_target, copy_own
@@ -176,21 +176,9 @@ def _copy_of(checkpoint: Path, folder: Path) -> Path:
 def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], None]) -> RunFolder:
     last, job = stretch.last, stretch.job
     train = msgspec.structs.replace(job.train, stop_after_steps=last, validate_every=last)
-    try:
-        done = run_job(
-            msgspec.structs.replace(job, train=train),
-            runs,
-            named=False,
-            quiet=True,
-            watch=Progress(say, last),
-            origin=at,
-        )
-    except InstepError as error:
-        error.args = (without_folder(str(error), runs),)
-        raise
-    if done.exit_code == INTERRUPTED:
-        raise KeyboardInterrupt  # the signal reached the run, and is meant for the whole replay
-    return RunFolder(done.path)
+    return run_quietly(
+        msgspec.structs.replace(job, train=train), runs, watch=Progress(say, last), origin=at
+    )
 
 
 def _progress(step: int, last: int, origin: Origin) -> str:

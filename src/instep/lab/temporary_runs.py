@@ -1,7 +1,7 @@
 """Runs in a temporary folder, for commands that compute only to compare.
 
 `determinism.py` and `replay.py` say what is run and compared. Nothing here imports torch.
-Way in: `folder_for_runs`.
+Ways in: `folder_for_runs`, `run_quietly`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from instep.client.submit import run_job
+from instep.errors import INTERRUPTED, InstepError
 from instep.events import LEDGER, read_records
+from instep.spec import JobSpec
+from instep.store.run_folder import RunFolder
 from instep.system.processes import interrupt, on_signals
 
 SAID_S = 2.0
@@ -23,7 +28,30 @@ _SHOWN = 40
 """Lines of a failed worker's output that are shown: its log is deleted with the folder."""
 
 
-def without_folder(text: str, runs: Path) -> str:
+def run_quietly(job: JobSpec, runs: Path, **options: Any) -> RunFolder:
+    """Run a job in a temporary folder of runs to its end.
+
+    Args:
+        job: what to run.
+        runs: folder of run folders, which will be deleted.
+        options: of `run_job`.
+
+    Raises:
+        InstepError: the run failed; the text names no file that will be deleted.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came: it reached the run, and is meant for the
+            whole command.
+    """
+    try:
+        done = run_job(job, runs, named=False, quiet=True, **options)
+    except InstepError as error:
+        error.args = (_without_folder(str(error), runs),)
+        raise
+    if done.exit_code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return RunFolder(done.path)
+
+
+def _without_folder(text: str, runs: Path) -> str:
     """An error's text with the end of the log instead of paths in the folder, which is deleted."""
     cause, *lines = text.splitlines()
     shown = [cause, *(line for line in lines if str(runs) not in line)]

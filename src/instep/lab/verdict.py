@@ -215,7 +215,7 @@ class Verdict:
         back = len(self.gone_back)
         more = f", {back} of them after going back to a checkpoint" if back else ""
         again = plural(len(self.twice), "step")
-        yield f"twice   {again} computed again after a worker had committed it{more}"
+        yield f"twice   {again} computed again that a worker had already committed{more}"
         for kind, role in self._sorts:
             found = self.recovery_of(role, kind)
             shown = ", ".join(f"{name} {readable_seconds(s)}" for name, s in found.items())
@@ -232,7 +232,7 @@ class Verdict:
             yield f"hash    nothing to compare with: {why}"
             return
         if not self.bits:
-            yield f"hash    {sha256[:12]}, not compared: determinism = 'order' promises no bits"
+            yield f"hash    {sha256[:12]}, not compared: determinism = 'order' allows other bits"
         elif sha256 == str(_sha256(self.undisturbed)):
             yield f"hash    {sha256}: the same as undisturbed"
         if self.other_loss is None:

@@ -112,7 +112,9 @@ def test_steps_that_are_computed_again_are_counted(folders):
     found = judged(folders, falls=[Fall(0.0, 9, 8)])
     assert found.holds
     assert found.twice == (9,)
-    assert "twice   1 step computed again after a worker had committed it" in list(found.lines())
+    assert "twice   1 step computed again that a worker had already committed" in list(
+        found.lines()
+    )
 
 
 def test_steps_taken_back_to_a_checkpoint_are_counted_apart(folders):

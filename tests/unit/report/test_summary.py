@@ -186,7 +186,7 @@ def test_corruption_that_was_found_is_counted_and_shown_everywhere(tmp_path, who
         changes_and_failures(folder),
     ):
         assert words in shown
-        assert "went on from step 9" in shown
+        assert "training continued from step 9" in shown
 
 
 def test_where_nobody_had_a_copy_no_step_is_named_to_go_on_from():
