@@ -131,8 +131,7 @@ def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
             f"--partitions {plan.partitions}: {run.path} is going on, and a run can be put on "
             "emulated hosts only from its start. Give the job file, or leave --partitions out."
         )
-    ready = run.last("worker_ready")
-    last = int(ready.get("last_step") or 0)
+    last = run.planned_steps or 0
     if not last and not plan.over_s:
         raise SpecError(f"the length of {run.path} is not known yet. Give --over SECONDS.")
     if not plan.over_s:

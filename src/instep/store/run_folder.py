@@ -165,6 +165,12 @@ class RunFolder:
         return int(self.last("worker_ready").get("samples") or 0)
 
     @property
+    def planned_steps(self) -> int | None:
+        """Steps of the whole job; None before a worker has said so, and in the user's own loop."""
+        planned: int | None = self.last("worker_ready").get("last_step")
+        return planned
+
+    @property
     def epoch_steps(self) -> int:
         """Steps of one epoch; 0 while the size of the training set is unknown."""
         return -(-self.epoch_samples // self.spec.train.global_batch)
@@ -206,8 +212,7 @@ class RunFolder:
         taken = np.bincount(where, weights=tail["stop"] - tail["first"])
         batch = self.spec.train.global_batch
         first = (steps - 1) % self.epoch_steps * batch
-        planned = self.last("worker_ready").get("last_step")
-        possible = planned or 2 * len(self.ledger)  # a damaged record may say anything
+        possible = self.planned_steps or 2 * len(self.ledger)  # a damaged record may say anything
         whole = steps[
             (taken >= np.minimum(batch, self.epoch_samples - first)) & (steps <= possible)
         ]

@@ -9,10 +9,9 @@ that is. Nothing is written. Way in: `prove`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,49 +31,37 @@ _MOST_LINES = 20  # of epochs with a fault, and of steps
 class Proof:
     """What the ledger of a run says, and whether it is what it must be."""
 
-    run: Path
-    outcome: str
-    """As in the summary: `completed`, `unfinished`, ..."""
-
-    last_step: int
-    """The last committed step; the proof covers the steps up to it."""
-
-    planned_steps: int | None
-    """Steps of the whole job; None before a worker has said so, and in the user's own loop."""
-
-    records: int
-    """Whole records in the ledger."""
-
-    beyond: int
-    """Records of steps after `last_step`: not yet committed, if the run did not end well."""
-
+    run: RunFolder
     torn_bytes: int
     """Bytes at the end of the file, too few for a record."""
-
-    epoch_samples: int
-    """Samples of the training set; 0 before a worker has said so."""
-
-    audit: Audit
-    skipped: int
-    """Positions of committed steps whose samples could not be read and were left out."""
 
     untiled: tuple[int, ...]
     """Steps whose records do not tile the positions of their global batch."""
 
     @property
+    def audit(self) -> Audit:
+        """How often each position was used, up to the last committed step."""
+        return self.run.audit
+
+    @property
+    def beyond(self) -> int:
+        """Records of steps after the last committed one, if the run did not end well."""
+        return len(self.run.ledger) - len(self.run.committed)
+
+    @property
     def exact(self) -> bool:
         """Whether each sample that was due was used once, in the step in which it was due."""
-        over = self.outcome in ("completed", "stopped")
-        known = self.epoch_samples > 0 or not self.records
+        over = self.run.outcome in ("completed", "stopped")
+        known = self.run.epoch_samples > 0 or not len(self.run.ledger)
         return self.audit.exact and not self.untiled and known and not (over and self.beyond)
 
     @property
     def fault(self) -> str:
         """What is not exact, in one sentence."""
-        if not self.epoch_samples:
+        if not self.run.epoch_samples:
             return (
-                f"nothing can be proved about {self.run}: the size of its training set is not in "
-                "events.jsonl, and without it the ledger says too little."
+                f"nothing can be proved about {self.run.path}: the size of its training set is not "
+                "in events.jsonl, and without it the ledger says too little."
             )
         counts = {
             "missing": self.audit.missing,
@@ -87,19 +74,23 @@ class Proof:
         if self.beyond and not parts:
             parts.append(f"{plural(self.beyond, 'record')} after the last step")
         return (
-            f"the ledger of {self.run} is not exact up to step {self.last_step}: "
+            f"the ledger of {self.run.path} is not exact up to step {self.run.last_step}: "
             f"{', '.join(parts)}. Either the file was damaged, or the run did not train on what "
             "its job says."
         )
 
     def as_table(self) -> dict[str, Any]:
         """The proof as plain data; epochs count from 0, positions are [first, stop)."""
-        names = ("last_step", "planned_steps", "records", "beyond", "torn_bytes", "epoch_samples")
         return {
-            "run": str(self.run),
+            "run": str(self.run.path),
             "exact": self.exact,
-            "outcome": self.outcome,
-            **{name: getattr(self, name) for name in names},
+            "outcome": self.run.outcome,
+            "last_step": self.run.last_step,
+            "planned_steps": self.run.planned_steps,
+            "records": len(self.run.ledger),
+            "beyond": self.beyond,
+            "torn_bytes": self.torn_bytes,
+            "epoch_samples": self.run.epoch_samples,
             "used": self.audit.used,
             "repeated": self.audit.repeated,
             "missing": self.audit.missing,
@@ -108,7 +99,7 @@ class Proof:
                 {**asdict(each), "faults": [fault._asdict() for fault in each.faults]}
                 for each in self.audit.epochs
             ],
-            "skipped": self.skipped,
+            "skipped": len(self.run.skipped),
             "untiled_steps": list(self.untiled),
             "sha256": self.audit.sha256,
         }
@@ -116,15 +107,21 @@ class Proof:
     def lines(self) -> list[str]:
         """The proof for a person; the last line is the next command."""
         lines = [self._coverage()]
-        if self.last_step and self.epoch_samples:
-            lines += [*self._epochs(), *self._steps(), *self._left_out(), self._total()]
+        if self.run.last_step and self.run.epoch_samples:
+            lines += [*self._epochs(), self._steps()]
+            if self.run.skipped:
+                why = "the sample could not be read and was left out of its step"
+                lines.append(f"skipped {plural(len(self.run.skipped), 'position')}: {why}")
+            used = readable_count(self.audit.used)
+            lines.append(f"total   {used} samples used, {fault_counts(self.audit)}")
             lines.append(f"sha256  {self.audit.sha256} of every (epoch, position)")
-        return [*lines, f"next    {command('report', self.run)}"]
+        return [*lines, f"next    {command('report', self.run.path)}"]
 
     def _coverage(self) -> str:
-        planned = f" of {readable_count(self.planned_steps)}" if self.planned_steps else ""
-        parts = [f"{self.outcome}", f"{readable_count(self.last_step)}{planned} steps committed"]
-        parts.append(f"{plural(self.records, 'record')} in the ledger")
+        run = self.run
+        planned = f" of {readable_count(run.planned_steps)}" if run.planned_steps else ""
+        parts = [run.outcome, f"{readable_count(run.last_step)}{planned} steps committed"]
+        parts.append(f"{plural(len(run.ledger), 'record')} in the ledger")
         if self.beyond:
             parts.append(f"{readable_count(self.beyond)} of them after the last committed step")
         if self.torn_bytes:
@@ -132,35 +129,26 @@ class Proof:
         return "covers  " + ", ".join(parts)
 
     def _epochs(self) -> Iterator[str]:
+        samples = readable_count(self.run.epoch_samples)
         good = [epoch for epoch in self.audit.epochs if epoch.exact]
-        whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.epoch_samples]
+        whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.run.epoch_samples]
         if whole:
             several = " each" if len(whole) > 1 else ""
-            samples = readable_count(self.epoch_samples)
             yield f"epoch   {ranges(whole)}: {samples} samples{several}, each exactly once"
         for epoch in good:
-            if epoch.expected != self.epoch_samples:
-                so_far = f"{readable_count(epoch.expected)} of {readable_count(self.epoch_samples)}"
+            if epoch.expected != self.run.epoch_samples:
+                so_far = f"{readable_count(epoch.expected)} of {samples}"
                 yield f"epoch   {epoch.epoch + 1}: {so_far} samples so far, each exactly once"
         bad = [epoch for epoch in self.audit.epochs if not epoch.exact]
         yield from map(_faulty_epoch, bad[:_MOST_LINES])
         if len(bad) > _MOST_LINES:
             yield f"fault   {len(bad) - _MOST_LINES} more epochs with faults"
 
-    def _steps(self) -> Iterator[str]:
+    def _steps(self) -> str:
         if not self.untiled:
-            yield "steps   each took exactly the positions that the job gives it"
-            return
+            return "steps   each took exactly the positions that the job gives it"
         shown = ranges(self.untiled, _MOST_LINES)
-        yield f"fault   step {shown}: not exactly the positions that the job gives it"
-
-    def _left_out(self) -> Iterator[str]:
-        if self.skipped:
-            which = plural(self.skipped, "position")
-            yield f"skipped {which}: the sample could not be read and was left out of its step"
-
-    def _total(self) -> str:
-        return f"total   {readable_count(self.audit.used)} samples used, {fault_counts(self.audit)}"
+        return f"fault   step {shown}: not exactly the positions that the job gives it"
 
 
 def fault_counts(audit: Audit | EpochAudit, *, zeros: bool = True) -> str:
@@ -169,26 +157,16 @@ def fault_counts(audit: Audit | EpochAudit, *, zeros: bool = True) -> str:
     return ", ".join(f"{readable_count(n)} {what}" for what, n in counts.items() if n or zeros)
 
 
-def prove(folder: RunFolder) -> Proof:
+def prove(run: RunFolder) -> Proof:
     """Check everything that a run has committed by now; writes nothing."""
-    file = folder.path / "ledger.bin"
+    file = run.path / "ledger.bin"
     size = file.stat().st_size if file.is_file() else 0
-    samples, batch = folder.epoch_samples, folder.spec.train.global_batch
-    off: Iterable[int] = (
-        untiled(folder.committed, samples, batch, folder.last_step) if samples else ()
-    )
+    samples, batch = run.epoch_samples, run.spec.train.global_batch
+    wrong = untiled(run.committed, samples, batch, run.last_step) if samples else ()
     return Proof(
-        run=folder.path,
-        outcome=folder.outcome,
-        last_step=folder.last_step,
-        planned_steps=folder.last("worker_ready").get("last_step"),
-        records=len(folder.ledger),
-        beyond=len(folder.ledger) - len(folder.committed),
+        run=run,
         torn_bytes=(size - LEDGER_START) % LEDGER.itemsize if size > LEDGER_START else 0,
-        epoch_samples=samples,
-        audit=folder.audit,
-        skipped=len(folder.skipped),
-        untiled=tuple(int(step) for step in off),
+        untiled=tuple(int(step) for step in wrong),
     )
 
 
