@@ -203,7 +203,7 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
     """Break a job that is run twice, a run that is repeated, or a run that is going on."""
     from instep import spec_file
     from instep.lab.breaker import Plan
-    from instep.lab.chaos import break_again, break_job, break_running, is_going_on
+    from instep.lab.chaos import break_again, break_job, break_running, is_running
     from instep.lab.injections import check_numbers, check_roles
     from instep.store.run_folder import RunFolder
 
@@ -227,7 +227,7 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
         raise SpecError(
             f"{overrides[0]}: the job of the run {target} cannot change. Give a job file instead."
         )
-    if is_going_on(target):
+    if is_running(target):
         return break_running(run, plan, say)
     return break_again(run, runs or target.resolve().parent, plan, say)
 

@@ -107,7 +107,7 @@ def test_a_run_whose_hosts_are_cut_off_and_killed_holds(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_going_on_is_broken_and_goes_on(
+def test_a_run_that_is_running_is_broken_and_goes_on(
     start: Start, tmp_path: Path, capsys: Out
 ) -> None:
     going = start("-m", "instep", "run", job_file(tmp_path, 5000))

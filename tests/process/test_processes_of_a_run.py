@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from instep.lab.processes import Known, Processes, roles_of, send
+from instep.lab.run_processes import Known, Processes, roles_of, send
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process

@@ -1,7 +1,7 @@
 """Carries out injections in a run, each when it is due.
 
 A `Breaker` looks at a run's files every few milliseconds, as any program could. It reads the
-log and the ledger, sends signals (`processes.py`) and partitions a network
+log and the ledger, sends signals (`run_processes.py`) and partitions a network
 (`partitions.py`); it knows nothing of what happens inside the processes. `injections.py`
 draws what to break. To add a kind, say in `Breaker._turn` how to do it. Way in: `Breaker`.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from instep.errors import RunError
 from instep.lab.injections import Injection
 from instep.lab.partitions import Partitions
-from instep.lab.processes import Known, Processes, send
+from instep.lab.run_processes import Known, Processes, send
 from instep.lab.verdict import Fall, Injected, judge
 from instep.plain_file import replace_plain
 from instep.report.figures.summary import finite
@@ -103,10 +103,10 @@ class Breaker:
         files = (run / f"{name}.json" for name in numbered("chaos"))  # it may be broken again
         self._file = next(file for file in files if not file.exists())
 
-    def serve(self, goes_on: Callable[[], bool]) -> None:
-        """Break what is due until `goes_on` is false; leaves no process stopped."""
+    def serve(self, running: Callable[[], bool]) -> None:
+        """Break what is due until `running` is false; leaves no process stopped."""
         try:
-            while goes_on():
+            while running():
                 self._turn()
                 time.sleep(LOOK_S)
         finally:

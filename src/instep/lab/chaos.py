@@ -26,8 +26,8 @@ from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError
 from instep.lab.breaker import Breaker, Plan, Say
 from instep.lab.injections import Injection, check_long_enough, draw
 from instep.lab.partitions import check_can_partition, on_emulated_hosts
-from instep.lab.processes import roles_of
 from instep.lab.replay import changes_since, stretches
+from instep.lab.run_processes import roles_of
 from instep.lab.temporary_runs import Progress, folder_for_runs
 from instep.lab.verdict import Verdict, judge
 from instep.spec import JobSpec
@@ -103,9 +103,9 @@ def break_again(
         program = stack.enter_context(_running(_named(job, SUFFIXES[1], name), runs))
         steps, limit_s = undisturbed.last_step, max(STUCK_S, undisturbed.seconds)
         breaker = Breaker(program.folder, injections, plan, say, steps=steps, network=network)
-        breaker.serve(lambda: program.goes_on and breaker.still_s < limit_s)
+        breaker.serve(lambda: program.is_running and breaker.still_s < limit_s)
         program.check_began()
-        stuck_s = breaker.still_s if program.goes_on else 0.0
+        stuck_s = breaker.still_s if program.is_running else 0.0
         program.stop()
         left = _outlived(breaker)
     if network is not None:  # the emulated hosts are gone: a resumed run is to do without them
@@ -139,8 +139,8 @@ def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
         check_long_enough(left, plan.injections, "Give --over SECONDS, or ask for fewer.")
     breaker = Breaker(run.path, _drawn(plan, run), plan, say, begin=run.last_step, steps=last)
     with folder_for_runs("instep-chaos-"):
-        breaker.serve(lambda: not breaker.settled and is_going_on(run.path))
-    return _judged(run.path, None, breaker, going_on=is_going_on(run.path))
+        breaker.serve(lambda: not breaker.settled and is_running(run.path))
+    return _judged(run.path, None, breaker, going_on=is_running(run.path))
 
 
 def check_own(run: RunFolder) -> None:
@@ -155,7 +155,7 @@ def check_own(run: RunFolder) -> None:
             "ends the run. instep chaos breaks runs that instep run started."
         )
     there, here = (run.last("run_started").get("host") or {}).get("name"), platform.node()
-    if is_going_on(run.path) and there not in (None, here):
+    if is_running(run.path) and there not in (None, here):
         raise SpecError(
             f"{run.path} is running on {there}, and this is {here}: its processes cannot be "
             "reached. Run instep chaos there."
@@ -183,7 +183,7 @@ def check_can_be_repeated(run: RunFolder) -> None:
         )
 
 
-def is_going_on(folder: Path) -> bool:
+def is_running(folder: Path) -> bool:
     """Whether another process holds the lock of the run folder.
 
     Raises:
@@ -282,7 +282,7 @@ class _Program:
         self._process, self.folder, self._errors = process, folder, errors
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         return self._process.poll() is None
 
     def check_began(self) -> None:
@@ -295,7 +295,7 @@ class _Program:
         """End the run, if it is still going on: SIGTERM, SIGTERM again, SIGKILL."""
         with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes behind
             for ask in (self._process.terminate, self._process.terminate, self._process.kill):
-                if not self.goes_on:
+                if not self.is_running:
                     return
                 ask()
                 with suppress(subprocess.TimeoutExpired):

@@ -7,7 +7,7 @@ import pytest
 
 from instep import spec_file
 from instep.errors import RunError, SpecError
-from instep.lab.chaos import check_can_be_repeated, check_own, is_going_on
+from instep.lab.chaos import check_can_be_repeated, check_own, is_running
 from instep.spec import as_table
 from instep.store.run_folder import RunFolder
 
@@ -54,10 +54,10 @@ def test_a_run_whose_processes_others_started_is_not_broken(tmp_path):
 
 def test_a_run_on_another_machine_is_not_broken_while_it_goes_on(tmp_path):
     run = run_of(tmp_path / "run", (0, 9), host={"name": "afar"})
-    assert not is_going_on(run.path)
+    assert not is_running(run.path)
     check_own(run)
     with (run.path / "run.id").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert is_going_on(run.path)
+        assert is_running(run.path)
         with pytest.raises(SpecError, match="is running on afar, and this is "):
             check_own(run)
