@@ -40,6 +40,14 @@ IN_A_JOB_FILE = [
         '[train]\ndeterminism = "bits"\nmerge = "always"',
         ["merge = 'always' with determinism = 'bits'", "Leave merge out."],
     ),
+    Job(
+        '[train]\ndeterminism = "bits"\nbatch_norm = "global"',
+        ["batch_norm = 'global' with determinism = 'bits'", "Leave one of them out."],
+    ),
+    Job(
+        '[train]\nmerge = "never"\nbatch_norm = "global"',
+        ["batch_norm = 'global' with merge = 'never'", "Leave merge out."],
+    ),
     Job("name = ", ["job.toml is not valid TOML", "line 1"]),
     Job('name = "é', ["job.toml is not valid TOML"]),
     Job('name = "x"', ["job.toml: the key 'recipe' is missing", "`file.py:function`"]),
@@ -306,8 +314,8 @@ IN_A_RECIPE = {
         ["all 2 parameters of the model (Linear) are frozen", "requires_grad"],
     ),
     "a lazy model": Part({"model": "nn.LazyLinear(2)"}, ["'weight' is lazy", "run one batch"]),
-    "no loss": Part({"loss": "None"}, ["either loss or compute_loss; neither was given"]),
-    "two losses": Part({"compute_loss": "len"}, ["either loss or compute_loss; both"]),
+    "no loss": Part({"loss": "None"}, ["compute_loss, and embed with batch_loss; none was given"]),
+    "two losses": Part({"compute_loss": "len"}, ["loss and compute_loss were given"]),
     "a loss by name": Part({"loss": "'mse'"}, ["Recipe.loss is a str, but a function is wanted"]),
     "an optimizer that is made already": Part(
         {"optimizer": "torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1)"},

@@ -31,8 +31,7 @@ def main() -> None:
         for epoch in range(EPOCHS):
             for inputs, target in loader:  # this process's share of each global batch
                 loss = F.cross_entropy(model(inputs.to(session.device)), target.to(session.device))
-                loss.backward()
-                session.record(loss)
+                session.backward(loss)
                 optimizer.step()  # agrees with the other processes, moves, commits
 
             own = slice(session.rank, None, session.size)

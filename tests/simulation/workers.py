@@ -283,7 +283,8 @@ class Worker(Process):
         mine = NOWHERE
         if self._holds:
             told, ends = (last.told, last.ends) if last else (self._ended, self._ended)
-            mine = Place(len(self._lineage), self._settled, told, ends)
+            generation = self.form.generation if self.form is not None else 0
+            mine = Place(0, len(self._lineage), -1, generation, self._settled, told, ends)
         there = beginning((yield from end.exchange("places", mine)))
         root = self.form is not None and self.form.rank == there.root
         if root:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,13 +30,15 @@ from instep.data.loader import Loader
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.recipe.build import Recipe, call, seed_everything
 from instep.recipe.quick_start import spare_dynamo
+from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system import causes
 from instep.system.kernels import set_kernels
+from instep.worker.loop import Step
 from instep.worker.member import Member
-from instep.worker.own_loop import OwnLoader, OwnLoop, OwnOptimizer
-from instep.worker.training import Step, Training, check_device, choose_device
+from instep.worker.own_loop import OwnLoader, OwnLoop
+from instep.worker.training import Training, check_device, choose_device
 
 Model = TypeVar("Model", bound=nn.Module)
 Moves = TypeVar("Moves", bound=Optimizer)
@@ -199,17 +202,17 @@ class Session:
     ) -> tuple[Model, Moves, OwnLoader]:
         """Make model, optimizer and dataset those of a run, for an ordinary loop.
 
-        Each iteration of the loader is one step: this worker's share of the global batch.
-        `optimizer.step()` exchanges gradients with the other workers, updates the
-        parameters and commits. With `train={"merge": "never"}` an
+        Each iteration of the loader is one step: this worker's share of the
+        global batch. `optimizer.step()` agrees with the other workers, moves
+        the parameters and commits. With `train={"merge": "never"}` an
         iteration is one micro-batch, and the optimizer moves at the last one
         of a step; layers that see their batch (BatchNorm, dropout) then give
         the same at any number of workers. Clip with `train={"max_grad_norm": 1.0}`:
-        gradients are exchanged inside `optimizer.step()`, not before it. With
+        gradients are agreed on inside `optimizer.step()`, not before it. With
         `"bits"` the batches of a step may come a second time.
 
-        In a resumed run, model, optimizer and scheduler get the state of its checkpoint, the
-        loader begins within the epoch, and `step` says where.
+        Where the run goes on, model, optimizer and scheduler take up the state of its
+        checkpoint, the loader begins within the epoch, and `step` says where.
 
         Args:
             model: the same in every process; moved to `self.device`.
@@ -248,8 +251,7 @@ class Session:
             self.fail(error)
             raise
         self._formed()
-        proxy: Any = OwnOptimizer(self._loop)
-        return model, proxy, OwnLoader(self._loop)
+        return model, optimizer, OwnLoader(self._loop)
 
     @property
     def step(self) -> int:
@@ -257,24 +259,63 @@ class Session:
         if self._member.complete:
             return RunFolder(self.run).last_step
         at = self._training or self._loop
-        return at.step if at else 0
+        return at.state.progress.step if at else 0
 
-    def record(self, loss: Tensor | float) -> None:
-        """Record the mean loss of the current batch, for the table and the report.
+    def backward(self, loss: Tensor | WeightedLoss, **options: Any) -> None:
+        """`loss.backward()`, with the loss recorded and weighted.
+
+        Args:
+            loss: the mean over the batch's samples; or a `WeightedLoss`, where it is a mean of
+                something else (tokens, class weights).
+            options: for `Tensor.backward`.
+        """
+        self._own.weigh(loss).backward(**options)
+
+    def record(self, loss: Tensor | float, weight: float | None = None) -> None:
+        """Record the mean loss of the present batch, before `backward`, for the table and report.
+
+        Args:
+            loss: of this batch.
+            weight: how much it is a mean of; samples, if left out. The gradient counts by it.
 
         Raises:
-            SpecError: `optimizer.step()` has been called for this batch already.
+            SpecError: `backward` has been called for this batch already.
         """
-        assert self._loop is not None, "prepare() comes first"
-        self._loop.record(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        self._own.record(float(loss.detach() if isinstance(loss, Tensor) else loss), weight)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this iteration is the last of its step, in which the optimizer moves."""
+        return self._own.sync_gradients
+
+    def no_sync(self, _model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Backward passes inside add to the gradient of the batch; one outside ends it."""
+        return self._own.no_sync()
+
+    def accumulate(self, *_models: nn.Module) -> AbstractContextManager[None]:
+        """For loops written for Accelerate: how many batches make a step is the job's to say
+        (`train.micro_batches`), and `optimizer.step()` moves at the last."""
+        return nullcontext()
+
+    def epochs(self, count: int | None = None) -> Iterator[int]:
+        """The numbers of the epochs from the present one to `count` (`train.epochs`) in all.
+
+        Where a run continues, the first is that of its last step, with what is left of it.
+        """
+        return self._own.epochs(count)
 
     def validated(self, samples: int, **metrics: float) -> None:
         """Record the metrics of a validation, for the table, the report and the summary.
 
         Every process calls it with the same values; `sum` helps to get them.
         """
-        assert self._loop is not None, "prepare() comes first"
-        self._loop.validated(samples, metrics)
+        self._own.validated(samples, metrics)
+
+    @property
+    def _own(self) -> OwnLoop:
+        if self._loop is None:
+            raise SpecError("session.prepare(...) comes first.")
+        return self._loop
 
     @property
     def stopped(self) -> bool:
@@ -283,10 +324,10 @@ class Session:
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """Sum numbers over the processes; every process calls it, and gets the same."""
-        replica = self._training.replica if self._training else self._loop and self._loop.replica
-        assert replica, "prepare() or steps() comes first"
+        at = self._training or self._loop
+        assert at is not None, "prepare() or steps() comes first"
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        replica.comm.all_reduce(total).wait()
+        at.engine.comm.all_reduce(total).wait()
         return tuple(total.tolist())
 
     def _formed(self) -> None:

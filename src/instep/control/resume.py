@@ -48,6 +48,7 @@ FIXED = {
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
     "train.global_batch": "the place in the data is counted in global batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
+    "train.batch_norm": "running statistics are of the batches that it sees",
     "train.determinism": "bits would be neither those of one nor of the other",
     "train.precision": "every value is rounded by it",
     "train.max_grad_norm": "every step is scaled by it",

@@ -48,16 +48,20 @@ class AllReduce:
             raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
         self._bucket_bytes = int(bucket_mb * 1e6)
         self._overlap = overlap
-        self._loaded: Mapping[str, Tensor] = {}
+        self._sums: Sums = Plain()
+        self._loaded: Mapping[str, Tensor] | None = None  # until `start`
+
+    votes = False  # a rank in doubt copies the state of one that committed
 
     def start(
         self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
     ) -> None:
         """Lay out the buckets."""
+        state, self._loaded = self.state(), None
         self._parameters, self._comm = list(parameters), comm
-        self._sums: Sums = Exact(self._parameters, comm, parts) if parts else Plain()
-        if self._loaded:
-            self._sums.load_state(self._loaded)
+        self._sums = Exact(self._parameters, comm, parts) if parts else Plain()
+        if state:
+            self._sums.load_state(state)
         self._buckets = self._with_room((1 + self._sums.flags) * len(self._parameters) + notes)
         self._home = {
             member: (number, view)
@@ -138,9 +142,18 @@ class AllReduce:
         self._agreed = agreed[:count].tolist()
         return agreed[len(told) :]
 
+    def hand_out(self) -> None:
+        """Give each parameter its agreed gradient, if any rank had one."""
+        assert self._agreed, "exchange comes first"
+        for index, mark in enumerate(self._agreed):
+            grad = None
+            if mark:
+                grad = self._sums.gradient(index, self._home[index][1])
+                grad = grad if mark == int(mark) else grad.to_sparse(1)
+            self._parameters[index].grad = grad
+
     def apply(self, update: Callable[[], Result]) -> Result:
-        """Hand out what the buckets hold; the next pass starts from none."""
-        self._hand_out()
+        """Move by what was handed out; the next pass starts from none."""
         result = update()
         self._sums.end_step()  # not before: a step that does not happen must teach nothing
         self._forget()
@@ -156,22 +169,12 @@ class AllReduce:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _hand_out(self) -> None:
-        """Give each parameter its agreed gradient, if any rank had one."""
-        assert self._agreed, "exchange comes first"
-        for index, mark in enumerate(self._agreed):
-            grad = None
-            if mark:
-                grad = self._sums.gradient(index, self._home[index][1])
-                grad = grad if mark == int(mark) else grad.to_sparse(1)
-            self._parameters[index].grad = grad
-
     def stop(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to let go of: the group is the caller's."""
 
     def state(self) -> dict[str, Tensor]:
         """What the sums remember: nothing, or how fine their lattices are."""
-        return self._sums.state()
+        return self._sums.state() if self._loaded is None else dict(self._loaded)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Kept until `start`."""

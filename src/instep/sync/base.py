@@ -2,8 +2,10 @@
 
 A strategy sees the parameters that this rank owns and a `Comm` to the ranks
 that own the same ones in the other replicas. It is given gradients, one by one,
-and knows nothing of models, hooks, data or optimizers. A step is a transaction:
-after `exchange` nobody else is needed, and `apply` or `abandon` ends it.
+and knows nothing of models, hooks, data or optimizers. It lives as long as its
+process; `start` and `stop` bound a generation. A step is a transaction: what
+`exchange` leaves staged needs nobody else, and `apply` or `abandon` ends it, in
+this generation or in the next.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ class Strategy(Protocol):
     exchanges and applies the same steps in the same order.
     """
 
+    votes: bool
+    """Whether a commit needs a vote: what this strategy stages cannot be copied from another
+    rank, so a rank that is left in doubt must learn what the others did."""
+
     def start(
         self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
     ) -> None:
-        """Training is about to begin; every rank holds the same parameters.
+        """A generation begins; every rank holds the same parameters, and nothing is staged.
 
         Args:
             parameters: those that are trained, in the same order everywhere.
@@ -85,12 +91,16 @@ class Strategy(Protocol):
             must run once more. It takes no more than one repetition.
 
         Raises:
-            PeerError: a rank went away; the step did not happen.
+            PeerError: a rank went away; `abandon` comes next.
         """
 
+    def hand_out(self) -> None:
+        """The step happens: give each parameter the agreed gradient as its `.grad`, or None where
+        no rank had one."""
+
     def apply(self, update: Callable[[], Result]) -> Result:
-        """The step happens. Give each parameter the agreed gradient as its `.grad`, or None where
-        no rank had one; call `update`, which moves parameters; and take the gradients away.
+        """After `hand_out`: call `update`, which moves parameters, take the gradients away, and
+        make what was staged the state of this commit.
 
         Nobody is talked to, and what is raised ends this process.
 
@@ -105,13 +115,14 @@ class Strategy(Protocol):
         """
 
     def stop(self) -> None:
-        """Let go of the parameters; a second call does nothing."""
+        """The generation is over: let go of the group. What is staged stays staged until `apply`
+        or `abandon`. A second call does nothing."""
 
     def state(self) -> dict[str, Tensor]:
-        """What has to survive a restart, by name; empty for a strategy without memory."""
+        """What is the same on every rank after a commit, by name; empty without memory."""
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave, before `start`."""
+        """Take up what `state` gave, between `stop` and `start`; nothing is staged."""
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
