@@ -22,7 +22,7 @@ from instep.data.loader import Loader, Slice
 from instep.errors import InstepError
 from instep.recipe.build import build, call, load_function
 from instep.recipe.forward import Forward
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 
 # ---- in a job file
 
@@ -233,9 +233,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("report old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
     ("report old", 6, ["'old' is not the folder of a run: it holds no job.toml"]),
     ("audit old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
-    ("resume job.toml", 6, ["'job.toml' is a job file, and the folder of a run is wanted"]),
-    ("audit job.toml", 6, ["'job.toml' is a job file, and the folder of a run is wanted"]),
-    ("report recipe.py", 6, ["'recipe.py' is a file, and the folder of a run is wanted"]),
+    ("resume job.toml", 6, ["'job.toml' is a job file, not the folder of a run"]),
+    ("audit job.toml", 6, ["'job.toml' is a job file, not the folder of a run"]),
+    ("report recipe.py", 6, ["'recipe.py' is a file, not the folder of a run"]),
     ("audit", 2, ["the following arguments are required: run", "instep audit --help"]),
     ("replay old/taken", 2, ["the following arguments are required: --step"]),
     ("replay old/taken --step first", 2, ["--step: invalid int value: 'first'"]),
@@ -258,9 +258,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     (
         "chaos job.toml --set train.steps=9",
         2,
-        ["9 steps are too few to break something 10 times: 20 are", "--set train.steps=40"],
+        ["9 steps are too few to break something 10 times: at least 20", "--set train.steps=40"],
     ),
-    ("chaos old/taken --set train.steps=9", 2, ["old/taken is a run, whose job is settled"]),
+    ("chaos old/taken --set train.steps=9", 2, ["the job of the run old/taken cannot change"]),
     ("export old/taken", 2, ["the following arguments are required: --to"]),
     ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
     ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),

@@ -89,6 +89,24 @@ def write_plain(path: Path, text: str) -> None:
         file.write(text)
 
 
+def replace_plain(path: Path, text: str, mode: int = 0o666) -> None:
+    """Put a file with this text at `path`, all at once: readers see the former one or this one.
+
+    A link at `path` is replaced, not followed.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(os.open(beside, flags, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def _check(mode: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
         what = next((name for is_one, name in _KINDS if is_one(mode)), "something else")

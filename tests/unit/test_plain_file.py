@@ -62,6 +62,6 @@ def test_no_writer_of_a_run_waits(tmp_path: Path, kind: str) -> None:
 def test_a_folder_is_not_taken_where_a_file_is_none(tmp_path: Path, kind: str, name: str) -> None:
     (tmp_path / "logs").mkdir()
     put(kind, tmp_path / name)
-    words = f"{name} cannot be used: it is a {kind} and not a file. Take it away"
+    words = f"{name} cannot be used: it is a {kind} and not a file. Remove it"
     with pytest.raises(RunError, match=words), held(tmp_path):
         pass

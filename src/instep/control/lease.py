@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.processes import stat_fields
 
 HUNG_S = 10.0
 """How long a process that runs may give no sign."""
@@ -51,10 +52,9 @@ class Facts(NamedTuple):
 
 def facts_of(pid: int) -> Facts:
     """What Linux tells; elsewhere nothing."""
-    state, cpu_s, waited_s, moved = "", 0.0, 0.0, 0
+    cpu_s, waited_s, moved = 0.0, 0.0, 0
     folder = Path(f"/proc/{pid}")
-    with contextlib.suppress(OSError, IndexError):
-        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    state = "".join(stat_fields(pid)[:1])
     with contextlib.suppress(OSError, ValueError):
         cpu_s, waited_s = (int(n) / 1e9 for n in (folder / "schedstat").read_text().split()[:2])
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -40,11 +40,11 @@ from instep.control.silence import Silence
 from instep.control.stop_rules import Fired, Judge, recorded
 from instep.control.watch import Hang, Watch
 from instep.errors import InstepError, PeerError
-from instep.report.live import View
+from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
-from instep.store.folder import BEGINNING, Origin, way_on
+from instep.store.folder import BEGINNING, Origin, resume_hint
 from instep.store.run_folder import RunFolder
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched, has_ended, machine
 
@@ -865,7 +865,7 @@ class Master:
         """What a worker hears that others have started, and that is to end."""
         blame = self._state.blame
         why = f": worker {blame.worker} failed: {blame.failed.cause}" if blame else "."
-        text = f"the run has ended{why}{way_on(self._run)}"
+        text = f"the run has ended{why}{resume_hint(self._run)}"
         return m.Refused(kind="PeerError", text=text, exit_code=PeerError.exit_code)
 
     def _send(self, worker: int, message: m.AnyMessage) -> None:

@@ -27,11 +27,11 @@ from instep.control.lease import SignsOfLife
 from instep.control.master import Master
 from instep.errors import InstepError
 from instep.plain_file import plain
-from instep.report.live import View, make_view
-from instep.report.summary import committed_losses
+from instep.report.figures.summary import committed_losses
+from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
-from instep.system import blame
+from instep.system import causes
 from instep.system.output import Output
 from instep.system.processes import Watched, die_with_parent
 
@@ -116,7 +116,7 @@ def _note(run: Path) -> None:
 
 def _tell(board: Switchboard, error: InstepError) -> None:
     """Have the client end with an error of this process, also one that has yet to call."""
-    refused = blame.refused(error)
+    refused = causes.refused(error)
     told: set[Peer] = set()
     deadline = time.monotonic() + FLUSH_S
     while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
-from instep.report.live import View
+from instep.report.terminal.live import View
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
 

@@ -296,7 +296,7 @@ def _check_time(run: RunFolder, job: JobSpec) -> None:
     limit_s = job.stop.time_limit_s
     if limit_s is not None and run.seconds >= limit_s:
         more = f"stop.time_limit={2 * limit_s:g}"
-        way = f"{run.way_on} and {more}" if run.joined else f"{run.way_on} --set {more}"
+        way = f"{run.to_resume} and {more}" if run.joined else f"{run.to_resume} --set {more}"
         raise SpecError(
             f"{run.path} has taken {readable_seconds(run.seconds)}, and stop.time_limit is "
             f"{readable_seconds(limit_s)}. To train longer: {way}"

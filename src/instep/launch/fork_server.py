@@ -55,11 +55,10 @@ from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
     SPARE,
     Watched,
-    call_itself,
     die_with_parent,
-    exit_code_of,
     is_stopped,
     machine,
+    name_process,
 )
 from instep.system.stacks import send
 
@@ -259,10 +258,10 @@ class Server:
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._connection.close()
-            name = call_itself(SPARE)
+            name = name_process(SPARE)
             left = _hear_of_workers(theirs, server)
             os.close(theirs)
-            call_itself(name)
+            name_process(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(
@@ -416,7 +415,7 @@ class Server:
             number = self._workers.pop(pid, None)
             self._given_up.discard(pid)
             if number is not None:
-                self._tell_end(number, pid, exit_code_of(status))
+                self._tell_end(number, pid, os.waitstatus_to_exitcode(status))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
                 self._have_a_spare()

@@ -28,7 +28,7 @@ from instep.data.torch_loader import LoaderParts, unpack_loader
 from instep.errors import InstepError, RecipeError, SpecError, near_miss
 from instep.recipe import tuning
 from instep.spec import StartSpec
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 
 
 @dataclass(frozen=True, kw_only=True)

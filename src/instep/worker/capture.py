@@ -19,7 +19,7 @@ from instep.state.load import load
 from instep.state.packing import pack_state, unpack_state
 from instep.state.restore import restore as restore_model
 from instep.state.snapshot import Snapshot, model_tensors
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 from instep.worker.update import Update
 
 

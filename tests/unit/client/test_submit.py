@@ -162,7 +162,7 @@ def test_a_failed_run_names_worker_step_phase_cause_line_and_log(run_folder):
     assert str(error).splitlines() == [
         "worker 1 failed at step 7, in loss: ValueError: no",
         "  a.py:3 in f: return 1",
-        f"  everything else: {run_folder / 'logs' / 'worker-1.log'}",
+        f"  full log: {run_folder / 'logs' / 'worker-1.log'}",
     ]
     assert error.exit_code == 3
 
