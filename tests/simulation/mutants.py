@@ -15,7 +15,7 @@ from unittest import mock
 from instep.comm.connection import MasterConnection
 from instep.comm.messages import Broken, Done, Formed
 from instep.control import decide as mind
-from instep.control.news import GoBack, Kill, State
+from instep.control.state import GoBack, Kill, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
 from instep.worker.catch_up import Beginning

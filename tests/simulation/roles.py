@@ -24,7 +24,7 @@ from instep.comm.messages import Form, Hello
 from instep.control import master as master_module
 from instep.control import questions, recorder
 from instep.control.master import Master
-from instep.control.news import State
+from instep.control.state import State
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.store.folder import Origin
@@ -177,9 +177,9 @@ class _Journal:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def write(self, news: object, state: State) -> None:
+    def write(self, event: object, state: State) -> None:
         if self._world.engine.story is not None:
-            self._world.engine.tell("master", f"hears {news}")
+            self._world.engine.tell("master", f"decides on {event}")
         self._world.takes_effect()
         self._world.truth.journal = state
         self._world.decides()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from instep.comm.messages import Form
-from instep.control.news import State
+from instep.control.state import State
 
 from .engine import Process, Violation
 

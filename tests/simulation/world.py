@@ -13,7 +13,7 @@ from typing import Any
 from instep import spec_file
 from instep.comm import messages as m
 from instep.control.master import Outcome
-from instep.control.news import Finish
+from instep.control.state import Finish
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation
 from .groups import End, Wait
@@ -171,7 +171,7 @@ class World:
         """As `resume.go_back`."""
         self.takes_effect()
         assert self.truth.journal is not None
-        joined = self.truth.journal.joined & self.truth.journal.built  # else it was released
+        joined = self.truth.journal.ready
         known = {w for w in self.workers() if w.number in joined}
         step = self.truth.go_back(known - self.dismissed)
         self.engine.tell("master", f"goes back to step {step}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from instep.control.news import News, State
+from instep.control.state import Event, State
 from instep.errors import RunError
 from instep.plain_file import check_plain
 from instep.store.folder import Origin, gone
@@ -56,7 +56,7 @@ class Journal:
             self._rows.execute("CREATE TABLE IF NOT EXISTS begin (begin BLOB)")
             self._rows.execute(
                 "CREATE TABLE IF NOT EXISTS decisions "
-                "(number INTEGER PRIMARY KEY, time REAL, news TEXT, state BLOB)"
+                "(number INTEGER PRIMARY KEY, time REAL, event TEXT, state BLOB)"
             )
             self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
             if begin is not None:
@@ -74,15 +74,15 @@ class Journal:
             )
         self.begin = msgspec.msgpack.decode(found[0], type=Begin, dec_hook=_made)
 
-    def write(self, news: News, state: State) -> None:
-        """Keep a decision: what was heard, and what is known after it.
+    def write(self, event: Event, state: State) -> None:
+        """Keep a decision: the event, and the state after it.
 
         Raises:
             RunError: it cannot be written.
         """
-        row = (time.time(), repr(news), msgspec.msgpack.encode(state))
+        row = (time.time(), repr(event), msgspec.msgpack.encode(state))
         try:
-            self._rows.execute("INSERT INTO decisions (time, news, state) VALUES (?, ?, ?)", row)
+            self._rows.execute("INSERT INTO decisions (time, event, state) VALUES (?, ?, ?)", row)
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 

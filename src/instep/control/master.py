@@ -27,7 +27,7 @@ from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
-from instep.control import news as mind
+from instep.control import state as mind
 from instep.control.decide import decide
 from instep.control.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.control.journal import Journal
@@ -158,7 +158,7 @@ class Master:
         now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
         limit = mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None
         self._state = mind.State(
-            wanted=frozenset(range(self._job.workers)),
+            members=mind.first_members(self._job.workers),
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
@@ -196,7 +196,7 @@ class Master:
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
         again = known.generation > self._origin.generations + 1
-        self._began = again or (known.formed and self._ready >= set(known.members))
+        self._began = again or (known.course > 0 and self._ready >= set(known.group))
         if self._watched:
             until = int(folder.steps["step"].max(initial=0))  # of workers that were lost too
             heard = recorded(folder.steps, folder.validations, until)
@@ -204,7 +204,7 @@ class Master:
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._recorder.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, time.monotonic())
-        for worker in known.joined - known.ended:
+        for worker in known.living:
             self._silence.hears(worker, time.monotonic())
         if (step := _found_wrong(folder.events)) is not None:
             self._unhear(folder, step)
@@ -326,7 +326,7 @@ class Master:
         if there:
             self._hub.send(peer, m.Adopt(workers=[(n, self._processes[n].pid) for n in there]))
         self._gathered = self._hosts.ready(now)
-        self._think(mind.HostCame())
+        self._think(mind.HostJoined())
 
     def _welcome_worker(self, peer: Peer, hello: m.Hello) -> None:
         number, state = hello.number, self._state
@@ -343,11 +343,11 @@ class Master:
         mine = not self._hosted and hello.machine == self._machine
         if mine and number not in self._joined:
             self._joined[number] = Watched(hello.pid)
-        self._watch.begins(number, time.monotonic(), ready=number in state.built)
+        self._watch.begins(number, time.monotonic(), ready=number in state.ready)
         self._silence.hears(number, time.monotonic())
         if number in state.joined:
-            self._think(mind.Attached(number, hello.generation or 0))
-            if self._hosts.several and number in set(state.members) - state.inside:
+            self._think(mind.Reconnected(number, hello.generation or 0))
+            if self._hosts.several and state.member(number).phase is mind.Phase.FORMING:
                 # what it had asked the others' group for was answered on a connection now lost
                 self._think(mind.Broke(number, state.generation))
             return
@@ -417,7 +417,7 @@ class Master:
             if self._state.recovers:
                 self._think(mind.Hung(number, step, "what it tells", how))
             else:
-                self._think(mind.Said(number, endings.failed("error", f"it {how}", step)))
+                self._think(mind.LastWord(number, endings.failed("error", f"it {how}", step)))
 
     def _wrong_with(self, peer: Peer, message: m.AnyMessage) -> str:
         """Hear a message; why it cannot be used, if it cannot."""
@@ -466,9 +466,9 @@ class Master:
             case m.Notice():
                 self._think(mind.Noticed(number))
             case m.Done() | m.Failed():
-                self._think(mind.Said(number, message))
+                self._think(mind.LastWord(number, message))
             case m.Exited(number=worker, pid=0, error=error) if error:
-                self._think(mind.Unborn(worker, error))
+                self._think(mind.StartFailed(worker, error))
             case m.Exited(number=worker, pid=pid, code=code, place=place):
                 self._exited(worker, pid, code, host=number, place=place)
             case _:
@@ -519,7 +519,7 @@ class Master:
             )
         if not self._state.recovers:
             return "the workers of this run cannot change: it computes on GPUs."
-        if not self._state.formed:
+        if not self._state.course:
             return "its workers are still getting ready. Try again in a moment."
         if self._state.phase not in ("gathering", "training") or self._state.stop:
             return "the run is about to end."
@@ -554,7 +554,7 @@ class Master:
             return
         if name == "worker_ready":
             self._ready.add(number)
-            self._began = self._began or self._ready >= set(self._state.members)
+            self._began = self._began or self._ready >= set(self._state.group)
         elif clean_step >= 0:
             self._unhear(RunFolder(self._run), clean_step)
 
@@ -567,7 +567,7 @@ class Master:
         self._judge = Judge(self._job.stop, recorded(folder.steps, folder.validations, step))
         fires = self._fired(folder, step - 1)
         if not fires:
-            self._think(mind.Undone(step))
+            self._think(mind.RolledBack(step))
         for fired in fires:  # whoever was to tell its figures may be the one that is lost
             self._think(fired)
 
@@ -682,7 +682,7 @@ class Master:
         """How long it may take to find another master; an import may hold it up."""
         if self._state.joined <= self._absent.keys():
             return UNKNOWN_S  # where all are away, as a rule it is none of them
-        at_once = worker in self._state.built or process.stopped
+        at_once = worker in self._state.ready or process.stopped
         return ATTACH_S if at_once else UNKNOWN_S
 
     def _want_hosts(self, now: float) -> None:
@@ -709,7 +709,7 @@ class Master:
                 self._end_host(peer, lease.pid, how)
         if not self._gathered and self._hosts.ready(now):
             self._gathered = True
-            self._think(mind.HostCame())
+            self._think(mind.HostJoined())
         for worker, process in list(self._processes.items()):
             if isinstance(process, Far):
                 self._watch_far(worker, process, now)
@@ -719,7 +719,7 @@ class Master:
     def _watch_far(self, worker: int, process: Far, now: float) -> None:
         heard, heartbeat = self._last_heartbeat.setdefault(worker, (now, None))
         silent_s = now - heard
-        if heartbeat is not None and worker in self._state.built:
+        if heartbeat is not None and worker in self._state.ready:
             silent = self._hosts.is_quiet(process.host) and silent_s > FLOOR_S
         else:  # an import may hold the interpreter's lock
             silent = self._hosts.is_gone(process.host)
@@ -746,9 +746,13 @@ class Master:
 
     def _spread(self) -> None:
         """Have a worker move to a host that has come back, once nothing else is going on."""
-        state, members = self._state, set(self._state.members)
+        state, members = self._state, set(self._state.group)
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
-        if calm and members == state.wanted == state.joined == state.inside == {*self._processes}:
+        if (
+            calm
+            and members == state.wanted == state.joined == {*self._processes}
+            and state.complete
+        ):
             worker = self._hosts.crowded({w: self._places[w] for w in members})
             if worker is not None:
                 self._think(mind.Noticed(worker))
@@ -769,7 +773,7 @@ class Master:
         self._leases.pop(peer, None)
         if self._hosts.goes(number, peer) and self._hosts.several:
             self._recorder.emit("host_lost", {"host": number, "why": why})
-            self._think(mind.HostCame())  # what it was to start, another starts
+            self._think(mind.HostJoined())  # what it was to start, another starts
 
     def _watch_progress(self) -> None:
         """End whoever hangs, after asking where it stands."""
@@ -785,7 +789,7 @@ class Master:
                 if hang.worker in self._processes and hang.worker not in self._questions:
                     self._look_into(hang, now)
         if self._state.phase == "training":
-            seconds = self._watch.stuck_s(self._state.members, now, self._state.broken)
+            seconds = self._watch.stuck_s(self._state.group, now, self._state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._think(mind.Stuck(self._state.generation, seconds, self._recorder.committed))
         for hung in self._questions.answered(now):
@@ -822,11 +826,11 @@ class Master:
 
     # ---- what follows
 
-    def _think(self, news: mind.News) -> None:
+    def _think(self, event: mind.Event) -> None:
         before = self._state
-        self._state, actions = decide(before, news, time.monotonic())
+        self._state, actions = decide(before, event, time.monotonic())
         if self._journal is not None and self._state != before:
-            self._journal.write(news, self._state)
+            self._journal.write(event, self._state)
         for action in actions:
             self._act(action)
 

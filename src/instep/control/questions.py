@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from instep.control.hosts import Process
-from instep.control.news import Hung
+from instep.control.state import Hung
 from instep.data.threads import ASK_READER
 from instep.system.stacks import (
     ASK,
