@@ -107,7 +107,7 @@ class _Log:
         pass
 
     def emit(self, name: str, **fields: Any) -> dict[str, Any]:
-        if name == "warning" and "cannot use" in fields["text"]:
+        if name == "warning" and ("cannot use" in fields["text"] or "ignored" in fields["text"]):
             raise Violation(fields["text"])
         event = {"time": TIME.time(), "event": name, **fields}
         self.world.takes_effect()
@@ -257,6 +257,8 @@ class MasterProcess(Process):
             started=1e6,
             about={},
             origin=Origin(0, None),
+            servers=world.plan.servers,
+            drains=world.plan.drains,
             journal=_Journal(world),  # type: ignore[arg-type]
         )
 
@@ -316,7 +318,9 @@ class MasterProcess(Process):
             self.engine.tell("master", f"to {process}: {message}")
         if isinstance(message, Form):
             world.told_to_form(process, message)
-        elif isinstance(message, (m.Release, m.Refused)):
+        elif isinstance(message, m.Release):
+            world.told_to_end(process)
+        elif isinstance(message, m.Refused):
             world.dismissed.add(process)
         elif isinstance(message, m.KillAll) and isinstance(process, Host):
             world.dismissed |= process.workers

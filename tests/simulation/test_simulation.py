@@ -13,11 +13,15 @@ from .world import tell
 IN_THE_SUITE, IN_ALL = 250, 10_000
 
 QUICK = [
-    "who holds the state is not noted",
-    "a lost worker stays built",
+    "no record says who holds the state",
+    "a lost worker stays ready",
     "a group is formed before all are built",
-    "nobody goes back",
+    "the run never goes back",
     "a group that broke is not formed again",
+    "a worker that has left its group is inside again",
+    "a worker that leaves does not drain",
+    "a group that broke has drained",
+    "a lost server is not replaced",
     "the lowest rank gives its state",
     "the ledger is not mended",
 ]
@@ -61,6 +65,10 @@ def test_the_stories_have_what_they_are_to_be_about(stories):
         "decides on Noticed",
         "decides on Scaled",
         "Regroup",
+        "a server is killed",
+        "draining=(1,)",
+        "has handed over what it owns",
+        "is killed at 'handed over'",
         "goes back to step",
         "is killed at 'committed'",
         "'outcome': 'completed'",

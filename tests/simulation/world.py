@@ -45,6 +45,9 @@ class Plan:
     """How likely a worker is killed at each of the places where that matters most."""
     eager_master: float
     """How likely the master is killed with a decision, having carried out a part of it."""
+    drains: bool
+    """Whether members own state, and hand it over before they leave."""
+    servers: int
 
 
 def drawn(engine: Engine) -> Plan:
@@ -65,6 +68,8 @@ def drawn(engine: Engine) -> Plan:
         until_s=random.uniform(2.0, 10.0),
         eager=random.choice([0.0, 0.0, 0.01, 0.03]),
         eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
+        drains=random.random() < 0.4,
+        servers=random.choice([0, 0, 0, 1, 2]),
     )
 
 
@@ -76,7 +81,7 @@ class World:
         if verbose:
             self.engine.story = []
         self.plan = drawn(self.engine)
-        self.truth = Truth(self.plan.steps)
+        self.truth = Truth(self.plan.steps, self.plan.servers)
         self.job = _job(self.plan)
         self.processes: dict[int, Process] = {}
         self.ends: dict[int, End] = {}
@@ -184,6 +189,13 @@ class World:
         if not process.built:
             raise Violation(f"{process} is told to form a group, and is not built")
         self.truth.form(process.number, process, form)
+
+    def told_to_end(self, process: Process) -> None:
+        """A worker is told that the run has no more use for it."""
+        training = self.truth.journal is not None and self.truth.journal.phase == "training"
+        if training and self.plan.drains and process in self.truth.owning:
+            raise Violation(f"{process} is released, and has not handed over what it owns")
+        self.dismissed.add(process)
 
     # ---- the end
 
@@ -306,6 +318,12 @@ def _kill_worker(world: World) -> None:
         worker.die(-9)
 
 
+def _kill_server(world: World) -> None:
+    servers = [worker for worker in world.workers() if worker.is_server]
+    if servers:
+        world.engine.random.choice(servers).die(-9)
+
+
 def _kill_all_workers(world: World) -> None:
     for worker in world.workers():
         world.engine.after(world.engine.between(0.0, 0.05), worker.die, -9)
@@ -403,6 +421,7 @@ def _cut_workers(world: World) -> None:
 
 KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker is killed": (_kill_worker, 5),
+    "a server is killed": (_kill_server, 2),
     "all workers are killed": (_kill_all_workers, 1),
     "the master is killed": (_kill_master, 5),
     "the master stalls": (_stall_master, 1),

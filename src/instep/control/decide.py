@@ -466,7 +466,7 @@ def _last_word(
         return (endings.suspect if may_follow else endings.fail)(state, blame, now)
     if word.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
         return state, []  # it has to finish again with the others, or sends it again
-    state.expect(worker, Phase.INSIDE, Phase.ENDED, to="Done")
+    state.expect(worker, *IN_A_GROUP, Phase.ENDED, to="Done")
     state = state.note(worker, word=word)
     if state.phase != "training" or not state.done.keys() >= set(state.group):
         return state, []

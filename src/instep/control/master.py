@@ -86,6 +86,8 @@ class Master:
         hosted: whether a host starts the workers, and starts them again.
         started: Unix seconds at which the user's command began.
         origin: from where the run goes on.
+        servers: how many members hold parameters for the others.
+        drains: whether members own state, which one that leaves hands over first.
         about: further fields of the `run_started` event.
         journal: what is decided is kept there; where it holds decisions already, this
             master takes the place of one that was lost.
@@ -104,6 +106,8 @@ class Master:
         started: float,
         about: Mapping[str, Any],
         origin: Origin = BEGINNING,
+        servers: int = 0,
+        drains: bool = False,
         journal: Journal | None = None,
         signs: SignsOfLife = NOBODY,
         why: str = "",
@@ -150,15 +154,16 @@ class Master:
             gather_s=GATHER_S if known is None else BACK_S,
         )
         if known is None:
-            self._begin(about)
+            self._begin(about, servers, drains)
         else:
             self._take_over(known)
 
-    def _begin(self, about: Mapping[str, Any]) -> None:
+    def _begin(self, about: Mapping[str, Any], servers: int, drains: bool) -> None:
         now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
         limit = mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None
         self._state = mind.State(
-            members=mind.first_members(self._job.workers),
+            members=mind.first_members(self._job.workers, servers),
+            drains=drains,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",

@@ -315,7 +315,7 @@ NEXT = {
     Phase.ABSENT: _GONE | {Phase.BUILDING},
     Phase.BUILDING: _GONE | {Phase.READY, Phase.RELEASED},
     Phase.READY: _GONE | {Phase.FORMING, Phase.RELEASED},
-    Phase.FORMING: _GONE | {Phase.INSIDE, Phase.LEFT, Phase.FORMING},
+    Phase.FORMING: _GONE | {Phase.INSIDE, Phase.LEFT, Phase.FORMING, Phase.RELEASED},
     Phase.INSIDE: _GONE | {Phase.LEFT, Phase.FORMING, Phase.RELEASED},
     Phase.LEFT: _GONE | {Phase.FORMING, Phase.RELEASED},
     Phase.RELEASED: _GONE,

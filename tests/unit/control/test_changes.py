@@ -1,5 +1,7 @@
 """Members that come, go and hang while a run goes on: news, and what follows from it."""
 
+from dataclasses import replace
+
 import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
@@ -28,6 +30,7 @@ from instep.control.state import (
     State,
     Stuck,
     Tick,
+    TransitionError,
     first_members,
 )
 from instep.errors import PeerError
@@ -36,12 +39,12 @@ from instep.errors import PeerError
 class Story:
     """A run of so many workers, and what its master's mind made of the news."""
 
-    def __init__(self, workers):
-        self.state = State(members=first_members(workers), recovers=True)
+    def __init__(self, workers, servers=0):
+        self.state = State(members=first_members(workers, servers), recovers=True)
         self.now = 0.0
         self.actions = []
         self.hears(HostJoined())
-        self.come(*range(workers))
+        self.come(*range(workers + servers))
         self.form()
         self.actions = []
 
@@ -365,3 +368,132 @@ def test_plain_losses_do_not_make_the_master_patient_with_hangs():
     assert story.state.hangs == {}
     story.hears(HANG, Ended(1, -9, 8, 7))
     assert (story.state.hangs, story.state.lost) == ({1: (7, 1)}, {1: (7, 1)})
+
+
+# ---- members that own state
+
+
+@pytest.fixture
+def three():
+    story = Story(3)
+    story.state = replace(story.state, drains=True)
+    return story
+
+
+def drained(story):
+    forms = [send.message for send in story.new(Send) if isinstance(send.message, Form)]
+    return [(form.members, form.draining) for form in forms[:1]]
+
+
+def test_a_member_that_leaves_has_one_generation_to_hand_over_before_it_is_released(three):
+    three.hears(Scaled(2))
+    three.leave()
+    assert drained(three) == [([0, 1, 2], (2,))]
+    three.form()
+    assert three.told(Regroup) == [0, 1, 2]
+    assert three.told(Release) == []
+    three.leave()
+    assert drained(three) == [([0, 1], ())]
+    three.form()
+    assert three.told(Release) == [2]
+
+
+def test_a_member_whose_successor_is_ready_hands_over_to_it(three):
+    three.hears(Noticed(0))
+    three.come(3)
+    three.leave()
+    assert drained(three) == [([0, 1, 2, 3], (0,))]
+    three.form()
+    three.leave()
+    assert drained(three) == [([1, 2, 3], ())]
+
+
+def test_a_member_whose_group_breaks_while_it_drains_drains_again(three):
+    three.hears(Scaled(2))
+    three.leave()
+    three.form()
+    three.new(Send)
+    three.hears(Ended(0, -9, 5, 4))
+    three.come(0)
+    assert drained(three) == [([0, 1, 2], (2,))]
+
+
+def test_a_member_that_is_killed_while_it_drains_is_not_waited_for(three):
+    three.hears(Scaled(2))
+    three.leave()
+    three.form()
+    three.new(Send)
+    three.hears(Ended(2, -9, 5, 4))
+    assert three.new(Start) == []
+    assert drained(three) == [([0, 1], ())]
+
+
+def test_without_own_state_a_member_leaves_at_once():
+    story = Story(3)
+    story.hears(Scaled(2))
+    story.leave()
+    assert drained(story) == [([0, 1], ())]
+
+
+# ---- servers
+
+
+def test_servers_have_the_last_ranks_and_every_member_is_told_its_role():
+    story = Story(2, servers=1)
+    story.hears(Scaled(3))
+    story.come(3)
+    story.leave()
+    forms = [send.message for send in story.new(Send) if isinstance(send.message, Form)]
+    assert [form.members for form in forms] == [[0, 1, 3, 2]] * 3 + [[0, 1, 3, 2]]
+    assert [(form.rank, form.role) for form in forms] == [
+        (0, "worker"),
+        (1, "worker"),
+        (2, "worker"),
+        (3, "server"),
+    ]
+    assert {form.servers for form in forms} == {(2,)}
+
+
+def test_a_lost_server_is_replaced_and_no_worker_is_ended_or_started_for_it():
+    story = Story(2, servers=2)
+    story.hears(Ended(3, -9, 5, 4))
+    assert story.new(Start) == [Start(3)]
+    assert story.told(Form) == []
+    story.come(3)
+    assert story.told(Form) == [0, 1, 2, 3]
+    assert story.new(Kill) + story.told(Release) == []
+
+
+def test_scaling_changes_the_workers_and_leaves_the_servers():
+    story = Story(3, servers=1)
+    story.hears(Scaled(1))
+    story.leave()
+    assert story.state.group == (0, 3)
+
+
+def test_a_server_with_notice_has_a_server_as_its_successor():
+    story = Story(1, servers=1)
+    story.hears(Noticed(1))
+    story.come(2)
+    assert (story.state.member(2).role, story.state.wanted) == ("server", {0, 2})
+
+
+# ---- phases
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Joined(0),
+        Built(7),
+        Formed(7, 1),
+        Broke(7, 1),
+        LastWord(7, Done(generation=1, step=9, rule="steps")),
+    ],
+)
+def test_an_event_that_cannot_happen_to_a_member_in_its_phase_is_refused(event):
+    story = Story(2)
+    before = story.state
+    with pytest.raises(TransitionError, match=r"member \d is (inside|absent) in generation 1"):
+        story.hears(event)
+    assert story.state == before
