@@ -323,7 +323,7 @@ class MasterProcess(Process):
         elif isinstance(message, m.Refused):
             world.dismissed.add(process)
         elif isinstance(message, m.KillAll) and isinstance(process, Host):
-            world.dismissed |= process.workers
+            world.killed_at_the_end(process.workers)
 
     def _leave(self) -> None:
         self._world.listener.hub = None

@@ -190,6 +190,15 @@ class World:
             raise Violation(f"{process} is told to form a group, and is not built")
         self.truth.form(process.number, process, form)
 
+    def killed_at_the_end(self, workers: set[Process]) -> None:
+        """Whatever is left is killed; who has finished was released, and not left to that."""
+        known = self.truth.journal
+        if known is not None and known.done and known.done.keys() >= set(known.group):
+            left = [str(w) for w in workers - self.dismissed if w.alive and not w.stopped]
+            if left:
+                raise Violation(f"{left} have to be killed, since nobody has released them")
+        self.dismissed |= workers
+
     def told_to_end(self, process: Process) -> None:
         """A worker is told that the run has no more use for it."""
         training = self.truth.journal is not None and self.truth.journal.phase == "training"
