@@ -53,7 +53,8 @@ class Plan:
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    steps = random.randint(3, 24)
+    drains = random.random() < 0.4
+    steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3
     return Plan(
         workers=random.choice([1, 2, 2, 3, 3, 4]),
@@ -68,7 +69,7 @@ def drawn(engine: Engine) -> Plan:
         until_s=random.uniform(2.0, 10.0),
         eager=random.choice([0.0, 0.0, 0.01, 0.03]),
         eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
-        drains=random.random() < 0.4,
+        drains=drains,
         servers=random.choice([0, 0, 0, 1, 2]),
     )
 
@@ -151,7 +152,8 @@ class World:
     def kills_at(self, name: str) -> bool:
         """Whether a worker is killed at one of the places where that matters."""
         kills = self.plan.eager and TIME.now < self.plan.until_s and self.losses < 8
-        if kills and self.engine.chance(self.plan.eager):
+        likely = 10 if name == "handed over" else 1
+        if kills and self.engine.chance(self.plan.eager * likely):
             self.losses += 1
             return True
         return False
@@ -194,7 +196,12 @@ class World:
         """Whatever is left is killed; who has finished was released, and not left to that."""
         known = self.truth.journal
         if known is not None and known.done and known.done.keys() >= set(known.group):
-            left = [str(w) for w in workers - self.dismissed if w.alive and not w.stopped]
+            left = [
+                str(worker)
+                for worker in workers
+                if isinstance(worker, Worker) and worker.number in known.group
+                if worker.alive and not worker.stopped and worker not in self.dismissed
+            ]
             if left:
                 raise Violation(f"{left} have to be killed, since nobody has released them")
         self.dismissed |= workers
@@ -439,12 +446,12 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker pauses": (_pause_worker, 2),
     "all workers pause": (_pause_all_workers, 1),
     "a worker gets nowhere": (_loop_worker, 1),
-    "a worker has to leave": (_notice, 2),
-    "the run is scaled": (_scale, 3),
+    "a worker has to leave": (_notice, 4),
+    "the run is scaled": (_scale, 6),
     "the host is killed": (_kill_host, 2),
     "a stop is asked for": (_interrupt, 0.3),
     "the master is cut off": (_cut_master, 2),
-    "workers are cut off": (_cut_workers, 2),
+    "workers are cut off": (_cut_workers, 5),
 }
 """What may befall a run, and how often relative to the rest."""
 
