@@ -339,7 +339,7 @@ def test_a_process_that_somebody_kills_is_said_to_have_gone_without_a_word(
     one.process.send_signal(number)
     assert zero.end(20) == 1
     assert "worker 1 failed" in zero.stderr
-    assert "the process went away without a word" in zero.stderr
+    assert "the process went away without a message" in zero.stderr
     assert "ended with code" not in zero.stderr
 
 

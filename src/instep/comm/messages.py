@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 """Of the messages below; both ends of a channel must have the same."""
 
 
@@ -260,6 +260,13 @@ class Form(Message, frozen=True):
     """Whether a rule had the run end with that checkpoint, so that no step follows."""
     marks: list[Mark] = []
     """Samples at which processes have ended; the same for all members."""
+    role: str = "worker"
+    """`worker`, or `server` for a member that holds parameters for the others."""
+    servers: tuple[int, ...] = ()
+    """Which of the members are servers; they have the last ranks."""
+    draining: tuple[int, ...] = ()
+    """Which of the members leave after this generation: they get no work, and hand over what they
+    own by the commit at which all leave it."""
 
 
 class Formed(Message, frozen=True):
