@@ -145,7 +145,7 @@ IN_A_JOB_FILE = [
         '[sync]\nname = "allreduce"',
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
-    Job('[sync]\ncodec = "topk"', ["sync.codec = 'topk'", "Leave the key out."]),
+    Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
     Job("[mesh]\nshard = 2", ["[mesh] asks for 2 ranks in a replica", "Leave the section out."]),
     Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
     Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),

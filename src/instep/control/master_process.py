@@ -30,6 +30,7 @@ from instep.report.figures.summary import committed_losses
 from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
+from instep.system import causes
 from instep.system.output import Output
 from instep.system.processes import Watched, die_with_parent
 

@@ -71,7 +71,12 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
     [
         ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
         ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
-        ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
+        ({"sync": {"codec": "half"}}, SpecError, "no codec is called 'half'"),
+        (
+            {"sync": {"codec": "int8"}, "train": {"determinism": "bits"}},
+            SpecError,
+            "does not go with the job's train.determinism",
+        ),
         ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
     ],
