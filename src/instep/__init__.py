@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from instep.client.session import Session, join
     from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
-    from instep.recipe.build import Recipe
+    from instep.recipe.build import Recipe, Turn
     from instep.recipe.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
@@ -28,6 +28,7 @@ _HOME = {
     "Recipe": "instep.recipe.build",
     "Run": "instep.client.submit",
     "Session": "instep.client.session",
+    "Turn": "instep.recipe.build",
     "WeightedLoss": "instep.recipe.weights",
     "join": "instep.client.session",
     "load_model": "instep.state.load",
@@ -41,6 +42,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Session",
+    "Turn",
     "WeightedLoss",
     "join",
     "load_model",

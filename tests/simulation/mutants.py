@@ -129,7 +129,7 @@ def _server_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lowest_rank_gives(real: Callable[..., Beginning]) -> Callable[..., Beginning]:
-    return lambda places: real(places)._replace(step=max(places[0].step, 0), root=0)
+    return lambda places: real(places)._replace(number=max(places[0].number, 0), root=0)
 
 
 def _any_generation(real: Callable[..., Any]) -> Callable[..., Any]:

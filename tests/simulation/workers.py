@@ -302,7 +302,7 @@ class Worker(Process):
         root = self.form is not None and self.form.rank == there.root
         if root:
             self._truth.open_ledger(self)
-            self._truth.mend(there.step, self._record)
+            self._truth.mend(there.number, self._record)
             self._truth.close_ledger(self)
             self._point("mended")
         if there.shared:

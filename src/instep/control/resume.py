@@ -241,7 +241,8 @@ _KEPT = ("run", "job", "ledger_bytes", "epoch_so_far", "optimizer", "scaler")
 
 def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint of another run, of an earlier instep, or beyond the ledger."""
-    if missing := [name for name in _KEPT if name not in manifest.facts]:
+    kept = {name.partition("-")[0] for name in manifest.facts}  # optimizer-NAME, of several turns
+    if missing := [name for name in _KEPT if name not in kept]:
         raise CheckpointError(
             f"{checkpoint} was saved by instep {manifest.instep}, which did not keep all that this "
             f"one goes on from ({', '.join(missing)}): go on with that one, or begin a new run."

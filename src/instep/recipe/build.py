@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import random
+import re
 import sys
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,47 @@ from instep.spec import StartSpec
 from instep.system.causes import sentence
 
 
+class Turn(NamedTuple):
+    """One of several updates in a step: a GAN's discriminator, or its generator."""
+
+    name: str
+    """Among those of the recipe: letters, digits and `_`."""
+
+    parameters: Callable[[nn.Module], Iterable[nn.Parameter]]
+    """From the model to the parameters that this turn trains; no other turn has any of them."""
+
+    optimizer: Callable[[Any], Optimizer]
+    """From these parameters to an optimizer."""
+
+    compute_loss: Callable[[nn.Module, Any], Any]
+    """`compute_loss(model, batch)`: a scalar or an `instep.WeightedLoss`. Only this turn's
+    parameters get a gradient from it."""
+
+    scheduler: Callable[..., Any] | None = None
+    """From `(optimizer)`, or `(optimizer, steps)`, to a learning-rate scheduler."""
+
+    def names(self, model: nn.Module) -> list[str]:
+        """Those of its parameters that need gradients, by their names in the model.
+
+        Raises:
+            RecipeError: `parameters` gives something else than parameters of the model.
+        """
+        given = self.parameters(model)
+        if isinstance(given, (Tensor, nn.Module)) or not isinstance(given, Iterable):
+            raise RecipeError(
+                f"turns[{self.name!r}].parameters returned {a_or_an(given)}, but the parameters of "
+                "a part of the model are wanted: lambda model: model.generator.parameters()."
+            )
+        wanted = {id(parameter) for parameter in given}
+        every = dict(model.named_parameters())
+        if strangers := len(wanted - {id(parameter) for parameter in every.values()}):
+            raise RecipeError(
+                f"turns[{self.name!r}].parameters returned {strangers} that are not parameters of "
+                "the model: workers agree only on the model. Make them part of it."
+            )
+        return [n for n, p in every.items() if id(p) in wanted and p.requires_grad]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything about a training that is not about machines."""
@@ -42,8 +84,12 @@ class Recipe:
     """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or a
     `DataLoader` of one."""
 
-    optimizer: Callable[[Any], Optimizer]
+    optimizer: Callable[[Any], Optimizer] | None = None
     """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
+
+    turns: Sequence[Turn] = ()
+    """Several updates in each step, one after the other on the same batch, instead of `optimizer`
+    and a loss: a list of `instep.Turn`."""
 
     loss: Callable[[Any, Any], Tensor] | None = None
     """`loss(model(inputs), target)`, a mean over the batch: of its samples, unless `weight` says
@@ -101,12 +147,12 @@ class Recipe:
             if name not in parts:
                 raise RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
         for name in ("model", "train", "optimizer"):
-            if name not in given:
+            if name not in given and not (name == "optimizer" and "turns" in given):
                 raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _check_loss(self)
+        _check_turns(self) if self.turns else _check_loss(self)
         for name in ("train", "validate"):
             if name == "train" or self.validate is not None:
                 self.given[name] = _apart(name, getattr(self, name))
@@ -114,7 +160,8 @@ class Recipe:
                 _check_dataset(name, self.given[name].dataset)
         for name in ("optimizer", "weight", "collate", "augment", "scheduler", "parameters"):
             given = getattr(self, name)
-            if given is not None and not callable(given):
+            missing = given is None and name == "optimizer" and not self.turns
+            if missing or (given is not None and not callable(given)):
                 hint = _HINTS.get(name, "")
                 raise RecipeError(
                     f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
@@ -170,6 +217,39 @@ def _check_loss(recipe: Recipe) -> None:
         )
 
 
+def _check_turns(recipe: Recipe) -> None:
+    turns = recipe.turns
+    if not isinstance(turns, (list, tuple)) or not all(isinstance(each, Turn) for each in turns):
+        raise RecipeError(
+            f"Recipe.turns is {a_or_an(turns)}, but a list of instep.Turn is wanted: "
+            "[instep.Turn('discriminator', ...), instep.Turn('generator', ...)]."
+        )
+    for name in ("optimizer", "scheduler", "parameters", *_LOSSES, "embed"):
+        if getattr(recipe, name) is not None:
+            raise RecipeError(
+                f"Recipe.turns and Recipe.{name} were given: each turn has its own optimizer and "
+                f"compute_loss. Leave {name} out."
+            )
+    if recipe.metrics:
+        raise RecipeError(
+            "Recipe.metrics needs (outputs, target), which the compute_loss of a turn does not "
+            "give. Leave metrics out."
+        )
+    names = [turn.name for turn in turns]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_]+", name):
+            raise RecipeError(f"a turn's name is {name!r}, but letters, digits and _ are wanted.")
+        if names.count(name) > 1:
+            raise RecipeError(f"two turns are called {name!r}. Give each a name of its own.")
+    for turn in turns:
+        for name in ("parameters", "optimizer", "compute_loss", "scheduler"):
+            given = getattr(turn, name)
+            if not callable(given) and not (name == "scheduler" and given is None):
+                raise RecipeError(
+                    f"turns[{turn.name!r}].{name} is {a_or_an(given)}, but a function is wanted."
+                )
+
+
 def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise RecipeError(
@@ -203,6 +283,16 @@ def _check_dataset(name: str, dataset: Any) -> None:
         raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
 
 
+class BuiltTurn(NamedTuple):
+    """A turn with its optimizer made and checked."""
+
+    name: str
+    parameters: list[nn.Parameter]
+    """Those that need gradients, in the order of their names in the model."""
+    optimizer: Optimizer
+    scheduler: Any
+
+
 @dataclass(frozen=True)
 class Built:
     """A recipe with its model and optimizer made and checked, ready to train."""
@@ -215,6 +305,8 @@ class Built:
     """Those that need gradients, each once, in the order of their names in the model."""
     loaded: tuning.Loaded | None = None
     """The file that the model was taken from, if one was."""
+    turns: Sequence[BuiltTurn] = ()
+    """Where a step has several updates; `optimizer` and `scheduler` are the first's."""
 
 
 def seed_everything(seed: int) -> None:
@@ -356,21 +448,62 @@ def build(
     loaded = tuning.begin(start, model, load=load)
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.to(device)
+    if recipe.turns:
+        turns = _built_turns(recipe, model, steps)
+        first = turns[0]
+        return Built(recipe, model, first.optimizer, first.scheduler, parameters, loaded, turns)
     given = _for_optimizer(recipe, start, model, parameters)
-    optimizer = _made("optimizer", recipe.optimizer, given)
-    if not isinstance(optimizer, Optimizer):
-        raise RecipeError(
-            f"Recipe.optimizer() returned {a_or_an(optimizer)}, "
-            "but a torch.optim.Optimizer is wanted."
-        )
-    check_optimizer(optimizer, model)
+    optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    scheduler = _scheduler(recipe, optimizer, steps) if recipe.scheduler else None
-    if recipe.scheduler and not hasattr(scheduler, "step"):
-        raise RecipeError(f"Recipe.scheduler() returned {a_or_an(scheduler)}, which has no step().")
-    check_scheduler(scheduler)
-    return Built(recipe, model, optimizer, scheduler, parameters, loaded)
+    return Built(recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded)
+
+
+def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:
+    """Every parameter that needs a gradient is trained by one turn."""
+    every, owner, built = dict(model.named_parameters()), dict[str, str](), []
+    for turn in recipe.turns:
+        names = turn.names(model)
+        if not names:
+            raise RecipeError(
+                f"turns[{turn.name!r}].parameters returned none that needs gradients."
+            )
+        for name in names:
+            if name in owner:
+                raise RecipeError(
+                    f"the parameter {name!r} is trained by two turns, {owner[name]!r} and "
+                    f"{turn.name!r}: leave it to one."
+                )
+            owner[name] = turn.name
+        parameters = [every[name] for name in names]
+        optimizer = _optimizer(turn, parameters, model, parameters, f"turns[{turn.name!r}]")
+        scheduler = _scheduler(turn, optimizer, steps, f"turns[{turn.name!r}]")
+        built.append(BuiltTurn(turn.name, parameters, optimizer, scheduler))
+    if left := [name for name, p in every.items() if p.requires_grad and name not in owner]:
+        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+        raise RecipeError(
+            f"no turn trains {', '.join(map(repr, left[:4]))}{more}: give them to a turn, or "
+            "freeze them with requires_grad_(False), or start.freeze in the job."
+        )
+    return built
+
+
+def _optimizer(
+    of: Recipe | Turn,
+    given: Any,
+    model: nn.Module,
+    trained: Iterable[nn.Parameter] | None = None,
+    where: str = "Recipe",
+) -> Optimizer:
+    assert of.optimizer is not None
+    optimizer = _made(f"{where}.optimizer", of.optimizer, given)
+    if not isinstance(optimizer, Optimizer):
+        raise RecipeError(
+            f"{where}.optimizer() returned {a_or_an(optimizer)}, "
+            "but a torch.optim.Optimizer is wanted."
+        )
+    check_optimizer(optimizer, model, trained)
+    return optimizer
 
 
 def _for_optimizer(
@@ -408,10 +541,18 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> Any:
-    assert recipe.scheduler is not None
-    tells = "steps" in inspect.signature(recipe.scheduler).parameters
-    return _made("scheduler", recipe.scheduler, *((optimizer, steps) if tells else (optimizer,)))
+def _scheduler(of: Recipe | Turn, optimizer: Optimizer, steps: int, where: str = "Recipe") -> Any:
+    if of.scheduler is None:
+        return None
+    tells = "steps" in inspect.signature(of.scheduler).parameters
+    given = (optimizer, steps) if tells else (optimizer,)
+    scheduler = _made(f"{where}.scheduler", of.scheduler, *given)
+    if not hasattr(scheduler, "step"):
+        raise RecipeError(
+            f"{where}.scheduler() returned {a_or_an(scheduler)}, which has no step()."
+        )
+    check_scheduler(scheduler)
+    return scheduler
 
 
 def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
@@ -420,17 +561,24 @@ def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
     except InstepError:
         raise
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"Recipe.{name}() refused what it was given: {error}.") from error
+        raise RecipeError(f"{name}() refused what it was given: {error}.") from error
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+def check_optimizer(
+    optimizer: Optimizer, model: nn.Module, trained: Iterable[nn.Parameter] | None = None
+) -> None:
     """Refuse an optimizer that moves what the workers would not agree on.
+
+    Args:
+        optimizer: of the recipe, or of one turn.
+        model: the parameters are its.
+        trained: by this optimizer; None for all of the model's.
 
     Raises:
         RecipeError: it holds tensors that are not the model's parameters, or only a part of
             those that need gradients, or needs the loss to be evaluated several times a step.
     """
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for p in (model.parameters() if trained is None else trained)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in own for p in held):
         raise RecipeError(
@@ -443,11 +591,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"the optimizer holds {len(strangers)} tensors that are not the model's parameters "
             f"(the first has shape {strangers[0]}): workers agree only on the model. Make them "
             "part of it."
+            if trained is None
+            else f"the optimizer of a turn holds {len(strangers)} tensors that are not its "
+            f"parameters (the first has shape {strangers[0]}). Build it from what it is given."
         )
     moved = {id(p) for p in held}
-    still = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
+    needed = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) in own]
+    still = [name for name, parameter in needed if id(parameter) not in moved]
     if still:
-        total = sum(p.requires_grad for p in model.parameters())
+        total = len(needed)
         more = f" and {len(still) - 4} more" if len(still) > 4 else ""
         raise RecipeError(
             f"the optimizer holds {total - len(still)} of the model's {total} parameters that need "

@@ -79,9 +79,13 @@ class Forward:
         if recipe.embed is not None and recipe.batch_loss is not None:
             self.losses = Losses(None, of_one_pass(recipe.embed, recipe.batch_loss))
             self._named = "batch_loss"
+        self._trained = [frozenset(turn.names(model)) for turn in recipe.turns]
         self._weigh = weighing(recipe.weight, recipe.loss).weigh
         self.weighs_itself = False
         """Whether `compute_loss` has given a `WeightedLoss`."""
+        self.trained: frozenset[str] | None = None
+        """Names of the parameters that the loss is for; None for all."""
+        self.take_turn(-1)
         self.phase = "forward"
         """What is being done: `forward`, `loss` or a metric's name."""
         self.batches = 0
@@ -92,6 +96,17 @@ class Forward:
         if self.precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
+
+    def take_turn(self, number: int) -> None:
+        """Compute the loss of one of the recipe's turns, where it has some; -1 is the last."""
+        if self.recipe.turns:
+            turn = self.recipe.turns[number]
+            self.losses, self.trained = Losses(None, turn.compute_loss), self._trained[number]
+            self._named, self.weighs_itself = f"turns[{turn.name!r}].compute_loss", False
+
+    def named(self, name: str) -> str:
+        """What a loss is called for the user: that of a turn by the turn."""
+        return self._named if self.recipe.turns else name
 
     def derive(self, name: str) -> None:
         """Weigh batches by one of `weights.DERIVED`; by samples where the name is empty."""
@@ -178,7 +193,7 @@ class Forward:
                     return checked(found, self._named), None, None, None
                 self.weighs_itself = True
                 weight = as_weight(found.weight, "WeightedLoss.weight")
-                total = checked(found.total, "compute_loss")
+                total = checked(found.total, self._named)
                 return total / (weight or 1.0), weight, None, None
             inputs, target = _pair(batch)
             outputs = self.model(inputs)
@@ -221,7 +236,7 @@ def checked(loss: Any, name: str) -> Tensor:
         hint = (
             " A loss that is a mean of something else than samples is an "
             "instep.WeightedLoss(total, weight)."
-            if name == "compute_loss" and isinstance(loss, tuple)
+            if name.endswith("compute_loss") and isinstance(loss, tuple)
             else ""
         )
         raise RecipeError(

@@ -7,7 +7,7 @@ strategy remembers, and the counters. When and where to it travels, others know.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,31 @@ class Progress(NamedTuple):
     epoch_loss: float = 0.0
     epoch_samples: int = 0
     """Of the epoch that is not finished: loss times samples, and samples."""
+    turns: tuple[float, ...] = ()
+    """The loss of each turn of the next step that is committed already, where a step has several:
+    (course, step, how many) orders commits."""
+
+
+class Moved(Protocol):
+    """One update of a step: what a snapshot needs of it."""
+
+    @property
+    def name(self) -> str:
+        """Among those of the step."""
+
+    @property
+    def update(self) -> Update:
+        """With its optimizer and scheduler; the scaler is the same for all."""
+
+    @property
+    def strategy(self) -> Remembers:
+        """What it remembers."""
+
+
+class _Single(NamedTuple):
+    name: str
+    update: Update
+    strategy: Remembers
 
 
 class Remembers(Protocol):
@@ -52,6 +77,7 @@ def capture(
     strategy: Remembers,
     *,
     moved: Container[int] | None = None,
+    turns: Sequence[Moved] = (),
 ) -> Snapshot:
     """Everything of the last commit that the next step builds on.
 
@@ -62,26 +88,42 @@ def capture(
         strategy: remembers something, or nothing.
         moved: identities (`id`) of the buffers that are taken although the state dict leaves
             them out; None takes every such buffer.
+        turns: in place of `update` and `strategy`, where a step has several.
 
     Raises:
         CheckpointError: something in it cannot be kept.
     """
-    optimizer, skeleton = pack_state(update.optimizer.state_dict())
     facts: dict[str, Any] = {
         "epoch_so_far": pack_state([progress.epoch_loss, progress.epoch_samples])[1],
         "course": progress.course,
-        "optimizer": skeleton,
         "scaler": update.scaler.state_dict(),
     }
-    tensors = {"model": model_tensors(model), "optimizer": optimizer}
-    if update.scheduler is not None:
-        tensors["scheduler"], facts["scheduler"] = pack_state(update.scheduler.state_dict())
-    if remembered := strategy.state():
-        tensors["strategy"] = remembered
+    if progress.turns:
+        facts["turns"] = pack_state(list(progress.turns))[1]
+    tensors = {"model": model_tensors(model)}
+    for each, of in _updates(update, strategy, turns):
+        own = each.update
+        packed, facts[f"optimizer{of}"] = pack_state(own.optimizer.state_dict())
+        tensors[f"optimizer{of}"] = packed
+        if own.scheduler is not None:
+            packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
+            tensors[f"scheduler{of}"] = packed
+        if remembered := each.strategy.state():
+            tensors[f"strategy{of}"] = remembered
     others = _outside(model, tensors["model"])
     if kept := {name: b for name, b in others.items() if moved is None or id(b) in moved}:
         tensors["aside"] = kept
     return Snapshot(step=progress.step, tensors=tensors, facts=facts)
+
+
+def _updates(
+    update: Update, strategy: Remembers, turns: Sequence[Moved]
+) -> Iterator[tuple[Moved, str]]:
+    """Each update of a step, and how its groups end: nothing, or `-NAME`."""
+    if not turns:
+        yield _Single("", update, strategy), ""
+    for turn in turns:
+        yield turn, f"-{turn.name}"
 
 
 def _outside(model: nn.Module, kept: Container[str]) -> dict[str, Tensor]:
@@ -90,7 +132,13 @@ def _outside(model: nn.Module, kept: Container[str]) -> dict[str, Tensor]:
 
 
 def restore(
-    snapshot: Snapshot, source: object, model: nn.Module, update: Update, strategy: Remembers
+    snapshot: Snapshot,
+    source: object,
+    model: nn.Module,
+    update: Update,
+    strategy: Remembers,
+    *,
+    turns: Sequence[Moved] = (),
 ) -> Progress:
     """Give model, optimizer, scheduler, scaler and strategy the state of a snapshot.
 
@@ -100,6 +148,7 @@ def restore(
         model: as the recipe builds it.
         update: with an optimizer and a scheduler as the recipe makes them.
         strategy: of the same name and options.
+        turns: as for `capture`.
 
     Raises:
         CheckpointError: it is of another model or optimizer.
@@ -112,12 +161,12 @@ def restore(
             if name in others:
                 others[name].copy_(tensor)
     try:
-        update.optimizer.load_state_dict(
-            unpack_state(tensors.get("optimizer", {}), facts["optimizer"])
-        )
-        if update.scheduler is not None:
-            state = unpack_state(tensors.get("scheduler", {}), facts["scheduler"])
-            update.scheduler.load_state_dict(state)
+        for each, of in _updates(update, strategy, turns):
+            own, group = each.update, f"optimizer{of}"
+            own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+            if own.scheduler is not None:
+                group = f"scheduler{of}"
+                own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
         if facts["scaler"]:
             update.scaler.load_state_dict(facts["scaler"])
         loss, samples = unpack_state({}, facts["epoch_so_far"])
@@ -126,8 +175,10 @@ def restore(
             f"{source} is of another optimizer or scheduler than the recipe now makes: "
             f"{sentence(error)}"
         ) from error
-    strategy.load_state(tensors.get("strategy", {}))
-    return Progress(snapshot.step, facts.get("course", 0), loss, samples)
+    for each, of in _updates(update, strategy, turns):
+        each.strategy.load_state(tensors.get(f"strategy{of}", {}))
+    done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
+    return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
 
 
 def read_checkpoint(checkpoint: Path | None, model: nn.Module) -> Snapshot | None:

@@ -21,14 +21,15 @@ class Place(NamedTuple):
     """What one member holds."""
 
     course: int
-    step: int
-    """The last commit, counted within the course; -1 where it holds no state of the run."""
+    number: int
+    """The last commit, counted within the course; -1 where it holds no state of the run. The
+    number of a step; or, where each has several turns, that of a turn."""
     prepared: int
     """The commit that it has voted for and does not know the outcome of; -1 where there is none."""
     generation: int
     """The newest generation that it was inside."""
     settled: int
-    """Up to which step it has done what follows a commit; -1 where it holds no state."""
+    """Up to which commit it has done what follows one; -1 where it holds no state."""
     told: bool
     """Whether its last commit carried the request to stop."""
     ends: bool
@@ -43,7 +44,7 @@ class Beginning(NamedTuple):
     """From where all members continue."""
 
     course: int
-    step: int
+    number: int
     """The highest commit that one of them has, or that those in doubt now apply."""
     root: int
     """The lowest rank that holds it, and gives it to the others."""
@@ -52,7 +53,7 @@ class Beginning(NamedTuple):
     told: bool
     ends: bool
     settled: int
-    """Up to which step nobody has to do again what follows a commit."""
+    """Up to which commit nobody has to do again what follows one."""
 
 
 def beginning(places: Sequence[Place]) -> Beginning:
@@ -68,19 +69,19 @@ def beginning(places: Sequence[Place]) -> Beginning:
     if newest < 0:
         raise PeerError("no member of the group holds the state of the run.")
     latest = max(place.generation for place in places)
-    inside = [place for place in places if place.generation == latest and place.step >= 0]
+    inside = [place for place in places if place.generation == latest and place.number >= 0]
     if all(place.prepared == newest + 1 and place.course == course for place in inside):
         newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
-    there = [p for p in places if p.course == course and newest in (p.step, p.prepared)]
+    there = [p for p in places if p.course == course and newest in (p.number, p.prepared)]
     # the lowest rank saves and reports; if it is new, nobody knows how far it had come
-    new = places[0].step < 0
-    settled = newest - 1 if new else min(p.settled for p in places if p.step >= 0)
+    new = places[0].number < 0
+    settled = newest - 1 if new else min(p.settled for p in places if p.number >= 0)
     return Beginning(
         course=course,
-        step=newest,
+        number=newest,
         root=places.index(there[0]),
         shared=len(there) < len(places),
-        told=any(place.told for place in there if place.step == newest),
-        ends=any(place.ends for place in there if place.step == newest),
+        told=any(place.told for place in there if place.number == newest),
+        ends=any(place.ends for place in there if place.number == newest),
         settled=min(settled, newest),
     )

@@ -7,7 +7,7 @@ the state from a peer's memory. How a step comes about, this file does not know.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from instep.records import Attempt
 from instep.state import broadcast
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
-from instep.worker.capture import Progress, Remembers, capture, read_checkpoint, restore
+from instep.worker.capture import Moved, Progress, Remembers, capture, read_checkpoint, restore
 from instep.worker.catch_up import NOWHERE, Beginning, Place, beginning
 from instep.worker.sameness import Trial
 from instep.worker.update import Update
@@ -45,6 +45,8 @@ class Commit(NamedTuple):
     """Samples of it that could not be read."""
     saves: bool = False
     """Whether the worker that saves wants a checkpoint of it, because its time has come."""
+    losses: tuple[float, ...] = ()
+    """Of each turn, where a step has several."""
 
 
 class CommittedState:
@@ -54,10 +56,18 @@ class CommittedState:
         model: as the recipe builds it.
         update: with the optimizer as the recipe makes it.
         strategy: remembers something between steps, or nothing.
+        turns: in place of the two, where a step has several updates.
     """
 
-    def __init__(self, model: nn.Module, update: Update, strategy: Remembers) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        update: Update,
+        strategy: Remembers,
+        turns: Sequence[Moved] = (),
+    ) -> None:
         self._model, self._update, self._strategy = model, update, strategy
+        self._turns, self._each = list(turns), len(turns) or 1
         self._device = next(model.parameters()).device
         self.trial: Trial | None = None
         """Whether cutting a batch changes the result; a newcomer is given it by its peers."""
@@ -80,9 +90,15 @@ class CommittedState:
         """Whether this is the state of the run, and not that of a fresh process."""
         return self.generation >= 0
 
+    @property
+    def number(self) -> int:
+        """Of the last commit: that of its step; turns are numbered on, where a step has several."""
+        return self.progress.step * self._each + len(self.progress.turns)
+
     def capture(self, moved: Container[int] | None = None) -> Snapshot:
         """Everything of the last commit that the next step builds on; see `capture.capture`."""
-        return capture(self.progress, self._model, self._update, self._strategy, moved=moved)
+        parts = self._model, self._update, self._strategy
+        return capture(self.progress, *parts, moved=moved, turns=self._turns)
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -94,7 +110,8 @@ class CommittedState:
         Raises:
             CheckpointError: it is of another model or optimizer.
         """
-        self.progress = restore(snapshot, source, self._model, self._update, self._strategy)
+        parts = self._model, self._update, self._strategy
+        self.progress = restore(snapshot, source, *parts, turns=self._turns)
 
     def load(self, checkpoint: Path | None, *, ends: bool = False) -> None:
         """Take the state of a checkpoint, or of a beginning.
@@ -112,7 +129,7 @@ class CommittedState:
     def inside(self, generation: int) -> None:
         """The steps of a generation are about to begin."""
         self.generation = generation
-        self._made[generation] = self.progress.course, self.progress.step
+        self._made[generation] = self.progress.course, self.number
         while len(self._made) > _REMEMBERED:
             del self._made[min(self._made)]
 
@@ -126,7 +143,8 @@ class CommittedState:
 
         Args:
             comm: the members.
-            prepared: the commit that this one has voted for without an answer; -1 for none.
+            prepared: number of the commit that this one has voted for without an answer; -1 for
+                none.
 
         Raises:
             PeerError: a member went away, or none has the state.
@@ -136,10 +154,10 @@ class CommittedState:
             told, ends = (last.told, last.ends) if last else (self.ended, self.ended)
             mine = Place(
                 self.progress.course,
-                self.progress.step,
+                self.number,
                 prepared,
                 self.generation,
-                self.settled,
+                self.settled * self._each,
                 told=told,
                 ends=ends,
             )
@@ -160,7 +178,7 @@ class CommittedState:
             told, ends = self.last.told or there.told, self.last.ends or there.ends
             self.last = self.last._replace(told=bool(told), ends=bool(ends))
         self.ended = self.last is None and bool(there.ends)
-        self.settled = there.settled
+        self.settled = there.settled // self._each
 
     def _share(self, comm: Comm, there: Beginning) -> None:
         own = None
@@ -170,7 +188,7 @@ class CommittedState:
             own.facts["trial"] = list(self.trial or ())
             own.facts["made"] = [[g, *made] for g, made in self._made.items()]
         taken = broadcast.broadcast_snapshot(own, comm, there.root, self._device)
-        if self.held and self.progress[:2] == (there.step, there.course):
+        if self.held and (self.progress.course, self.number) == there[:2]:
             return
         self.restore(taken, "a peer's state")
         last = unpack_state({}, taken.facts["last"])
@@ -179,11 +197,17 @@ class CommittedState:
         self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
 
     def commit(self, done: Commit, where: Position) -> None:
-        """A step counts, at this place in the data."""
+        """A step counts, at this place in the data; or one of its turns that is not the last."""
         count, before = where.stop - where.first - done.skipped, self.progress
         loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
-        self.last = done
-        self._made[self.generation] = before.course, done.step
-        self.progress = before._replace(
-            step=done.step, epoch_loss=loss + done.loss * count, epoch_samples=samples + count
-        )
+        if len(before.turns) < self._each - 1:
+            self.progress = before._replace(turns=(*before.turns, done.loss))
+        else:
+            self.last = done
+            self.progress = before._replace(
+                step=done.step,
+                epoch_loss=loss + done.loss * count,
+                epoch_samples=samples + count,
+                turns=(),
+            )
+        self._made[self.generation] = before.course, self.number

@@ -10,6 +10,9 @@ user writes (`own_loop.py`) alike:
   remembers, counters. Or `leave` drops what was staged; or, where the vote got no answer,
   keeps it until the next generation tells (`catch_up.py`).
 
+A step may have several such transactions, its turns, one for each of its optimizers; what
+counts of a step counts at its last.
+
 The engine lives as long as its process; `begin` and `leave` bound a generation. Where
 the samples come from, and what the loss is, it does not know.
 """
@@ -21,7 +24,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +52,7 @@ from instep.worker.notes import Notes
 from instep.worker.observers import Observer
 from instep.worker.passes import Pass
 from instep.worker.skipping import scale_gradients, share_read
+from instep.worker.turns import TurnState
 from instep.worker.update import Update
 
 
@@ -101,6 +105,8 @@ class Engine:
         observers: by name; they watch the steps, and may object to one.
         votes: whether every commit is voted for; else only where the strategy needs it.
         more: passes of a step beside those of its micro-batches.
+        turns: in place of `strategy` and `update`, where a step has several updates; each of
+            `parameters` belongs to one.
     """
 
     def __init__(
@@ -115,9 +121,11 @@ class Engine:
         observers: Mapping[str, Observer] = MappingProxyType({}),
         votes: bool = False,
         more: int = 0,
+        turns: Sequence[TurnState] = (),
     ) -> None:
-        self.member, self.model, self.strategy, self.update = member, model, strategy, update
-        self.state = CommittedState(model, update, strategy)
+        self.member, self.model = member, model
+        self.turns = list(turns) or [TurnState("", parameters, update, strategy)]
+        self.state = CommittedState(model, update, strategy, turns)
         self.observers = observers
         self.parameters, self._ends = parameters, ends
         self._votes = votes or bool(strategy.laws)
@@ -138,6 +146,33 @@ class Engine:
         self.memory = HostMemory() if strategy.laws else None
         """Keeps what this worker alone has, should it be killed."""
         self.clock = Clock(begin=time.time())
+
+    # ---- turns
+
+    @property
+    def turn(self) -> int:
+        """Which of a step's turns is next, from 0; it follows from what is committed."""
+        return len(self.state.progress.turns)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Of this turn."""
+        return self.turns[self.turn].strategy
+
+    @property
+    def update(self) -> Update:
+        """Of this turn."""
+        return self.turns[self.turn].update
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether this turn is the last of its step."""
+        return self.turn == len(self.turns) - 1
+
+    @property
+    def trained(self) -> list[nn.Parameter] | None:
+        """What passes of this turn have gradients for; None for all that are trained."""
+        return self.turns[self.turn].parameters if len(self.turns) > 1 else None
 
     # ---- generations
 
@@ -161,16 +196,16 @@ class Engine:
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
             return False
-        prepared = self._staged.step if self._staged is not None else -1
+        prepared = self.state.number + 1 if self._staged is not None else -1
         there = self.state.compare(comm, prepared=prepared)
         if self._staged is not None:
-            course, step = self.state.progress.course, self._staged.step
-            if (course, step) == (there.course, there.step):
+            if (self.state.progress.course, prepared) == (there.course, there.number):
                 self._apply(self.update.apply)
             self._drop()
         if comm.rank == there.root:
             ledger = self.member.run / "ledger.bin"
-            mend(ledger, there.step, self._records, wait=self.member.waits_for_writer)
+            step = self.state.progress.step
+            mend(ledger, step, self._records, wait=self.member.waits_for_writer)
         self.state.share(comm, there)
         if not self.state.held:
             self._take_what_was_left()
@@ -254,18 +289,18 @@ class Engine:
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
         self._computing = [0.0] * comm.size
-        course, step = self.state.progress.course, self.state.progress.step
-        self.strategy.start(
-            self.parameters,
-            comm,
-            notes=self._notes.size,
-            parts=self._exact,
-            memory=self.memory,
-            at=Attempt(course, step, form.generation),
-        )
+        for turn in self.turns:
+            turn.strategy.start(
+                turn.parameters,
+                comm,
+                notes=self._notes.size,
+                parts=self._exact,
+                memory=self.memory,
+                at=Attempt(self.state.progress.course, self.state.number, form.generation),
+            )
         if comm.rank == 0:
             self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
-        self.gradients = Gradients(self.parameters, self.take)
+        self.gradients = [Gradients(turn.parameters, self.take) for turn in self.turns]
         self._comm = comm
         self.state.inside(form.generation)
 
@@ -278,7 +313,7 @@ class Engine:
     @property
     def taken(self) -> int:
         """Gradients that the passes of this generation gave so far: a sign of life."""
-        return self.gradients.count if self._comm is not None else 0
+        return sum(each.count for each in self.gradients) if self._comm is not None else 0
 
     @property
     def started(self) -> bool:
@@ -294,8 +329,9 @@ class Engine:
         if not self._in_doubt:
             self._drop()
         comm, self._comm = self._comm, None
-        self.gradients.close()
-        self.strategy.stop()
+        for gradients, turn in zip(self.gradients, self.turns, strict=True):
+            gradients.close()
+            turn.strategy.stop()
         for observer in self.observers.values():
             observer.over()
         comm.close()
@@ -340,9 +376,10 @@ class Engine:
             self.buffers.undo()
 
     def begin_step(self, step: int, where: Position) -> None:
-        """The passes of a step are about to run, or to run once more."""
+        """The passes of a step are about to run, or of its next turn; or to run once more."""
         self.step, self.where = step, where
-        self.strategy.begin_step(Attempt(self.state.progress.course, step, self.state.generation))
+        number = (step - 1) * len(self.turns) + self.turn + 1
+        self.strategy.begin_step(Attempt(self.state.progress.course, number, self.state.generation))
         for observer in self.observers.values():
             observer.begin_step(step, where)
 
@@ -437,8 +474,9 @@ class Engine:
         blocked = time.perf_counter() - since
         latest = self._base + max(said["arrived"])
         self._base = latest
-        self.clock.wait = min(max(0.0, latest - arrived), blocked)
-        self.clock.wire = blocked - self.clock.wait
+        wait = min(max(0.0, latest - arrived), blocked)
+        self.clock.wait += wait
+        self.clock.wire += blocked - wait
         self._computing = said["computing"]
         return agreed
 
@@ -499,7 +537,8 @@ class Engine:
         A vote comes back only when every rank has cast its own.
         """
         self._staged = staged
-        self.assignment.prepared(self.state.progress.course, staged.step, staged.where)
+        if self.ends_step:
+            self.assignment.prepared(self.state.progress.course, staged.step, staged.where)
         if self._votes and self.comm.size > 1:
             self._in_doubt = True
             self.comm.all_reduce(torch.ones(1, device=self._device)).wait()
@@ -515,7 +554,7 @@ class Engine:
         self._handed_out = True
 
     def commit(self, move: Callable[[int], float | None] | None = None) -> Commit:
-        """Move the parameters by the agreed gradient, and let the step count.
+        """Move the parameters by the agreed gradient, and let the step count, or its turn.
 
         Args:
             move: moves them in that step, and returns the norm of the gradient if it knows it;
@@ -525,12 +564,14 @@ class Engine:
             PeerError: the others may have gone on without this worker; nothing has moved.
         """
         self.member.check_lease()  # before anything moves
-        since, staged = time.perf_counter(), self._staged
+        since, staged, counts = time.perf_counter(), self._staged, self.ends_step
         assert staged is not None, "agree() comes first"
         done = self._apply(move or self.update.apply)
         for observer in self.observers.values():
             observer.committed()
         self.clock.lap(since, "update")
+        if not counts:
+            return done
         self._record(done, staged)
         why, form = self.assignment.measured(staged.where, self._computing), self.member.form
         if why and self.comm.rank == 0 and form is not None:
@@ -548,8 +589,12 @@ class Engine:
         return done
 
     def _apply(self, move: Callable[[int], float | None]) -> Commit:
-        """Make what is staged the state of the run. Whatever is raised here ends the process."""
-        staged = self._staged
+        """Make what is staged the state of the run. Whatever is raised here ends the process.
+
+        What the workers agreed on beside the gradient is that of a step's last turn; but its loss
+        is no number if that of an earlier one is not.
+        """
+        staged, counts = self._staged, self.ends_step
         assert staged is not None, "nothing is staged"
         step, agreed = staged.step, staged.agreed
         self._half_moved = True
@@ -558,9 +603,14 @@ class Engine:
             self.hand_out()
         norm = self.strategy.apply(lambda: move(step))
         self.buffers.after_update()
-        ends = agreed.stop or self._ends(step, agreed, norm)
+        losses = (*self.state.progress.turns, agreed.loss)
+        spoilt = [loss for loss in losses if not math.isfinite(loss)]
+        agreed = agreed._replace(loss=(spoilt or losses)[0 if spoilt else -1])
+        told = counts and agreed.stop
+        ends = told or (counts and self._ends(step, agreed, norm))
+        losses = losses if len(self.turns) > 1 else ()
         done = Commit(
-            step, agreed.loss, norm, agreed.stop, ends, agreed.skipped, saves=agreed.saves
+            step, agreed.loss, norm, told, ends, agreed.skipped, saves=agreed.saves, losses=losses
         )
         self.state.commit(done, staged.where)
         self._staged, self._in_doubt, self._handed_out = None, False, False

@@ -9,12 +9,13 @@ of `[stop]` looks at figures does worker 0 wait for an answer of the master (`st
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from instep.worker.passes import Share
 from instep.worker.saving import Saver
 from instep.worker.skipping import Teller
 from instep.worker.stopping import Stopping
+from instep.worker.turns import TurnState
 from instep.worker.update import Update
 
 _ENDLESS = 2**40
@@ -59,6 +61,8 @@ class Step:
     """Of the validation that followed this step, if one did."""
     ends_epoch: bool = False
     """Whether the epoch has no further step."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Of each turn by its name, where a step has several; `loss` is that of the last."""
 
 
 class Passed(NamedTuple):
@@ -82,6 +86,7 @@ class Loop(ABC):
         samples: in it.
         last_step: the job's, or None where the loop's user decides.
         more: passes of a step beside those of its micro-batches.
+        turns: the updates of a step, in place of `update`, where it has several.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Loop(ABC):
         samples: int,
         last_step: int | None,
         more: int = 0,
+        turns: Sequence[TurnState] = (),
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
         self.device = parameters[0].device
@@ -101,7 +107,7 @@ class Loop(ABC):
         self._model, self._update, self._loader = model, update, loader
         strategy = make_strategy(self.job.sync.name, self.job.sync.options, self.job.sync.codec)
         self.engine = Engine(
-            member, model, parameters, strategy, update, ends=self._ends, more=more
+            member, model, parameters, strategy, update, ends=self._ends, more=more, turns=turns
         )
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comm: Comm | None = None  # of a group that forms, or has
@@ -337,7 +343,19 @@ class Loop(ABC):
     def _one_step(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Commit]:
-        """From samples to a commit."""
+        """From samples to a commit; of each turn that is left, where a step has several."""
+        left = len(self.engine.turns) - self.engine.turn
+        if left > 1:
+            reads = itertools.tee(itertools.islice(loads, len(share.passes)), left)
+            for each in reads[:-1]:
+                yield from self._one_turn(where, share, each)
+            loads = reads[-1]
+        return (yield from self._one_turn(where, share, loads))
+
+    def _one_turn(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Any, None, Commit]:
+        """From samples to the commit of one update."""
         agreed = yield from self._agree(where, share, loads)
         if agreed is None:  # the gradients did not fit: the same passes, on another lattice
             again = self._loader.read((part.samples for part in share.passes), self._record)
@@ -394,7 +412,9 @@ class Loop(ABC):
         self.state.settled = done.step
         per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
         ends_epoch = done.step % per_epoch == 0
-        return Step(done.step, where.epoch, done.loss, metrics, ends_epoch)
+        names = [turn.name for turn in self.engine.turns] if done.losses else []
+        losses = dict(zip(names, done.losses, strict=True))
+        return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
 
     def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
         """Save a checkpoint of the commit, if one is due."""

@@ -74,6 +74,17 @@ class Trial(NamedTuple):
         return self.verdict == "yes"
 
 
+def together(trials: Mapping[str, Trial]) -> Trial:
+    """What comes of the trials of several turns, by their names: as much as holds for each."""
+    merge = all(trial.merge for trial in trials.values())
+    name, worst = min(
+        trials.items(), key=lambda each: (each[1].same, each[1].verdict.startswith("not shown"))
+    )
+    reason = next(each.reason for each in trials.values() if each.merge == merge)
+    kind, _, why = worst.verdict.partition(": ")
+    return Trial(merge, reason, f"{kind}: in the turn {name!r}, {why}" if why else kind)
+
+
 class Spot(NamedTuple):
     """Micro-batches that are neighbours in the order of an epoch, and all of them as one batch."""
 
@@ -136,9 +147,10 @@ def try_out(
         finally:
             reached = model.reached()
     if tried.compared and tried.idle and not reached:
+        of = "the model" if forward.trained is None else "the turn"
         raise RecipeError(
-            f"no parameter of the model gets a gradient from {weighed.name}: something detached "
-            "it (no_grad, .item(), .data, or a new torch.tensor)."
+            f"no parameter of {of} gets a gradient from {forward.named(weighed.name)}: something "
+            "detached it (no_grad, .item(), .data, or a new torch.tensor)."
         )
     if reached and trial.same:
         return _not_shown(
@@ -231,6 +243,7 @@ class _Tried:
         self.compared = 0
         """Spots that could be."""
         self._untried = "nothing counts in the batches that were tried"
+        self._uncut = ""
         self._drew_elsewhere = False  # than from torch's generators
 
     def verdict(self, spots: Iterator[Spot]) -> Trial:
@@ -251,9 +264,19 @@ class _Tried:
             moved |= self._compare(spot)
             if self._differs:
                 break
+        if stills and self._forward.recipe.turns and not self._differs:
+            self._compare_with_noise(first)
         self._model.draws = Still if stills else nullcontext
         self._check_again(first, self._begin)
         return self._judge(drew, moved)
+
+    def _compare_with_noise(self, spot: Spot) -> None:
+        """Noise held still can hide what a layer does with it: BatchNorm in a generator, say."""
+        self._cuts, self._model.draws = True, nullcontext
+        try:
+            self._compare(spot)
+        except RecipeError:
+            self._uncut = "what the forward pass draws cannot be drawn micro-batch by micro-batch"
 
     def _judge(self, drew: bool, moved: bool) -> Trial:
         if self._differs and self._drew_elsewhere:
@@ -285,6 +308,8 @@ class _Tried:
                 "(inputs, target), weight=lambda batch: len(batch[0])), or return "
                 "instep.WeightedLoss(total, weight)",
             )
+        if self._uncut:
+            return _not_shown(self._uncut)
         if moved:
             return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
         if drew:
@@ -337,7 +362,7 @@ class _Tried:
 
     def _derive(self, spots: Iterator[Spot]) -> Iterator[Spot]:
         """Find it out from the first spots; gives all of them back."""
-        if self._known:
+        if self._known or self._forward.recipe.turns:
             return spots
         taken: list[Spot] = []
 
@@ -398,10 +423,18 @@ class _Tried:
     def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
         run = self._model.run
         apart = [run(part, size) for part, size in zip(spot.parts, spot.sizes, strict=True)]
+        with self._as_one(spot):
+            return apart, run(spot.whole, sum(spot.sizes))
+
+    @contextmanager
+    def _as_one(self, spot: Spot) -> Iterator[None]:
+        """A pass over the whole of a spot draws what each part would, where that is wanted."""
+        before = self._model.draws
         if self._cuts:
             keys = [self._seed] * len(spot.sizes)
             self._model.draws = partial(ByMicroBatch, keys, spot.sizes)
-        return apart, run(spot.whole, sum(spot.sizes))
+        yield
+        self._model.draws = before
 
     def _packed(self, spot: Spot) -> str:
         """The shape of a batch that is weighed by samples, though none of it is a row each."""
@@ -517,8 +550,10 @@ class _Tried:
 
     def _looks_at_its_batch(self, spot: Spot) -> str:
         """The innermost module that gives samples other outputs in another batch, if one does."""
-        apart = [self._outputs(part, number) for number, part in enumerate(spot.parts)]
-        for name, (given, made) in self._outputs(spot.whole, len(apart)).items():
+        apart = [self._outputs(part) for part in spot.parts]
+        with self._as_one(spot):
+            whole = self._outputs(spot.whole)
+        for name, (given, made) in whole.items():
             if not made or any(name not in outputs for outputs in apart):
                 continue
             given_alike, made_alike = (
@@ -535,7 +570,7 @@ class _Tried:
         others = f" (and {more} more of its kind)" if more else ""
         return f"{type(module).__name__} {name!r}{others}"
 
-    def _outputs(self, batch: Any, number: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    def _outputs(self, batch: Any) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
         """Name of each module to the tensors it was given and made, in the order they ended."""
         found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         hooks = []

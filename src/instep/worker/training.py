@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.comm.messages import Heartbeat
@@ -20,7 +21,7 @@ from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.recipe.build import Recipe, build, set_generators
-from instep.recipe.forward import Forward
+from instep.recipe.forward import Forward, on_tensors
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
@@ -37,6 +38,7 @@ from instep.worker.passes import OF_PASS, Pass, Share
 from instep.worker.sameness import ANOTHER_SAW, Trial
 from instep.worker.stopping import check_rules
 from instep.worker.trial_reads import try_recipe
+from instep.worker.turns import check_turns, key_of_pass, make_turns
 from instep.worker.update import Update
 from instep.worker.whole_batch import WholeBatch
 
@@ -61,6 +63,7 @@ class Training(Loop):
         member.at = lambda: early.heartbeat(self.phase, self._clock())
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
+        check_turns(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else it has what the model is by now
         last_step = self.job.train.length(samples)
@@ -75,6 +78,8 @@ class Training(Loop):
             )
         reads = make_global(built.model) if self.job.train.batch_norm == "global" else None
         self._reads = reads
+        scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
+        turns = make_turns(built, self.job, scaler)
         update = Update(
             built.optimizer,
             built.scheduler,
@@ -82,11 +87,19 @@ class Training(Loop):
             seed=self.job.seed,
             max_grad_norm=self.job.train.max_grad_norm,
             measure=self.job.stop.by_norm,
-            scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
+            scaler=scaler,
         )
         loader = self._make_loader("train")  # forks before groups exist
         super().__init__(
-            member, built.model, built.parameters, update, loader, samples, last_step, int(embeds)
+            member,
+            built.model,
+            built.parameters,
+            update,
+            loader,
+            samples,
+            last_step,
+            int(embeds),
+            turns,
         )
         self._best()  # refused before anything is trained, if it cannot be
         if recipe.validate is not None:
@@ -323,6 +336,7 @@ class Training(Loop):
         batch_size = where.stop - where.first
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
+        self._forward.take_turn(engine.turn)
         for number, part in enumerate(share.passes):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
@@ -333,9 +347,10 @@ class Training(Loop):
             skipped += [] if part.repeats else read.skipped
             if not read.size:
                 continue
-            set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
+            batch = read.batch if engine.ends_step else on_tensors(read.batch, Tensor.clone)
+            set_generators(key_of_pass(self.job.seed, self.step, part.number, engine.turn))
             self.phase, taken = "forward", engine.taken
-            found = self._forward.loss(read.batch, read.size)
+            found = self._forward.loss(batch, read.size)
             if engine.taken != taken:  # the trial may see other samples, or none
                 raise called_backward()
             if found is None:  # nothing in it counts: as if it had not been
@@ -349,7 +364,7 @@ class Training(Loop):
             self.phase = "backward"
             last = number == len(share.passes) - 1
             engine.begin_pass(part, factor / batch_size, last=last)
-            self._update.scaler.scale(found.loss).backward()
+            self._update.scaler.scale(found.loss).backward(inputs=engine.trained)
             engine.end_pass(part, 0.0 if part.repeats else read.size / batch_size)
             clock.lap(since, "backward")
         return Passed(losses, skipped)
@@ -374,6 +389,7 @@ class Training(Loop):
         if self._validation is None:
             return None
         self.phase = "validation"
+        self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         batch = self._validation_batch
         speeds, comm = self.engine.assignment.dealing.speeds, self.engine.comm

@@ -153,10 +153,11 @@ class TrialModel:
             placed = self._placed.get(name)  # none, where the pass has made the parameter
             if placed is not None and not torch.equal(parameter, placed):
                 raise written(name, trained=parameter.requires_grad)
+        trained = self.forward.trained
         gradients = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
             for name, p in self.parameters.items()
-            if p.grad is not None
+            if p.grad is not None and (trained is None or name in trained)
         }
         now = {name: module._buffers[own] for name, module, own, _, _ in self._owners}
         buffers = {name: each.detach().clone() for name, each in now.items() if each is not None}

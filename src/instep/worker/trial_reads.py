@@ -15,7 +15,7 @@ from instep.data.order import key, position, steps_in_epoch
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
 from instep.worker.passes import OF_PASS, parts_of, share_of
-from instep.worker.sameness import LEAST, NOTHING_TO_TRY, Spot, Trial, mean_of, try_out
+from instep.worker.sameness import LEAST, NOTHING_TO_TRY, Spot, Trial, mean_of, together, try_out
 
 _SPOTS = 32
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""
@@ -33,6 +33,14 @@ def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
     Raises:
         RecipeError: as `sameness.try_out`.
     """
+    trials = {}
+    for number, turn in enumerate(forward.recipe.turns):
+        forward.take_turn(number)
+        trials[turn.name] = _try_loss(forward, loader, job, samples)
+    return together(trials) if trials else _try_loss(forward, loader, job, samples)
+
+
+def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:
     train, seed = job.train, key(job.seed, OF_PASS, 0)
     places = _Places(job, samples)
     slices = places.spots()

@@ -33,6 +33,7 @@ class Update:
         max_grad_norm: largest global norm of the gradient, or None.
         scaler: of the loss, for float16.
         measure: whether the norm of the gradient is wanted even where nothing clips it.
+        turn: which update of a step it is, where there are several; from 0.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Update:
         max_grad_norm: float | None,
         scaler: torch.amp.GradScaler,
         measure: bool = False,
+        turn: int = 0,
     ) -> None:
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self._parameters, self._seed = list(parameters), seed
         self._max_grad_norm, self._measure = max_grad_norm, measure
+        self._turn = (turn,) if turn else ()
 
     def apply(self, step: int) -> float | None:
         """Move the parameters by their `.grad`; `step` is the one that this ends.
@@ -57,7 +60,7 @@ class Update:
             The global norm of the gradient, unscaled and before clipping; None
             where nobody wants it, and where the scaler leaves the step out.
         """
-        set_generators(key(self._seed, OF_UPDATE, step))  # some optimizers draw
+        set_generators(key(self._seed, OF_UPDATE, step, *self._turn))  # some optimizers draw
         norm = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -1,0 +1,93 @@
+"""The updates of a step, where it has several: each with parameters, optimizer and agreement of
+its own, and what of a job cannot be had with them.
+
+Which of them is due, the engine knows; what their losses are, the recipe does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from instep.data.order import key
+from instep.errors import SpecError
+from instep.recipe.build import Built, Recipe
+from instep.spec import JobSpec
+from instep.sync.base import Strategy, make_strategy
+from instep.worker.passes import OF_PASS
+from instep.worker.update import Update
+
+
+class TurnState(NamedTuple):
+    """What one update of a step needs on a worker."""
+
+    name: str
+    """Empty where a step has one update."""
+    parameters: list[nn.Parameter]
+    update: Update
+    strategy: Strategy
+
+
+def make_turns(built: Built, job: JobSpec, scaler: torch.amp.GradScaler) -> list[TurnState]:
+    """Those of a recipe, in their order; none where a step has one update."""
+    return [
+        TurnState(
+            turn.name,
+            turn.parameters,
+            Update(
+                turn.optimizer,
+                turn.scheduler,
+                turn.parameters,
+                seed=job.seed,
+                max_grad_norm=job.train.max_grad_norm,
+                measure=job.stop.by_norm,
+                scaler=scaler,
+                turn=number,
+            ),
+            make_strategy(job.sync.name, job.sync.options, job.sync.codec),
+        )
+        for number, turn in enumerate(built.turns)
+    ]
+
+
+def key_of_pass(seed: int, step: int, number: int, turn: int) -> int:
+    """What the draws of a pass are keyed by; the first turn draws what a single update would."""
+    return key(seed, OF_PASS, step, number, *((turn,) if turn else ()))
+
+
+def check_turns(job: JobSpec, recipe: Recipe) -> None:
+    """Refuse what a job wants that a recipe with several updates in a step cannot have.
+
+    Raises:
+        SpecError: naming it.
+    """
+    if not recipe.turns:
+        return
+    refused = [
+        (job.check.corruption, "check.corruption = true", "repeats the pass of a single update"),
+        (
+            job.train.batch_norm == "global",
+            "train.batch_norm = 'global'",
+            "runs the whole batch of a worker as the one pass of a step",
+        ),
+        (
+            job.sync.name != "all_reduce",
+            f"sync.name = {job.sync.name!r}",
+            "agrees on one optimizer; all_reduce agrees on each",
+        ),
+        (
+            job.sync.codec != "none",
+            f"sync.codec = {job.sync.codec!r}",
+            "carries over what it drops of a single gradient",
+        ),
+        (
+            bool(job.start.learning_rates),
+            "start.learning_rates",
+            "makes groups for a single optimizer; give them in Turn.optimizer",
+        ),
+    ]
+    for wanted, name, why in refused:
+        if wanted:
+            raise SpecError(f"{name} cannot be used with Recipe.turns: it {why}. Leave it out.")

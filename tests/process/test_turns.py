@@ -1,0 +1,114 @@
+"""Several updates in one step, against a plain loop over the same micro-batches."""
+
+import gan
+import pytest
+import torch
+from safetensors.torch import load_file
+from started import RECIPES
+
+import instep
+from instep.data.order import Order, key, micro_batch, position
+from instep.store.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+SAMPLES, BATCH, PARTS, STEPS, SEED = 66, 12, 4, 24, 5
+TRAIN = {"steps": STEPS, "global_batch": BATCH, "micro_batches": PARTS, "threads": 1}
+GAN = f"{RECIPES / 'gan.py'}:recipe"
+
+
+def trained(tmp_path, workers, name="", *, determinism="bits", arguments=None, **more):
+    train = {**TRAIN, "determinism": determinism, **more.pop("train", {})}
+    name = name or f"with-{workers}"
+    given = {"workers": workers, "seed": SEED, "train": train, "arguments": arguments or {}, **more}
+    return instep.train(GAN, name=name, runs=tmp_path, quiet=True, **given)
+
+
+def parameters_of(run):
+    return load_file(run.path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("alone"), 1)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What a loop of plain PyTorch comes to; of ours are the order and the keys of the draws."""
+    torch.manual_seed(SEED)
+    model = gan.recipe().model
+    data, order = gan.samples(), Order(SAMPLES, SEED)
+    parts = model.discriminator, model.generator
+    optimizers = [gan.adam(part.parameters()) for part in parts]
+    scheduler, last = gan.decaying(optimizers[1]), 0.0
+    norm = model.generator[1]
+    for step in range(1, STEPS + 1):
+        epoch, first, stop = position(step, SAMPLES, BATCH)
+        indices = order.indices(epoch, first, stop)
+        number_of_parts = -(-(stop - first) * PARTS // BATCH)
+        cuts = [micro_batch(0, stop - first, n, number_of_parts) for n in range(number_of_parts)]
+        for turn, loss in enumerate((gan.discriminator_loss, gan.generator_loss)):
+            optimizers[turn].zero_grad()
+            before = [b.clone() for b in norm.buffers()]
+            moved = [torch.zeros_like(b, dtype=torch.float64) for b in norm.buffers()]
+            last = 0.0
+            for number, (low, high) in enumerate(cuts):
+                torch.manual_seed(key(SEED, 1, step, number, *([turn] if turn else [])))
+                share = (high - low) / (stop - first)
+                found = loss(model, (data[indices[low:high]],)) * share
+                found.backward()
+                last += float(found.detach())
+                for buffer, start, total in zip(norm.buffers(), before, moved, strict=True):
+                    total += share * buffer
+                    buffer.copy_(start)
+            for buffer, total in zip(norm.buffers(), moved, strict=True):
+                buffer.copy_(total if buffer.is_floating_point() else total.round())
+            optimizers[turn].step()
+        scheduler.step()
+    return model.state_dict(), last
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_gives_what_a_plain_loop_gives(tmp_path, plain, workers):
+    run = trained(tmp_path, workers, determinism="order")
+    wanted, last = plain
+    for name, value in parameters_of(run).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-11, atol=1e-12, msg=name)
+    folder = RunFolder(run.path)
+    assert folder.steps["loss"][-1] == pytest.approx(last)
+    assert run.summary["same_as_one_machine"].startswith(
+        "no: in the turn 'discriminator'"
+    )  # BatchNorm
+    assert run.summary["repeated_samples"] == run.summary["missing_samples"] == 0
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_with_bits_every_number_of_workers_gives_the_same(tmp_path, alone, workers):
+    found = trained(tmp_path, workers)
+    assert found.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+
+
+def test_workers_killed_within_and_between_the_turns_leave_no_trace(tmp_path, alone):
+    """One in each turn's passes, and one in each turn's update, when others may have committed."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    run = trained(tmp_path, 3, arguments={"marks": str(marks)}, checkpoint={"every": 4})
+    folder = RunFolder(run.path)
+    assert len(list(marks.iterdir())) == len(gan.MOMENTS)
+    assert len(list(folder.named("worker_lost"))) == len(gan.MOMENTS)
+    assert not list(folder.named("went_back"))
+    assert run.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+    assert run.summary["repeated_samples"] == run.summary["missing_samples"] == 0
+    assert folder.audit.sha256 == RunFolder(alone.path).audit.sha256
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_path, alone):
+    run = trained(tmp_path, 2, train={"stop_after_steps": 9})
+    assert run.summary["steps"] == 9
+    kept = next((run.path / "checkpoints").glob("step-*9"))
+    files = {path.stem for path in kept.glob("*.safetensors")}
+    assert files >= {"optimizer-discriminator", "optimizer-generator", "strategy-generator"}
+    run = instep.resume(run.path, workers=3, quiet=True)
+    assert run.summary["steps"] == STEPS
+    assert run.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
