@@ -64,6 +64,13 @@ class Death(NamedTuple):
     at: Point
 
 
+class Break(NamedTuple):
+    """A rank hears at a point that its group has come apart, and lives."""
+
+    rank: int
+    at: Point
+
+
 class Lapse(NamedTuple):
     """A rank's lease lapses at a point, and it lives."""
 
@@ -76,12 +83,14 @@ class Script:
     """What goes wrong in one generation."""
 
     deaths: Sequence[Death] = ()
+    breaks: Sequence[Break] = ()
     lapses: Sequence[Lapse] = ()
     lost: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """Of a collective to the ranks that never get its result."""
 
     def __str__(self) -> str:
         said = [f"rank {rank} dies at {at.what} {at.number}" for rank, at in self.deaths]
+        said += [f"rank {rank} breaks at {at.what} {at.number}" for rank, at in self.breaks]
         said += [f"rank {rank} lapses at {at.what} {at.number}" for rank, at in self.lapses]
         said += [f"ranks {sorted(who)} lose the result of {c}" for c, who in self.lost.items()]
         return ", ".join(said) or "nothing"
@@ -197,9 +206,7 @@ class Rank:
         optimizer.register_step_post_hook(lambda *_: self._at("moved", self.engine.step))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
-        update = Update(
-            optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler
-        )
+        update = Update(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
         self.strategy = make_strategy(world.strategy, world.options)
         self.engine = Engine(
             self.member,  # type: ignore[arg-type]
@@ -256,6 +263,8 @@ class Rank:
             self.member.fence()
         if Death(rank, point) in script.deaths:
             raise Killed
+        if Break(rank, point) in script.breaks:
+            raise PeerError("the members have changed.")
 
     def live(self, room: _Room, form: Form) -> str:
         """Be a member of one generation, to its end: `done`, `left` or `killed`."""
@@ -418,8 +427,7 @@ class World:
 
         self.generations.append(list(self.members))
         threads = [
-            threading.Thread(target=live, args=one, daemon=True)
-            for one in enumerate(self.members)
+            threading.Thread(target=live, args=one, daemon=True) for one in enumerate(self.members)
         ]
         for thread in threads:
             thread.start()

@@ -15,13 +15,14 @@ from unittest import mock
 import pytest
 import torch
 
-from instep.errors import PeerError
+from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import STRATEGIES
 from instep.worker import committed
+from instep.worker import engine as engine_module
 from instep.worker.buffers import Buffers
 from instep.worker.catch_up import Place, beginning
 from instep.worker.engine import Engine
-from ranks import WORKERS, Death, Lapse, Point, Script, World
+from ranks import WORKERS, Break, Death, Lapse, Point, Script, World
 
 STEP = 2
 """In which something goes wrong; steps are before and after it."""
@@ -78,7 +79,9 @@ def places(case, votes, step=STEP):
 
 
 def subsets(ranks):
-    return [frozenset(some) for n in range(len(ranks) + 1) for some in itertools.combinations(ranks, n)]
+    return [
+        frozenset(some) for n in range(len(ranks) + 1) for some in itertools.combinations(ranks, n)
+    ]
 
 
 def deaths(case, votes):
@@ -95,6 +98,14 @@ def losses(case, votes):
     for call in sorted({last for _, last in places(case, votes)}):
         for lost in subsets(range(WORKERS))[1:]:
             yield Script(lost={call: lost})
+
+
+def breaks(case, votes):
+    """A rank hears in a call that its group has come apart; a backward pass may be under way."""
+    for point, _ in places(case, votes):
+        for rank in range(WORKERS):
+            if point.what in ("start", "sent"):
+                yield Script(breaks=[Break(rank, point)])
 
 
 def lapses():
@@ -141,7 +152,7 @@ def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case,
 @VOTES
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes):
-    for script in list(losses(case, votes))[::2]:
+    for script in [*list(losses(case, votes))[::3], *list(breaks(case, votes))[::3]]:
         check(folder, case, votes, [script], replace=True)
 
 
@@ -159,7 +170,8 @@ def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others
 @pytest.mark.parametrize("replace", [True, False], ids=["newcomer", "survivors"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_death_and_every_loss(folder, case, votes, replace):
-    for script in itertools.chain(deaths(case, votes), losses(case, votes), lapses()):
+    one_each = deaths(case, votes), losses(case, votes), breaks(case, votes), lapses()
+    for script in itertools.chain(*one_each):
         check(folder, case, votes, [script], replace=replace)
 
 
@@ -201,3 +213,106 @@ def test_deaths_while_the_next_generation_forms_leave_one_commit_or_none(folder,
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_many_such_stories(folder, case, votes):
     check_stories(folder, case, votes, 300)
+
+
+# ---- one story each
+
+
+def test_a_newcomer_that_was_given_the_state_keeps_it_though_its_giver_dies(folder):
+    """All that is left of the run is what the newcomers were given a moment ago."""
+    point = next(p for p, _ in places(FIRST[0], False) if p.what == "start")
+    others_die = Script(deaths=[Death(1, point), Death(2, point)])
+    compare, header, text, tensors, next_word = range(1, 6)
+    giver_dies = Script(deaths=[Death(0, Point("start", next_word))])
+    world = check(folder, FIRST[0], False, [others_die, giver_dies], replace=True)
+    assert [len(generation) for generation in world.generations] == [3, 3, 3]
+
+
+def test_a_vote_that_only_a_dead_rank_saw_come_back_counts(folder):
+    """It had committed, and its ledger says so; the others had all prepared."""
+    world = check(folder, FIRST[0], True, [vote_is_seen_by_rank_0_alone()], replace=False)
+    assert [rank.number for rank in world.generations[1]] == [1, 2]
+
+
+def vote_is_seen_by_rank_0_alone():
+    point, vote = next((p, c) for p, c in places(FIRST[0], True) if p.what == "recorded")
+    return Script(deaths=[Death(0, point)], lost={vote: frozenset({1, 2})})
+
+
+@pytest.mark.parametrize(
+    ("places", "step"),
+    [
+        ([(3, 4, 2), (3, 4, 2)], 4),  # all have prepared: one who is gone may have committed
+        ([(4, -1, 2), (3, 4, 2)], 4),  # one has it
+        ([(3, -1, 2), (3, 4, 2)], 3),  # one has not prepared, so nobody can have it
+        ([(3, 4, 2), (-1, -1, -1)], 4),  # a newcomer was not asked
+        ([(3, -1, 3), (3, 4, 2)], 3),  # who was in the newer generation knows
+    ],
+)
+def test_from_where_a_generation_continues(places, step):
+    table = [
+        Place(0, at, ready, inside, at, told=False, ends=False) for at, ready, inside in places
+    ]
+    assert beginning(table).step == step
+
+
+# ---- the tests above can fail
+
+
+def _forgets_who_prepared(places):
+    return beginning([place._replace(prepared=-1) for place in places])
+
+
+def _one_who_prepared_is_enough(places):
+    ready = max(place.prepared for place in places)
+    return beginning([place._replace(prepared=ready) for place in places])
+
+
+def _drops_what_is_in_doubt(engine, real=Engine.leave):
+    engine._in_doubt = False
+    real(engine)
+
+
+def _moves_buffers_before_the_vote(buffers, *args, real=Buffers.exchange, **more):
+    real(buffers, *args, **more)
+    buffers.apply()
+
+
+def _keeps_buffers_of_a_step_that_broke(buffers):
+    buffers.forget()
+
+
+def _lets_the_ledger_stand(*_, **__):
+    pass
+
+
+def _is_not_in_doubt(engine, staged, real=Engine._prepare):
+    try:
+        real(engine, staged)
+    except PeerError:
+        engine._in_doubt = False
+        raise
+
+
+MUTANTS = {
+    "who prepared is forgotten": (committed, "beginning", _forgets_who_prepared),
+    "one who prepared is enough": (committed, "beginning", _one_who_prepared_is_enough),
+    "what is in doubt is dropped": (Engine, "leave", _drops_what_is_in_doubt),
+    "a vote without an answer means no": (Engine, "_prepare", _is_not_in_doubt),
+    "buffers move before the vote": (Buffers, "exchange", _moves_buffers_before_the_vote),
+    "buffers of a broken step stay": (Buffers, "undo", _keeps_buffers_of_a_step_that_broke),
+    "the ledger is not mended": (engine_module, "mend", _lets_the_ledger_stand),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_in_the_rule_is_found(folder, name):
+    where, attribute, fault = MUTANTS[name]
+    case = CASES[-1] if "broken" in name else FIRST[0]  # sends while a pass is under way
+    scripts = [*breaks(case, True), vote_is_seen_by_rank_0_alone(), *list(deaths(case, True))[::3]]
+    with (
+        mock.patch.object(where, attribute, fault),
+        pytest.raises((AssertionError, RecipeError, RunError)),
+    ):
+        for script in scripts:
+            check(folder, case, True, [script], replace=True)

@@ -62,8 +62,8 @@ class CommittedState:
         self.ended = False
         """Whether a rule ended the run at the checkpoint that it went back to."""
         self.generation = -1
-        """The newest that this worker was inside; -1 where it holds only what a fresh process
-        does."""
+        """The newest that this worker was inside; 0 where it was in none, and was given the state
+        by a peer; -1 where it holds only what a fresh process does."""
 
     @property
     def held(self) -> bool:
@@ -149,6 +149,9 @@ class CommittedState:
         last = unpack_state({}, taken.facts["last"])
         self.last = Commit(*last) if last else None
         self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
+        self.generation = max(
+            self.generation, 0
+        )  # whoever gave it may be gone before the first step
 
     def commit(self, done: Commit, where: Position) -> None:
         """A step counts, at this place in the data."""
