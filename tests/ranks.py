@@ -184,7 +184,8 @@ class Remembering(Lockstep):
 def small_model() -> nn.Module:
     """Parameters of several sizes, statistics that move, and one parameter without a gradient."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    first = nn.Linear(3, 4, bias=False)  # of one, statistics would leave nothing but rounding
+    model = nn.Sequential(first, nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
     model.register_parameter("never", nn.Parameter(torch.ones(2)))
     return model
 
