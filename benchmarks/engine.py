@@ -1,14 +1,14 @@
 """What does the engine itself add to a step?
 
-    python benchmarks/engine.py [--rounds 30] [--steps 200] [--starts 3] [--beside PROGRAM] [--json FILE]
+    python benchmarks/engine.py [--rounds 8] [--steps 100] [--starts 4] [--beside PROGRAM]
 
 The model is one number, and its update does nothing; what is left is the engine: notes,
 sums, buffers, the vote, the commit, the ledger. Alone and as two processes over gloo, each
-with every commit voted for and without. Blocks of steps take turns, so that whatever
-else the machine does falls on all alike; and each case is started several times, since two starts
-of the same program differ by more than what is looked for. `PROGRAM` takes turns with them: a path of
-a Python program that is started as this one starts itself (`--serve CASE RANK FOLDER`), say of
-another version; PYTHONPATH is then that program's own affair.
+with every commit voted for and without. Blocks of steps take turns, so that whatever else
+the machine does falls on all alike; and each case is started several times, since two starts
+of the same program differ by more than what is looked for. PROGRAM, say one that measures
+an older version, takes turns with them: it is started as this file starts itself
+(`--serve CASE RANK FOLDER`), and answers as `serve` does.
 """
 
 import argparse
@@ -136,8 +136,8 @@ class Group:
             assert rank.stdin is not None
             rank.stdin.write(f"{steps}\n")
             rank.stdin.flush()
-        first: list[float] = [json.loads(self._line(rank)) for rank in self._ranks][0]
-        return first
+        first, *_ = [json.loads(self._line(rank)) for rank in self._ranks]
+        return [float(figure) for figure in first]
 
     def end(self) -> None:
         for rank in self._ranks:
@@ -175,9 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--starts", type=int, default=4)
     parser.add_argument("--beside", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)

@@ -128,6 +128,11 @@ def check(folder, case, votes, scripts, *, replace):
     return world
 
 
+def check_all(folder, case, votes, scripts, *, replace):
+    for script in scripts:
+        check(folder, case, votes, [script], replace=replace)
+
+
 def same_as_undisturbed(world, wanted, *, exact):
     found = world.members[0].tensors()
     assert found.keys() == wanted.keys()
@@ -152,8 +157,8 @@ def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case,
 @VOTES
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes):
-    for script in [*list(losses(case, votes))[::3], *list(breaks(case, votes))[::3]]:
-        check(folder, case, votes, [script], replace=True)
+    some = [*list(losses(case, votes))[::3], *list(breaks(case, votes))[::3]]
+    check_all(folder, case, votes, some, replace=True)
 
 
 @VOTES
@@ -161,8 +166,7 @@ def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, v
 def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others(
     folder, case, votes
 ):
-    for script in lapses():
-        check(folder, case, votes, [script], replace=True)
+    check_all(folder, case, votes, lapses(), replace=True)
 
 
 @pytest.mark.slow
@@ -171,8 +175,7 @@ def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_death_and_every_loss(folder, case, votes, replace):
     one_each = deaths(case, votes), losses(case, votes), breaks(case, votes), lapses()
-    for script in itertools.chain(*one_each):
-        check(folder, case, votes, [script], replace=replace)
+    check_all(folder, case, votes, itertools.chain(*one_each), replace=replace)
 
 
 # ---- several things go wrong
@@ -222,8 +225,8 @@ def test_a_newcomer_that_was_given_the_state_keeps_it_though_its_giver_dies(fold
     """All that is left of the run is what the newcomers were given a moment ago."""
     point = next(p for p, _ in places(FIRST[0], False) if p.what == "start")
     others_die = Script(deaths=[Death(1, point), Death(2, point)])
-    compare, header, text, tensors, next_word = range(1, 6)
-    giver_dies = Script(deaths=[Death(0, Point("start", next_word))])
+    given = 4  # collectives: what they hold, then a length, a header and tensors
+    giver_dies = Script(deaths=[Death(0, Point("start", given + 1))])
     world = check(folder, FIRST[0], False, [others_die, giver_dies], replace=True)
     assert [len(generation) for generation in world.generations] == [3, 3, 3]
 
@@ -309,10 +312,9 @@ MUTANTS = {
 def test_a_fault_in_the_rule_is_found(folder, name):
     where, attribute, fault = MUTANTS[name]
     case = CASES[-1] if "broken" in name else FIRST[0]  # sends while a pass is under way
-    scripts = [*breaks(case, True), vote_is_seen_by_rank_0_alone(), *list(deaths(case, True))[::3]]
+    some = [*breaks(case, True), vote_is_seen_by_rank_0_alone(), *list(deaths(case, True))[::3]]
     with (
         mock.patch.object(where, attribute, fault),
         pytest.raises((AssertionError, RecipeError, RunError)),
     ):
-        for script in scripts:
-            check(folder, case, True, [script], replace=True)
+        check_all(folder, case, True, some, replace=True)
