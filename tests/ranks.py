@@ -326,8 +326,9 @@ class World:
         strategy: its name, with `options`.
         determinism: of the job.
         votes: whether every commit is voted for.
-        invariant: of the members of a generation that has formed; called when all hold the
-            same, and at the end. Asserts.
+        invariant: called when all members of a generation hold the state and none has computed a
+            step, and at the end; asserts. `generations` has the members of former ones, with
+            those that died.
     """
 
     def __init__(
@@ -338,7 +339,7 @@ class World:
         *,
         determinism: str = "order",
         votes: bool = False,
-        invariant: Callable[[Sequence[Rank]], None] = lambda _: None,
+        invariant: Callable[[World], None] = lambda _: None,
     ) -> None:
         table = {
             "recipe": "a.py:recipe",
@@ -373,7 +374,10 @@ class World:
     def entered(self, rank: Rank, generation: int) -> None:
         """A rank's steps are about to begin."""
         with self._lock:
-            self._entered[generation].setdefault(rank.digest(), []).append(rank.step)
+            entered = self._entered[generation]
+            entered.setdefault(rank.digest(), []).append(rank.step)
+            if sum(map(len, entered.values())) == len(self.members):
+                self._invariant(self)
 
     def committed(self, rank: Rank, done: Commit) -> None:
         """A rank has committed a step."""
@@ -476,7 +480,7 @@ class World:
     def _check_end(self) -> None:
         assert [rank.step for rank in self.members] == [LAST] * len(self.members)
         assert len({rank.digest() for rank in self.members}) == 1, "different states at the end"
-        self._invariant(self.members)
+        self._invariant(self)
         records = read_records(self.run / "ledger.bin", LEDGER)
         found = audit(records, SAMPLES, GLOBAL_BATCH, last_step=LAST)
         assert found.exact, found

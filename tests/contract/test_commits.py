@@ -182,27 +182,35 @@ def test_every_death_and_every_loss(folder, case, votes, replace):
 
 
 def a_story(draw, case, votes):
-    """Up to two deaths in the first generation, and more while the next ones form."""
+    """Up to two ranks die or break off in the first generation, and more while later ones form."""
     members = range(WORKERS)
     points = [point for step in (1, 2, 3) for point, _ in places(case, votes, step)]
-    first = [Death(rank, draw.choice(points)) for rank in draw.sample(members, draw.choice((1, 2)))]
-    scripts = [Script(deaths=first, lost=a_loss(draw, first))]
+    who = draw.sample(members, draw.choice((1, 2)))
+    scripts = [a_script(draw, [(rank, draw.choice(points)) for rank in who])]
     for _ in range(draw.choice((1, 1, 2))):
         point = Point(draw.choice(("start", "sent", "got")), draw.randint(1, 16))
-        later = [Death(draw.randrange(WORKERS), point)]
-        scripts.append(Script(deaths=later, lost=a_loss(draw, later)))
+        scripts.append(a_script(draw, [(draw.choice(members), point)]))
     return scripts
 
 
-def a_loss(draw, deaths):
-    calls = [at.number - (at.what == "start") for _, at in deaths if at.what in ("start", "sent")]
+def a_script(draw, faults):
+    talks = [fault for fault in faults if fault[1].what in ("start", "sent", "got")]
+    breaks = [Break(*fault) for fault in talks if draw.random() < 0.3]
+    deaths = [Death(*fault) for fault in faults if Break(*fault) not in breaks]
+    return Script(deaths=deaths, breaks=breaks, lost=a_loss(draw, faults))
+
+
+def a_loss(draw, faults):
+    calls = [at.number - (at.what == "start") for _, at in faults if at.what in ("start", "sent")]
     return {call: draw.choice(subsets(range(WORKERS))) for call in calls}
 
 
 def check_stories(folder, case, votes, count):
     draw = random.Random(f"{case} {votes}")
     for _ in range(count):
-        check(folder, case, votes, a_story(draw, case, votes), replace=True)
+        story = a_story(draw, case, votes)
+        replace = draw.random() < 0.8
+        check(folder, case, votes, story if replace else story[:1], replace=replace)
 
 
 @VOTES
@@ -235,6 +243,13 @@ def test_a_vote_that_only_a_dead_rank_saw_come_back_counts(folder):
     """It had committed, and its ledger says so; the others had all prepared."""
     world = check(folder, FIRST[0], True, [vote_is_seen_by_rank_0_alone()], replace=False)
     assert [rank.number for rank in world.generations[1]] == [1, 2]
+
+
+def test_what_else_must_hold_is_asked_in_every_generation_and_at_the_end(folder):
+    asked = []
+    world = World(folder, votes=True, invariant=lambda world: asked.append(world.generation))
+    world.train([vote_is_seen_by_rank_0_alone()])
+    assert asked == [1, 2, 2]
 
 
 def vote_is_seen_by_rank_0_alone():
