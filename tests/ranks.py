@@ -28,7 +28,6 @@ from instep.comm.memory import MemoryComm, MemoryMessage, _Room
 from instep.comm.messages import Form
 from instep.errors import PeerError
 from instep.events import LEDGER, read_records
-from instep.state.snapshot import Packer
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
@@ -241,12 +240,12 @@ class Rank:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a commit has left here, by name."""
-        groups = self.engine.state.capture(Packer()).tensors
+        groups = self.engine.state.capture().tensors
         return {f"{g} {n}": t for g, named in groups.items() for n, t in named.items()}
 
     def digest(self) -> str:
         """Of the commit: its number, tensors and counters, to the bit."""
-        snapshot = self.engine.state.capture(Packer())
+        snapshot = self.engine.state.capture()
         text = hashlib.sha256(repr((snapshot.step, snapshot.facts)).encode())
         for name, tensor in sorted(self.tensors().items()):
             text.update(name.encode() + tensor.contiguous().numpy().tobytes())
@@ -468,7 +467,7 @@ class World:
     @property
     def strategy_votes(self) -> bool:
         """Whether the strategy asks for votes by itself."""
-        return bool(self.members[0].strategy.votes)
+        return bool(self.members[0].strategy.laws)
 
     def _check_generation(self, expected: int | None) -> None:
         entered = self._entered[self.generation]

@@ -28,12 +28,12 @@ from instep.comm.base import Comm
 from instep.comm.messages import TOLD, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
-from instep.data.threads import cpu_clock
+from instep.data.reading.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.spec import JobSpec, StartSpec
-from instep.state.best import Best, best_of
+from instep.state.retention import Best, best_rule
 from instep.worker.committed import Commit
 from instep.worker.engine import Agreement, Weighed
 from instep.worker.loop import Loop, Passed
@@ -92,7 +92,7 @@ class OwnLoop(Loop):
                 "pass a layer is in. Leave it out."
             )
         _refuse(job)
-        best_of(job.checkpoint, ())  # your validation is not seen from here
+        best_rule(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
         check_scheduler(scheduler)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -537,11 +537,12 @@ class OwnLoop(Loop):
         next(self._items)
 
     def _save_last(self) -> None:
+        own = self.engine.own_state() if self.engine.strategy.laws else {}
         if self._saver is not None and not self.stopping.spoilt:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
                 where = position(self.step, self.samples, self.job.train.global_batch)
-            self._saver.after_step(self.engine, where, last=True)
+            self._saver.after_step(self.engine, where, due=True, last=True, own=own)
 
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""
