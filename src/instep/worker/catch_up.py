@@ -54,6 +54,8 @@ class Beginning(NamedTuple):
     ends: bool
     settled: int
     """Up to which commit nobody has to do again what follows one."""
+    generation: int
+    """The newest that one of them was inside."""
 
 
 def beginning(places: Sequence[Place]) -> Beginning:
@@ -72,7 +74,12 @@ def beginning(places: Sequence[Place]) -> Beginning:
     inside = [place for place in places if place.generation == latest and place.number >= 0]
     if all(place.prepared == newest + 1 and place.course == course for place in inside):
         newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
-    there = [p for p in places if p.course == course and newest in (p.number, p.prepared)]
+    there = [
+        p
+        for p in places
+        if p.course == course
+        and (p.number == newest or (p.prepared == newest and p.generation == latest))
+    ]
     # the lowest rank saves and reports; if it is new, nobody knows how far it had come
     new = places[0].number < 0
     settled = newest - 1 if new else min(p.settled for p in places if p.number >= 0)
@@ -84,4 +91,5 @@ def beginning(places: Sequence[Place]) -> Beginning:
         told=any(place.told for place in there if place.number == newest),
         ends=any(place.ends for place in there if place.number == newest),
         settled=min(settled, newest),
+        generation=latest,
     )

@@ -85,6 +85,9 @@ class Agreement(NamedTuple):
 class _Staged(NamedTuple):
     """A step that all have agreed on, and that has not been applied yet."""
 
+    course: int
+    number: int
+    """Of the commit; that of the step, unless it has several turns."""
     step: int
     where: Position
     agreed: Agreement
@@ -196,18 +199,20 @@ class Engine:
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
             return False
-        prepared = self.state.number + 1 if self._staged is not None else -1
+        prepared = self._staged.number if self._staged is not None else -1
         there = self.state.compare(comm, prepared=prepared)
         if self._staged is not None:
-            if (self.state.progress.course, prepared) == (there.course, there.number):
+            if self._staged[:2] == (there.course, there.number):
                 self._apply(self.update.apply)
             self._drop()
+        self.strategy.resolve(there.generation)
         if comm.rank == there.root:
             ledger = self.member.run / "ledger.bin"
             step = self.state.progress.step
             mend(ledger, step, self._records, wait=self.member.waits_for_writer)
+        fresh = not self.state.held
         self.state.share(comm, there)
-        if not self.state.held:
+        if fresh:
             self._take_what_was_left()
         return there.shared
 
@@ -297,12 +302,13 @@ class Engine:
                 parts=self._exact,
                 memory=self.memory,
                 at=Attempt(self.state.progress.course, self.state.number, form.generation),
+                draining=[form.members.index(worker) for worker in form.draining],
             )
-        if comm.rank == 0:
-            self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
         self.gradients = [Gradients(turn.parameters, self.take) for turn in self.turns]
         self._comm = comm
         self.state.inside(form.generation)
+        if comm.rank == 0:
+            self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
 
     @property
     def comm(self) -> Comm:
@@ -378,8 +384,9 @@ class Engine:
     def begin_step(self, step: int, where: Position) -> None:
         """The passes of a step are about to run, or of its next turn; or to run once more."""
         self.step, self.where = step, where
-        number = (step - 1) * len(self.turns) + self.turn + 1
-        self.strategy.begin_step(Attempt(self.state.progress.course, number, self.state.generation))
+        self._number = (step - 1) * len(self.turns) + self.turn + 1
+        course, generation = self.state.progress.course, self.state.generation
+        self.strategy.begin_step(Attempt(course, self._number, generation))
         for observer in self.observers.values():
             observer.begin_step(step, where)
 
@@ -470,7 +477,9 @@ class Engine:
         agreed = self._agreement(said, whole)
         self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
         if not leaving:
-            self._prepare(_Staged(self.step, self.where, agreed, samples))
+            course = self.state.progress.course
+            staged = _Staged(course, self._number, self.step, self.where, agreed, samples)
+            self._prepare(staged)
         blocked = time.perf_counter() - since
         latest = self._base + max(said["arrived"])
         self._base = latest
@@ -538,7 +547,7 @@ class Engine:
         """
         self._staged = staged
         if self.ends_step:
-            self.assignment.prepared(self.state.progress.course, staged.step, staged.where)
+            self.assignment.prepared(staged.course, staged.step, staged.where)
         if self._votes and self.comm.size > 1:
             self._in_doubt = True
             self.comm.all_reduce(torch.ones(1, device=self._device)).wait()

@@ -1,7 +1,6 @@
-"""The updates of a step, where it has several: each with parameters, optimizer and agreement of
-its own, and what of a job cannot be had with them.
+"""The updates of a step, where it has several, and what a job cannot have with them.
 
-Which of them is due, the engine knows; what their losses are, the recipe does.
+Which is due, the engine knows; what their losses are, the recipe does.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ class Recipe(NamedTuple):
     weight: Any = None
     embed: Any = None
     batch_loss: Any = None
+    turns: Any = ()
 
 
 @pytest.mark.parametrize("seed", range(6))
