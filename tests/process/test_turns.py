@@ -1,10 +1,16 @@
 """Several updates in one step, against a plain loop over the same micro-batches."""
 
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import gan
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import RECIPES
+from started import RECIPES, slow
 
 import instep
 from instep.data.order import Order, key, micro_batch, position
@@ -69,7 +75,7 @@ def plain():
     return model.state_dict(), last
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [slow(1), slow(2), 3])
 def test_any_number_of_workers_gives_what_a_plain_loop_gives(tmp_path, plain, workers):
     run = trained(tmp_path, workers, determinism="order")
     wanted, last = plain
@@ -83,7 +89,7 @@ def test_any_number_of_workers_gives_what_a_plain_loop_gives(tmp_path, plain, wo
     assert run.summary["repeated_samples"] == run.summary["missing_samples"] == 0
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [slow(2), slow(3)])  # the tests below do so by the way
 def test_with_bits_every_number_of_workers_gives_the_same(tmp_path, alone, workers):
     found = trained(tmp_path, workers)
     assert found.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
@@ -112,3 +118,30 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_p
     run = instep.resume(run.path, workers=3, quiet=True)
     assert run.summary["steps"] == STEPS
     assert run.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+
+
+def test_the_example_of_the_guide_trains_and_tells_the_loss_of_each_turn(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/guides/several-updates.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", guide, re.M | re.S)
+    codes = [text for language, text in blocks if language == "python"]
+    (tmp_path / "gan.py").write_text(codes[0])
+    (tmp_path / "job.toml").write_text(
+        next(text for language, text in blocks if language == "toml")
+    )
+    command = [sys.executable, "-m", "instep", "run", "job.toml", "--json"]
+    found = finished([*command, "--set", "train.stop_after_steps=6"], tmp_path)
+    summary = json.loads(found.splitlines()[-1])
+    assert (summary["steps"], summary["same_as_one_machine"]) == (6, "yes")
+    head = "import instep\nfrom gan import recipe\n"
+    script = codes[-1].replace("join(recipe)", "join(recipe, train={'steps': 2})")
+    assert script != codes[-1]
+    (tmp_path / "script.py").write_text(head + script)
+    lines = finished([sys.executable, "script.py"], tmp_path).splitlines()
+    assert [line.split()[0] for line in lines if line[:1] in "12"][:2] == ["1", "2"]
+    assert all(len(line.split()) == 3 for line in lines[:2])
+
+
+def finished(command, folder):
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
