@@ -110,14 +110,20 @@ def test_workers_killed_within_and_between_the_turns_leave_no_trace(tmp_path, al
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_path, alone):
-    run = trained(tmp_path, 2, train={"stop_after_steps": 9})
+    run = trained(tmp_path, 2, train={"stop_after_steps": 9}, arguments={"validates": True})
     assert run.summary["steps"] == 9
     kept = next((run.path / "checkpoints").glob("step-*9"))
     files = {path.stem for path in kept.glob("*.safetensors")}
     assert files >= {"optimizer-discriminator", "optimizer-generator", "strategy-generator"}
     run = instep.resume(run.path, workers=3, quiet=True)
     assert run.summary["steps"] == STEPS
+    assert run.summary["metrics"]["loss"] == pytest.approx(0.69, abs=0.3)  # the other's is 1.4
     assert run.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+
+
+def test_a_loss_of_an_earlier_turn_that_is_no_number_ends_the_run(tmp_path):
+    run = trained(tmp_path, 1, determinism="order", arguments={"spoils": True})
+    assert (run.exit_code, run.summary["rule_text"]) == (8, "the loss was nan from step 4 on")
 
 
 def test_the_example_of_the_guide_trains_and_tells_the_loss_of_each_turn(tmp_path):

@@ -59,8 +59,11 @@ def decaying(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
 
-def recipe(marks: str = "", validates: bool = False) -> instep.Recipe:
-    """Where `marks` is a folder, a worker is killed once at each of `MOMENTS`."""
+def recipe(marks: str = "", validates: bool = False, spoils: bool = False) -> instep.Recipe:
+    """Where `marks` is a folder, a worker is killed once at each of `MOMENTS`.
+
+    With `spoils` the loss of the first turn, but no gradient, is at its moment no number.
+    """
     model, calls = Gan().double(), dict.fromkeys(MOMENTS, 0)
 
     def moment(name):
@@ -72,7 +75,10 @@ def recipe(marks: str = "", validates: bool = False) -> instep.Recipe:
         def compute_loss(given, batch):
             if given is model and given.training:  # and no copy on which something is tried
                 moment(name)
-            return instep.WeightedLoss(loss(given, batch) * len(batch[0]), len(batch[0]))
+            mean = loss(given, batch)
+            if spoils and name == "discriminator" and calls[name] == MOMENTS[name]:
+                mean = mean + float("nan")
+            return instep.WeightedLoss(mean * len(batch[0]), len(batch[0]))
 
         def optimizer(parameters):
             made = adam(parameters)
