@@ -318,7 +318,10 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
 
 
 class LaunchSpec(Section, frozen=True, kw_only=True):
-    """On which machines the workers are started."""
+    """On which machines the workers are started, and by what."""
+
+    name: str = ""
+    """A key of `launch.LAUNCHERS`; empty: `hosts` if `hosts` is given, otherwise `local`."""
 
     hosts: tuple[str, ...] = ()
     """Of each host, the command that runs another one there, such as `"ssh node2"`; none: all

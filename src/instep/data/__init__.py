@@ -16,10 +16,10 @@ from instep.registry import Registry
 SOURCES = Registry(
     "data source",
     {
-        "cifar10": "instep.data.sources:cifar10",
-        "image_folder": "instep.data.sources:image_folder",
-        "mnist": "instep.data.sources:mnist",
-        "text": "instep.data.sources:text",
+        "cifar10": "instep.data.images:cifar10",
+        "image_folder": "instep.data.image_folder:image_folder",
+        "mnist": "instep.data.images:mnist",
+        "text": "instep.data.text:text",
     },
 )
 """Datasets that can be read from a user's disk, by name."""

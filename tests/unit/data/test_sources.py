@@ -249,7 +249,7 @@ def test_a_folder_of_text_is_joined_by_name(tmp_path):
 
 def test_too_little_text_and_no_text_are_told(tmp_path):
     (tmp_path / "a.py").write_bytes(b"12345")
-    with pytest.raises(DataError, match="1 files hold 5 bytes together: at least 6 are wanted"):
+    with pytest.raises(DataError, match=r": 5 bytes, and one window of length 5 needs 6\."):
         text(tmp_path, length=5)
     with pytest.raises(DataError, match=r"holds no file that matches '\*\.md'"):
         text(tmp_path, length=5, pattern="*.md")
