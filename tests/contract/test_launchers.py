@@ -21,13 +21,14 @@ SOON_S = 30.0
 
 @pytest.fixture
 def launched(tmp_path):
-    """A launcher by name, with its one fork server started; ended after the test."""
+    """By name: a launcher that has started its one fork server, and what it has started."""
     master, made = listen(), []
 
     def launch(name):
+        before = children()
         made.append(LAUNCHERS[name](*ARGUMENTS.get(name, ())))
         made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
-        return made[0]
+        return made[0], lambda: children() - before
 
     yield launch
     for each in made:
@@ -35,9 +36,10 @@ def launched(tmp_path):
     master.close()
 
 
-def fork_servers():
-    """What was started for this test and lives, the fork server and whatever stands before it."""
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
+def children():
+    """Living processes that came of this one; those of other tests too."""
+    found = psutil.Process().children(recursive=True)
+    return {process for process in found if process.status() != psutil.STATUS_ZOMBIE}
 
 
 def until(condition):
@@ -49,24 +51,23 @@ def until(condition):
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name):
-    launcher = launched(name)
-    started = fork_servers()
-    assert started
+    launcher, started = launched(name)
+    assert started()
     assert launcher.ended() is None
-    assert not any("secret" in word for process in started for word in process.cmdline())
+    assert not any("secret" in word for process in started() for word in process.cmdline())
     launcher.stop()
     launcher.stop()
-    assert fork_servers() == []
+    assert started() == set()
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, name):
-    launcher = launched(name)
+    launcher, started = launched(name)
     launcher.end_if_stopped()
     assert launcher.ended() is None
-    for process in fork_servers():
+    for process in started():
         process.send_signal(signal.SIGSTOP)
-    until(lambda: all(process.status() == "stopped" for process in fork_servers()))
+    until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in started()))
     launcher.end_if_stopped()
     until(lambda: launcher.ended() is not None)
     assert launcher.ended() == -signal.SIGKILL
