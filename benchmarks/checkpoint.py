@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from instep.data.order import Position
 from instep.spec import CheckpointSpec, JobSpec
 from instep.units import readable_bytes, readable_seconds
-from instep.worker.replica import Clock
+from instep.worker.engine import Clock
 from instep.worker.saving import Saver
 from instep.worker.update import Update
 

@@ -45,6 +45,7 @@ def stepper(name: str, passes: int, parts: int) -> Callable[[], None]:
                 sums.begin_pass(1 / passes, last=number == passes - 1)
                 loss.backward()
             agreed = sums.exchange(notes)
+        sums.hand_out()
         sums.apply(optimizer.step)
 
     return step

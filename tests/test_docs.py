@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from instep import cli, errors, events, spec_file
+from instep.comm.codecs import CODECS
 from instep.comm.memory import run_ranks
 from instep.data import SOURCES
 from instep.sync import STRATEGIES
@@ -130,8 +131,12 @@ def test_every_event_and_record_field_is_on_the_page_of_events():
         assert missing == [] or name == "worker_ready", f"{name} has {missing}"
 
 
-def test_every_strategy_and_every_source_has_its_heading():
-    for table, page in ((STRATEGIES, "concepts/strategies.md"), (SOURCES, "reference/sources.md")):
+def test_every_strategy_source_and_codec_has_its_heading():
+    for table, page in (
+        (STRATEGIES, "concepts/strategies.md"),
+        (SOURCES, "reference/sources.md"),
+        (CODECS, "guides/adding-a-codec.md"),
+    ):
         assert set(table) <= set(headings(ROOT / "docs" / page))
 
 
@@ -197,6 +202,7 @@ def agreed(strategy: Any) -> list[torch.Tensor]:
         mine.begin_pass((comm.rank + 1) / 6, last=True)
         model(torch.full((5, 4), float(comm.rank))).square().mean().backward()
         notes = mine.exchange(torch.tensor([float(comm.rank)], dtype=torch.float64))
+        mine.hand_out()
         gradients = mine.apply(lambda: [parameter.grad.clone() for parameter in parameters])
         listening.close()
         mine.stop()

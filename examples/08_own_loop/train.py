@@ -31,9 +31,8 @@ def main() -> None:
         for epoch in range(EPOCHS):
             for inputs, target in loader:  # this process's part of each global batch
                 loss = F.cross_entropy(model(inputs.to(session.device)), target.to(session.device))
-                loss.backward()
-                session.record(loss)
-                optimizer.step()  # exchanges gradients, updates, commits
+                session.backward(loss)
+                optimizer.step()  # updates and commits, on all processes together
 
             own = slice(session.rank, None, session.size)
             inputs, target = (part[own].to(session.device) for part in held_out)

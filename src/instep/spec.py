@@ -54,6 +54,11 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Whether a worker runs its micro-batches as one larger forward pass: `auto` if a trial
     shows that no layer can tell the difference, `never` to save memory."""
 
+    batch_norm: Literal["micro_batch", "global"] = "micro_batch"
+    """What batch normalisation sees: each micro-batch, or the `global` batch of the step, over all
+    workers. With `global` a worker's micro-batches are one pass, and the workers wait for each
+    other in every such layer."""
+
     deal: Literal["speed", "even"] = "speed"
     """How work is distributed: `speed` gives a slow worker fewer micro-batches, `even` gives all
     the same number. Your own loop always has `even`."""
@@ -99,6 +104,16 @@ class TrainSpec(Section, frozen=True, kw_only=True):
             raise ValueError(
                 "merge = 'always' with determinism = 'bits': for the same bits each micro-batch is "
                 "computed separately. Leave merge out."
+            )
+        if self.batch_norm == "global" and self.determinism == "bits":
+            raise ValueError(
+                "batch_norm = 'global' with determinism = 'bits': the same bits need each "
+                "micro-batch computed apart. Leave one of them out."
+            )
+        if self.batch_norm == "global" and self.merge == "never":
+            raise ValueError(
+                "batch_norm = 'global' with merge = 'never': a worker's micro-batches are one "
+                "pass, as a layer needs all of them at once. Leave merge out."
             )
         if self.max_grad_norm is not None and not math.isfinite(self.max_grad_norm):
             raise ValueError(f"max_grad_norm = {self.max_grad_norm}: needs to be a finite number.")

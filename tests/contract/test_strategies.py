@@ -65,6 +65,11 @@ def passes_of(rank, size):
     return [one for one, (owner, _) in zip(every, dealt, strict=True) if owner == rank]
 
 
+def apply(strategy, update):
+    strategy.hand_out()
+    return strategy.apply(update)
+
+
 def one_step(comm, name, options, steps=1):
     """What a rank holds after the agreement of its last step."""
     model, names, parameters = model_and_parameters()
@@ -80,7 +85,7 @@ def one_step(comm, name, options, steps=1):
         notes = strategy.exchange(notes)
         assert all(parameter.grad is None for parameter in parameters)
         named = dict(zip(names, parameters, strict=True))
-        grads = strategy.apply(lambda named=named: {n: _copy(p.grad) for n, p in named.items()})
+        grads = apply(strategy, lambda named=named: {n: _copy(p.grad) for n, p in named.items()})
         assert all(parameter.grad is None for parameter in parameters)
     gradients.close()
     strategy.stop()
@@ -190,7 +195,7 @@ def test_a_rank_may_have_no_pass_at_all_and_still_gets_the_gradient(name):
             strategy.begin_pass(1.0, last=True)
             strategy.gradient(0, torch.tensor([2.0, 3.0]))
         strategy.exchange(torch.zeros(1, dtype=torch.float64))
-        return strategy.apply(lambda: weight.grad.tolist())
+        return apply(strategy, lambda: weight.grad.tolist())
 
     assert run_ranks(3, body) == [[2.0, 3.0]] * 3
 
@@ -202,7 +207,7 @@ def test_a_step_in_which_nobody_has_a_pass_leaves_no_gradient(name):
         strategy = make_strategy(name, {})
         strategy.start([weight], comm, notes=1)
         notes = strategy.exchange(torch.ones(1, dtype=torch.float64))
-        return strategy.apply(lambda: weight.grad), notes.tolist()
+        return apply(strategy, lambda: weight.grad), notes.tolist()
 
     assert run_ranks(2, body) == [(None, [2.0])] * 2
 
@@ -264,13 +269,13 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
                 agreed = strategy.exchange(torch.ones(1, dtype=torch.float64))
 
         exchange(2.0)
-        strategy.apply(lambda: None)
+        apply(strategy, lambda: None)
         before = {name: kept.clone() for name, kept in strategy.state().items()}
         exchange(1e9)  # on a lattice: much too large for what was learnt
         strategy.abandon()
         assert weight.grad is None
         assert all(torch.equal(kept, before[name]) for name, kept in strategy.state().items())
         exchange(4.0)
-        return strategy.apply(lambda: weight.grad.tolist())
+        return apply(strategy, lambda: weight.grad.tolist())
 
     assert run_ranks(2, body) == [[4.0, 3.0]] * 2

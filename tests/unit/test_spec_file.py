@@ -41,13 +41,22 @@ TRAIN = some(
     micro_batches=st.integers(16, 64),
     merge=st.sampled_from(["auto", "always", "never"]),
     determinism=st.sampled_from(["order", "bits"]),
+    batch_norm=st.sampled_from(["micro_batch", "global"]),
     precision=st.sampled_from(["float32", "bfloat16", "float16"]),
     max_grad_norm=st.floats(1e-300, 1e300) | st.integers(1, 9),
     validate_every=NATURAL,
     stop_after_steps=NATURAL,
     threads=NATURAL,
     device=st.sampled_from(["auto", "cpu", "cuda"]),
-).filter(lambda table: (table.get("merge"), table.get("determinism")) != ("always", "bits"))
+).filter(
+    lambda table: (
+        (table.get("merge"), table.get("determinism")) != ("always", "bits")
+        and (
+            table.get("batch_norm") != "global"
+            or (table.get("merge") != "never" and table.get("determinism") != "bits")
+        )
+    )
+)
 STOP = some(
     metric=TEXT,
     mode=st.sampled_from(["auto", "min", "max"]),

@@ -15,6 +15,29 @@ class AloneComm:
         """The sum over one rank is the tensor itself."""
         return self
 
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> AloneComm:
+        """The only part."""
+        out.copy_(parts)
+        return self
+
+    def all_gather(self, out: Tensor, part: Tensor) -> AloneComm:
+        """The only part."""
+        out.copy_(part)
+        return self
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> AloneComm:
+        """The only part."""
+        out.copy_(parts)
+        return self
+
+    def send(self, tensor: Tensor, to: int) -> AloneComm:
+        """There is no other rank."""
+        raise AssertionError(f"a group of one cannot send to rank {to}")
+
+    def receive(self, tensor: Tensor, source: int) -> AloneComm:
+        """There is no other rank."""
+        raise AssertionError(f"a group of one cannot receive from rank {source}")
+
     def wait(self) -> None:
         """Nothing is under way."""
 

@@ -13,7 +13,11 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective or a message under way.
+
+    Its tensors must not be touched until `wait` returned. Where it raised, those that were to
+    be filled may hold anything, and the group can do nothing more.
+    """
 
     def wait(self) -> None:
         """Return when the result is here.
@@ -24,7 +28,13 @@ class Work(Protocol):
 
 
 class Comm(Protocol):
-    """One rank's end of a group. Every rank calls the same collectives in the same order."""
+    """One rank's end of a group. Every rank calls the same collectives in the same order.
+
+    Several may be under way at once, and be waited for in any order. Tensors are contiguous;
+    those of one call have one dtype and device, and each rank passes the same sizes. What
+    moves without being summed arrives with the same bits. Where a member went away, the call
+    itself may raise `PeerError`, or its `wait` does.
+    """
 
     @property
     def rank(self) -> int:
@@ -37,15 +47,50 @@ class Comm(Protocol):
     def all_reduce(self, tensor: Tensor) -> Work:
         """Begin to replace `tensor`, on every rank, by the sum over the ranks.
 
-        The tensor must not be touched until `wait` returns. Every rank then
-        holds the same bits. Several may be under way at once.
+        Every rank then holds the same bits.
+        """
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> Work:
+        """Begin to sum the r-th part over the ranks into `out` of rank r.
+
+        On the CPU it is added up in rank order, starting from rank 0's part.
+
+        Args:
+            out: [n].
+            parts: [size * n], of which rank r gets the r-th n; only read.
+        """
+
+    def all_gather(self, out: Tensor, part: Tensor) -> Work:
+        """Begin to collect the `part` of every rank in `out`, in rank order.
+
+        Args:
+            out: [size * n].
+            part: [n]; only read.
+        """
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        """Begin to send the r-th part to rank r, and to collect in rank order what is sent here.
+
+        Args:
+            out: [size * n].
+            parts: [size * n], of which rank r gets the r-th n; only read.
         """
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Replace `tensor`, on every rank, by that of rank `root`; returns when done."""
 
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """Begin to send `tensor` to another rank, which calls `receive`; nobody else takes part.
+
+        Between two ranks messages arrive in the order in which they were sent. `wait` returns
+        when the tensor may be changed again, which does not say that it has arrived.
+        """
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Begin to replace `tensor` by the next one that rank `source` sends here."""
+
     def interrupt(self) -> None:
-        """Have a collective that waits for other ranks raise, as if one of them were gone.
+        """Have whatever waits for other ranks raise, as if one of them were gone.
 
         For another thread than the one that waits. The group can do nothing more.
         """

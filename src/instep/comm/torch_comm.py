@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo
 
+from instep.comm.base import Work
 from instep.errors import PeerError
 
 PATIENCE = timedelta(days=1)
@@ -39,6 +40,9 @@ LOOK = timedelta(seconds=0.1)
 
 LAST_S = 0.3
 """How long a group that is left may take to end."""
+
+
+_GIVEN_UP = "the exchange was given up: the members change."
 
 
 class TorchComm:
@@ -96,25 +100,57 @@ class TorchComm:
 
     def all_reduce(self, tensor: Tensor) -> TorchWork:
         """Begin a sum over the ranks."""
-        assert self._group is not None, "the group is closed"
         options = AllreduceOptions()  # a sum, unless told otherwise
-        try:
-            return self._work(self._group.allreduce([tensor], options))
-        except RuntimeError as error:
-            raise _broken(error) from error
+        return self._begin(lambda group: group.allreduce([tensor], options))
+
+    def reduce_scatter(self, out: Tensor, parts: Tensor) -> Work:
+        """Begin a sum of this rank's part; gloo's own would send as much as an all-reduce."""
+        if self._in_stream:
+            return self._begin(lambda group: group._reduce_scatter_base(out, parts))
+        got = torch.empty_like(parts)
+        return SumWork(self.all_to_all(got, parts), out, got.view(self._size, -1))
+
+    def all_gather(self, out: Tensor, part: Tensor) -> TorchWork:
+        """Begin to collect the ranks' parts."""
+        assert out.numel() == self._size * part.numel(), "out has room for the parts of all"
+        into, own = _bytes(out), _bytes(part)
+        return self._begin(lambda group: group._allgather_base(into, own))
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> TorchWork:
+        """Begin to collect what is meant for this rank."""
+        assert out.numel() == parts.numel(), "as much comes as goes"
+        into, own = _bytes(out), _bytes(parts)
+        return self._begin(lambda group: group.alltoall_base(into, own, [], []))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy rank `root`'s tensor to every rank."""
-        assert self._group is not None, "the group is closed"
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
+        self._begin(lambda group: group.broadcast([tensor], options)).wait()
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """Begin to send to one rank."""
+        own = _bytes(tensor)
+        return self._message(lambda group: group.send([own], to, 0))
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Begin to receive from one rank."""
+        into = _bytes(tensor)
+        return self._message(lambda group: group.recv([into], source, 0))
+
+    def _message(self, start: Callable[[Any], Any]) -> Work:
+        whole = TorchWork(self._started(start), None)
+        return whole if self._in_stream else MessageWork(whole, self._is_given_up)
+
+    def _begin(self, start: Callable[[Any], Any]) -> TorchWork:
+        return TorchWork(self._started(start), None if self._in_stream else self._is_given_up)
+
+    def _started(self, start: Callable[[Any], Any]) -> Any:
+        assert self._group is not None, "the group is closed"
         try:
-            self._work(self._group.broadcast([tensor], options)).wait()
+            return start(self._group)
         except RuntimeError as error:
             raise _broken(error) from error
-
-    def _work(self, work: Any) -> TorchWork:
-        return TorchWork(work, None if self._in_stream else self._is_given_up)
 
     def _is_given_up(self) -> bool:
         return self._given_up
@@ -140,7 +176,8 @@ class TorchComm:
         """Leave the group and free its sockets.
 
         One of gloo's own threads may wait for the rest of a message for ever (torch 2.13:
-        a connection that ends within a message wakes nobody): then it is left behind.
+        a connection that ends within a message wakes nobody): then it is left behind. A
+        message that nobody waited for keeps gloo's connections open, on which others may wait.
         """
         groups, self._group = [self._group], None
         if self._in_stream:
@@ -149,6 +186,7 @@ class TorchComm:
         ends = threading.Thread(target=groups.clear, name="instep leaves a group", daemon=True)
         ends.start()
         ends.join(LAST_S)
+        self.interrupt()
 
 
 class TorchWork:
@@ -170,7 +208,7 @@ class TorchWork:
                 return
             while not self._ends_soon():
                 if self._is_given_up():
-                    raise PeerError("the exchange was given up: the members change.")
+                    raise PeerError(_GIVEN_UP)
         except RuntimeError as error:
             raise _broken(error) from error
 
@@ -185,6 +223,67 @@ class TorchWork:
         return True
 
 
+class MessageWork:
+    """A message between two ranks, under way in gloo's own threads.
+
+    It is waited for in a thread of its own and without a limit: where a limit runs out, gloo
+    gives up the whole group (torch 2.13, `unbound_buffer.cc`).
+
+    Args:
+        whole: waits for it without a limit.
+        is_given_up: whether the group can do nothing more.
+    """
+
+    def __init__(self, whole: TorchWork, is_given_up: Callable[[], bool]) -> None:
+        self._whole, self._is_given_up = whole, is_given_up
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._wait, name="instep waits for a message", daemon=True
+        )
+        self._error: PeerError | None = None
+
+    def _wait(self) -> None:
+        try:
+            self._whole.wait()
+        except PeerError as error:
+            self._error = error
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Return when the message is here, or has left."""
+        if not self._thread.ident:
+            self._thread.start()
+        while not self._ended.wait(LOOK.total_seconds()):
+            if self._is_given_up():
+                raise PeerError(_GIVEN_UP)
+        if self._error is not None:
+            raise self._error
+
+
+class SumWork:
+    """Parts on their way here, which `wait` adds up.
+
+    Args:
+        work: brings the parts.
+        out: [n], gets the sum.
+        parts: [size, n], in rank order.
+    """
+
+    def __init__(self, work: Work, out: Tensor, parts: Tensor) -> None:
+        self._work, self._out = work, out
+        self._parts: Tensor | None = parts
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Return when the sum is here."""
+        self._work.wait()
+        if self._parts is not None:
+            self._out.copy_(self._parts[0])
+            for part in self._parts[1:]:
+                self._out += part
+            self._parts = None
+
+
 def open_sockets() -> set[tuple[int, int]]:
     """Descriptor and inode of each socket of this process; none where the system does not tell."""
     found = set()
@@ -195,6 +294,11 @@ def open_sockets() -> set[tuple[int, int]]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(name), status.st_ino))
     return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as flat bytes, for what is moved and not summed: of any type, contiguous."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class _Noted(Store):

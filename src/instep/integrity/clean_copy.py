@@ -6,60 +6,52 @@ optimizer do. Whether a state is right, this file does not know.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from instep.state.snapshot import Packer, Snapshot, tied_names
-from instep.worker.saving import TakenUp, aside, gather, take_up
-from instep.worker.standing import Committed, Standing
-from instep.worker.update import Update
+from instep.state.snapshot import Snapshot, tied_names
+from instep.worker.committed import Commit, CommittedState
 
 
 class CleanCopy:
     """One copy at most, replaced by each newer one.
 
     Args:
-        model: as the recipe builds it.
-        update: has its optimizer, scheduler and scaler.
-        standing: where this worker stands.
+        state: what this worker holds.
     """
 
-    def __init__(self, model: nn.Module, update: Update, standing: Standing) -> None:
-        self._model, self._update, self._standing = model, update, standing
-        self._pack = Packer()
+    def __init__(self, state: CommittedState) -> None:
+        self._state = state
         self._kept: Snapshot | None = None
-        self._last: Committed | None = None
-        self._carried = TakenUp()
+        self._last: Commit | None = None
 
     @property
     def step(self) -> int:
         """The last committed step that is in it; -1 where there is no copy."""
-        return self._carried.step if self._kept is not None else -1
+        return self._kept.step if self._kept is not None else -1
 
-    def keep(self, strategy: dict[str, Tensor]) -> None:
-        """Copy the state of the last commit, in place of the copy there was.
-
-        Args:
-            strategy: what the strategy remembers since that commit.
-        """
-        carried = self._standing.carried._replace(strategy=strategy)
-        live = gather(carried, self._model, self._update, self._pack)
-        live.tensors["aside"] = aside(self._model, live.tensors["model"])
+    def keep(self) -> None:
+        """Copy the state of the last commit, in place of the copy there was."""
+        live = self._state.capture()
         before = self._kept.tensors if self._kept is not None else {}
         tensors = {
             group: _copied(tensors, before.get(group, {}))
             for group, tensors in live.tensors.items()
         }
         self._kept = Snapshot(step=live.step, tensors=tensors, facts=live.facts)
-        self._carried, self._last = carried, self._standing.last
+        self._last = self._state.last
 
     def give_back(self) -> None:
-        """This worker stands again where it stood when the copy was made; the copy stays."""
+        """Put this worker back to the commit that the copy is of; the copy stays.
+
+        A new course begins, so that no later commit of the one before it counts any more.
+        """
         assert self._kept is not None, "there is no copy"
         tensors = {group: _copied(kept, {}) for group, kept in self._kept.tensors.items()}
         fresh = Snapshot(step=self._kept.step, tensors=tensors, facts=self._kept.facts)
-        standing = self._standing
-        standing.carried = take_up(fresh, "the copy in memory", self._model, self._update)
-        standing.last, standing.settled = self._last, self._kept.step
+        state, course = self._state, self._state.progress.course + 1
+        state.restore(fresh, "the copy in memory")
+        state.progress = state.progress._replace(course=course)
+        state.last, state.settled = self._last, self._kept.step
 
 
 def _copied(tensors: dict[str, Tensor], room: dict[str, Tensor]) -> dict[str, Tensor]:

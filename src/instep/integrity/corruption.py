@@ -1,7 +1,7 @@
 """Looks out for silent corruption: a machine that computes, or remembers, something wrong.
 
 Three looks, all cheap. Each worker sees whether its parameters are still what
-its last update made them (`state/digest.py:Watch`). Now and then all compare
+its last update made them (`state/digest.py:MemoryWatch`). Now and then all compare
 a digest of their whole state. And now and then each computes one micro-batch
 of another a second time, and the gradients' digests are compared. The digests
 travel in the notes of the step; who is wrong is decided in `repeats.py`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
@@ -42,7 +42,7 @@ from instep.integrity.repeats import (
     repeats_of,
 )
 from instep.spec import TrainSpec
-from instep.state.digest import Watch, combined, digests
+from instep.state.digest import MemoryWatch, combined, digests
 from instep.worker.dealing import Speeds
 from instep.worker.observed import Observed
 from instep.worker.passes import Pass, Share, parts_of
@@ -119,9 +119,9 @@ class CorruptionCheck:
         model, update = observed.model, observed.update
         self._observed, self._member = observed, observed.member
         self._model, self._optimizer = model, update.optimizer
-        self._copy = copy or CleanCopy(model, update, observed.standing)
+        self._copy = copy or CleanCopy(observed.state)
         self._right = -1  # the last step whose state is known to be right; -1 if none is
-        self._watch = Watch(model.named_parameters(), WATCH_SHARE)
+        self._watch = MemoryWatch(model.named_parameters(), WATCH_SHARE)
         self._doubts = 0
         self._hearing: Hearing | None = None
         self._nobody_has_a_copy = self._going_back = False
@@ -136,24 +136,24 @@ class CorruptionCheck:
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
         self._kept = False  # whether a copy was made in this generation
-        self._watch.take()
+        self._watch.record()
 
     def over(self) -> None:
         """The generation is over; a second call does nothing."""
         self._hearing = None
 
-    def formed(self, strategy: dict[str, Tensor], *, anew: bool) -> None:
+    def formed(self, *, anew: bool) -> None:
         """Learn from the others up to which step all is known to be right.
 
         The state of a beginning, or of a checkpoint, is the first to go back to.
         """
         if anew:
-            self._copy.keep(strategy)
+            self._copy.keep()
             self._right, self._kept = self._copy.step, True
         if self._comm.size > 1:
             self._right = max(known for (known,) in self._shared([self._right + 1])) - 1
         # what was saved since a clean copy may be wrong
-        self._observed.drop_after(self._observed.standing.carried.step)
+        self._observed.drop_after(self._observed.state.progress.step)
 
     def go_back(self) -> bool:
         """Take up the copy, if corruption was found.
@@ -236,7 +236,7 @@ class CorruptionCheck:
         Raises:
             WorkerError: they are not, and nobody could take this worker's place.
         """
-        changed = self._watch.look()
+        changed = self._watch.find_change()
         if changed is None:
             return
         how = "it is not what the last update made it"
@@ -263,12 +263,11 @@ class CorruptionCheck:
     def _state_is_due(self) -> bool:
         return self._step % STATE_EVERY == 0
 
-    def judge(self, notes: list[float], strategy: Callable[[], dict[str, Tensor]]) -> None:
+    def judge(self, notes: list[float]) -> None:
         """Compare what all have told; every worker comes to the same.
 
         Args:
             notes: of all ranks, summed.
-            strategy: gives what the strategy remembers since the last commit.
 
         Raises:
             PeerError: something is wrong, and not known to be this worker's; the members go
@@ -286,7 +285,7 @@ class CorruptionCheck:
             return
         self._right = self._step - 1
         if not self._kept or self._step // self._every % COPY_EVERY == 0:
-            self._copy.keep(strategy())
+            self._copy.keep()
             self._kept = True
 
     def unrepeatable(self, error: Unrepeatable) -> None:
@@ -302,7 +301,7 @@ class CorruptionCheck:
 
     def committed(self) -> None:
         """Parameters have moved, and now stay as they are until the next step has its gradients."""
-        self._watch.take()
+        self._watch.record()
 
     # ---- who it is
 

@@ -46,19 +46,19 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.control.lease import Lease
-from instep.data.breadcrumb import Pages, leave_in
+from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
 from instep.system.environment import END, SETTINGS
 from instep.system.limits import FLOOR_S
+from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
     SPARE,
     Watched,
-    call_itself,
     die_with_parent,
-    exit_code_of,
     is_stopped,
     machine,
+    name_process,
 )
 from instep.system.stacks import send
 
@@ -66,7 +66,7 @@ _NO_PRELOAD = "INSTEP_NO_PRELOAD"
 _SEAT = "INSTEP_SEAT"
 
 MOST_PAGES = 256
-"""Workers of one host that leave word of where they are."""
+"""Workers of one host that leave word of where they are, and whose memory is kept."""
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
@@ -123,6 +123,7 @@ def _import_torch() -> None:
 
     spare_dynamo()
     torch.set_num_threads(1)
+    import instep.system.host_memory
     import instep.worker.process  # noqa: F401  what a worker needs, imported before the fork
 
     gc.freeze()  # nor does any process forked from this one look at all this again
@@ -166,6 +167,7 @@ class Server:
         several: whether it is one of several hosts, which may lose the master from sight.
         left: number and handle by process, of the server whose place this one takes.
         pages: where workers leave word of where they are; shared with a spare.
+        memory_files: files that outlive a worker; shared with a spare.
     """
 
     def __init__(
@@ -177,8 +179,10 @@ class Server:
         several: bool = False,
         left: Mapping[int, tuple[int, Watched]] = MappingProxyType({}),
         pages: Pages | None = None,
+        memory_files: MemoryFiles | None = None,
     ) -> None:
         self._pages = pages or Pages(MOST_PAGES)
+        self._memory_files = memory_files or MemoryFiles(MOST_PAGES, endpoint.token)
         self._connection, self._endpoint, self._phases, self._several = (
             connection,
             endpoint,
@@ -188,6 +192,8 @@ class Server:
         self._workers: dict[int, int] = {}
         self._given_up: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
+        for pid, (number, _) in left.items():
+            self._memory_files.adopt(number, pid)
         self._late: dict[int, _Late] = {}  # by number, workers that could not be forked yet
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
@@ -252,16 +258,20 @@ class Server:
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._connection.close()
-            name = call_itself(SPARE)
+            name = name_process(SPARE)
             left = _hear_of_workers(theirs, server)
             os.close(theirs)
-            call_itself(name)
+            name_process(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
-            connection = _call(self._endpoint)
-            several, pages = self._several, self._pages
             Server(
-                connection, self._endpoint, self._phases, several=several, left=left, pages=pages
+                _call(self._endpoint),
+                self._endpoint,
+                self._phases,
+                several=self._several,
+                left=left,
+                pages=self._pages,
+                memory_files=self._memory_files,
             ).serve()
         except PeerError:
             pass  # no master is left either
@@ -314,6 +324,7 @@ class Server:
         for number, pid in workers:
             if pid not in self._workers and pid not in self._adopted:
                 self._adopted[pid] = number, Watched(pid)
+                self._memory_files.adopt(number, pid)
                 self._tell_spare(pid, number)
 
     def _signal(self, pid: int, signals: Iterable[int]) -> None:
@@ -328,6 +339,11 @@ class Server:
 
     def _fork(self, order: StartWorker) -> None:
         forked, page = time.time(), self._pages.free()
+        adopted = (number for number, process in self._adopted.values() if not process.ended)
+        if order.number in {*self._workers.values(), *adopted}:
+            memory = -1  # the one before is dying, and might still write
+        else:
+            memory = self._memory_files.of(order.number)
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or no process, for the moment
@@ -335,7 +351,7 @@ class Server:
             return
         self._late.pop(order.number, None)
         if pid:
-            self._pages.give(page, pid)
+            self._pages.assign(page, pid)
             self._workers[pid] = order.number
             self._tell_spare(pid, order.number)
             return
@@ -347,10 +363,15 @@ class Server:
             self._connection.close()
             os.close(self._life)
             _redirect(Path(order.log))
-            leave_in(page)
+            use_page(page)
+            self._memory_files.keep_only(memory)
+            from instep.system import host_memory
             from instep.worker.process import main as work
 
+            host_memory.give(memory)
             code = work(self._endpoint, order.number, {**self._phases, "forked": forked})
+            if code == 0:
+                host_memory.give_back()
         finally:
             try:
                 sys.stdout.flush()
@@ -394,7 +415,7 @@ class Server:
             number = self._workers.pop(pid, None)
             self._given_up.discard(pid)
             if number is not None:
-                self._tell_end(number, pid, exit_code_of(status))
+                self._tell_end(number, pid, os.waitstatus_to_exitcode(status))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
                 self._have_a_spare()
@@ -408,7 +429,8 @@ class Server:
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
-        place = self._pages.take(pid)
+        place = self._pages.collect(pid)
+        self._memory_files.ended(number)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 

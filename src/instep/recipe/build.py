@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.data import keyed
-from instep.data.given import Given, taken_apart
+from instep.data.reading import generators
+from instep.data.torch_loader import LoaderParts, unpack_loader
 from instep.errors import InstepError, RecipeError, SpecError, near_miss
 from instep.recipe import tuning
 from instep.spec import StartSpec
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,14 @@ class Recipe:
     compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
     """Instead of `loss`, where a batch is not (inputs, target): `compute_loss(model, batch)`, a
     scalar or an `instep.WeightedLoss`."""
+
+    embed: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
+    """With `batch_loss`, instead of a loss: `embed(model, batch)` gives `(embeddings, targets)`,
+    tensors with a row for each sample, or tuples or dicts of them; targets may be None."""
+
+    batch_loss: Callable[[nn.Module, Any, Any], Tensor] | None = None
+    """`batch_loss(model, embeddings, targets)`, both of the whole global batch: a contrastive loss,
+    say."""
 
     weight: Callable[[Any], float] | None = None
     """`weight(batch)`: how much of what the loss is a mean of a batch holds, such as its tokens
@@ -77,7 +85,9 @@ class Recipe:
     parameters: Callable[[nn.Module], Any] | None = None
     """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
 
-    given: dict[str, Given] = field(default_factory=dict, init=False, repr=False, compare=False)
+    given: dict[str, LoaderParts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """How `train` and `validate` are read; a `DataLoader` in their place is taken apart."""
 
     def __new__(cls, **given: Any) -> Recipe:
@@ -127,18 +137,36 @@ def a_or_an(value: Any) -> str:
     return f"{'an' if vowel else 'a'} {name}"
 
 
+_LOSSES = ("loss", "compute_loss", "batch_loss")
+
+
 def _check_loss(recipe: Recipe) -> None:
-    if (recipe.loss is None) == (recipe.compute_loss is None):
-        given = "neither was" if recipe.loss is None else "both were"
-        raise RecipeError(f"a Recipe needs either loss or compute_loss; {given} given.")
-    for name in ("loss", "compute_loss"):
+    losses = [name for name in _LOSSES if getattr(recipe, name) is not None]
+    if (recipe.embed is None) != (recipe.batch_loss is None):
+        given, missing = ("embed", "batch_loss")[:: 1 if recipe.embed is not None else -1]
+        raise RecipeError(
+            f"Recipe.{given} was given without {missing}: the two belong together. "
+            "embed(model, batch) gives (embeddings, targets) of a micro-batch, and "
+            "batch_loss(model, embeddings, targets) is the loss of the whole global batch."
+        )
+    if len(losses) != 1:
+        given = "none was" if not losses else f"{' and '.join(losses)} were"
+        raise RecipeError(
+            f"a Recipe needs one of loss, compute_loss, and embed with batch_loss; {given} given."
+        )
+    for name in (*_LOSSES, "embed"):
         given = getattr(recipe, name)
         if given is not None and not callable(given):
             raise RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
-    if recipe.compute_loss is not None and recipe.metrics:
+    if recipe.loss is None and recipe.metrics:
         raise RecipeError(
-            "Recipe.metrics needs (outputs, target), which compute_loss does not give. "
-            "Leave metrics out, or give loss instead of compute_loss."
+            f"Recipe.metrics needs (outputs, target), which {losses[0]} does not give. "
+            f"Leave metrics out, or give loss instead of {losses[0]}."
+        )
+    if recipe.batch_loss is not None and recipe.weight is not None:
+        raise RecipeError(
+            "Recipe.weight says how much of what a loss is a mean of a micro-batch holds, but "
+            "batch_loss is of the whole global batch. Leave weight out."
         )
 
 
@@ -157,9 +185,9 @@ def _check_metrics(metrics: Any) -> None:
         )
 
 
-def _apart(name: str, given: Any) -> Given:
+def _apart(name: str, given: Any) -> LoaderParts:
     try:
-        return taken_apart(given)
+        return unpack_loader(given)
     except ValueError as error:
         raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
 
@@ -202,7 +230,7 @@ def set_generators(number: int) -> None:
     `torch.manual_seed` makes a traceback for each sort of device that is absent.
     The generators of GPUs are set where they exist by now.
     """
-    keyed.set_from(number)
+    generators.seed_all(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import RecipeError
+from instep.parallel.cached import CachedGradients, of_one_pass, probe
 from instep.recipe.build import Recipe, a_or_an
 from instep.recipe.rehearsal import loss_of
 from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
@@ -74,6 +75,10 @@ class Forward:
         self.recipe, self.model, self.device = recipe, model, device
         self.precision = precision
         self.losses = Losses(recipe.loss, recipe.compute_loss)
+        self._named = "compute_loss"
+        if recipe.embed is not None and recipe.batch_loss is not None:
+            self.losses = Losses(None, of_one_pass(recipe.embed, recipe.batch_loss))
+            self._named = "batch_loss"
         self._weigh = weighing(recipe.weight, recipe.loss).weigh
         self.weighs_itself = False
         """Whether `compute_loss` has given a `WeightedLoss`."""
@@ -102,23 +107,56 @@ class Forward:
         finally:
             self.model, self.precision, self.losses = before
 
-    def loss(self, batch: Any, samples: int) -> Found | None:
+    @property
+    def tried(self) -> Losses:
+        """What tells whether cutting a batch changes the result: the losses, or, where the loss is
+        of the global batch in any case, what each embedding decides by itself."""
+        embed = self.recipe.embed
+        return self.losses if embed is None else Losses(None, probe(embed))
+
+    def cached(
+        self, go_back: Callable[[list[Tensor], list[Tensor]], None] | None = None
+    ) -> CachedGradients:
+        """A step of a recipe that gives `embed` and `batch_loss`; `go_back` as there."""
+        embed, batch_loss = self.recipe.embed, self.recipe.batch_loss
+        assert embed is not None, "a recipe without embeddings"
+        assert batch_loss is not None, "a recipe without a loss of the global batch"
+
+        def named(phase: str) -> None:
+            self.phase = phase
+            self.batches += 1
+
+        def embedded(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+            named("embed")
+            return embed(model, to_device(batch, self.device))
+
+        def loss(model: nn.Module, embeddings: Any, targets: Any) -> Tensor:
+            named("batch_loss")
+            return checked(batch_loss(model, embeddings, targets), "batch_loss")
+
+        return CachedGradients(self.model, embedded, loss, precision=self.autocast, go_back=go_back)
+
+    def loss(self, batch: Any, samples: int, *, always: bool = False) -> Found | None:
         """The mean loss of a batch and its weight; None where it holds nothing that counts.
 
         Args:
             batch: as the loader gave it.
             samples: in it.
+            always: compute it in any case, as other workers look at what the model makes of the
+                batch; `Found.counts` says whether the loss is one.
 
         Raises:
             RecipeError: the batch is no (inputs, target), or the loss no such scalar, or the
                 weight no number of 0 or more.
         """
         weight = self._weight(batch, samples)
-        if not weight:
+        if not weight and not always:
             return None
         loss, own, _, _ = self._outputs(batch)
+        if own is None and not weight:  # a mean over nothing
+            loss = loss * 0.0
         found = Found(loss, weight if own is None else own)
-        return found if found.counts else None
+        return found if always or found.counts else None
 
     def _weight(self, batch: Any, samples: int) -> float:
         if self._weigh is None:
@@ -134,10 +172,10 @@ class Forward:
         batch = to_device(batch, self.device)
         with self.autocast():
             if self.losses.compute_loss is not None:
-                self.phase = "compute_loss"
+                self.phase = self._named
                 found = self.losses.compute_loss(self.model, batch)
                 if not isinstance(found, WeightedLoss):
-                    return checked(found, "compute_loss"), None, None, None
+                    return checked(found, self._named), None, None, None
                 self.weighs_itself = True
                 weight = as_weight(found.weight, "WeightedLoss.weight")
                 total = checked(found.total, "compute_loss")

@@ -3,7 +3,7 @@
 A loss is a mean over something: samples, tokens, class weights. The gradient of
 a global batch is the mean of its micro-batches' gradients weighted by how much
 of that something each holds. This file says how much; who multiplies is the
-replica (`replica.py`), and whether the answer is right is tried by
+engine (`engine.py`), and whether the answer is right is tried by
 `sameness.py`.
 """
 

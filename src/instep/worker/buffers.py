@@ -69,16 +69,22 @@ class Buffers:
         return len(self._live)
 
     @torch.no_grad()
-    def after_pass(self, weight: float, number: int) -> bool:
+    def after_pass(self, weight: float, number: int, *, beside: bool = False) -> bool:
         """Take in what a pass did to the buffers, undo it, and say whether it did anything.
 
         Args:
             weight: what the pass counts in the step; at 0 what it did is undone, and no more.
             number: of the pass, among all of the step.
+            beside: whether it is one beside those that compute the samples: then it has to do
+                only with the buffers that it changes.
         """
         self._refuse()
         moved = self._moved()
         self._compared = True
+        if beside:
+            moved = [
+                i for i in moved if not torch.equal(self._now(i, "batch_loss"), self._committed[i])
+            ]
         if not weight:
             for index in moved:
                 self._restore(index)
@@ -202,6 +208,16 @@ class Buffers:
             mean = mean + row
         if read < 1:
             mean = mean / read
+        at = 0
+        for index in moved:
+            if float(mean[at]) > 1 + _ROUNDING:
+                module, name = self._owners[index]
+                raise RecipeError(
+                    f"the buffer {name!r} of a {type(module).__name__} is moved by Recipe.embed "
+                    "and by Recipe.batch_loss: one step would move it twice. Use a layer of "
+                    "its own for each."
+                )
+            at += 1 + self._live[index].numel()
         self._proposed.clear()
         self._agreed = moved, mean
 

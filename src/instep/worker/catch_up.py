@@ -1,7 +1,12 @@
-"""Where a generation goes on, out of where its members stand: the rule, without any tensor.
+"""From which commit a generation continues, given what its members hold: the rule, no tensors.
 
 Every member calls it with the same table and comes to the same result. How the
-state travels is the affair of `standing.py`.
+state travels is the affair of `committed.py`.
+
+A member may be *in doubt*: it had prepared a commit and voted for it, and a peer failed
+before the vote came back. A vote comes back anywhere only if all had prepared. So if one
+member has the commit, or all who were in that generation have prepared it, it happens;
+else it can have happened nowhere.
 """
 
 from __future__ import annotations
@@ -13,27 +18,33 @@ from instep.errors import PeerError
 
 
 class Place(NamedTuple):
-    """Where one member stands."""
+    """What one member holds."""
 
+    course: int
     step: int
-    """The last that it has committed; -1 where it holds no state of the run."""
+    """The last commit, counted within the course; -1 where it holds no state of the run."""
+    prepared: int
+    """The commit that it has voted for and does not know the outcome of; -1 where there is none."""
+    generation: int
+    """The newest generation that it was inside."""
     settled: int
     """Up to which step it has done what follows a commit; -1 where it holds no state."""
     told: bool
-    """Whether the word to stop came with its last commit."""
+    """Whether its last commit carried the request to stop."""
     ends: bool
-    """Whether it takes its last commit for the end of this start of the run."""
+    """Whether this start of the run ends with its last commit."""
 
 
-NOWHERE = Place(-1, -1, told=False, ends=False)
+NOWHERE = Place(-1, -1, -1, -1, -1, told=False, ends=False)
 """A member that is new to the run."""
 
 
 class Beginning(NamedTuple):
-    """Where all members go on."""
+    """From where all members continue."""
 
+    course: int
     step: int
-    """The highest that one of them has committed."""
+    """The highest commit that one of them has, or that those in doubt now apply."""
     root: int
     """The lowest rank that holds it, and gives it to the others."""
     shared: bool
@@ -45,7 +56,7 @@ class Beginning(NamedTuple):
 
 
 def beginning(places: Sequence[Place]) -> Beginning:
-    """Where a generation goes on.
+    """From which commit a generation continues.
 
     Args:
         places: of its members, in rank order.
@@ -53,18 +64,23 @@ def beginning(places: Sequence[Place]) -> Beginning:
     Raises:
         PeerError: no member holds the state of the run.
     """
-    newest = max(place.step for place in places)
+    course, newest = max(place[:2] for place in places)
     if newest < 0:
-        raise PeerError("nobody in the group holds the state of the run.")
-    there = [place for place in places if place.step == newest]
+        raise PeerError("no member of the group holds the state of the run.")
+    latest = max(place.generation for place in places)
+    inside = [place for place in places if place.generation == latest and place.step >= 0]
+    if all(place.prepared == newest + 1 and place.course == course for place in inside):
+        newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
+    there = [p for p in places if p.course == course and newest in (p.step, p.prepared)]
     # the lowest rank saves and reports; if it is new, nobody knows how far it had come
     new = places[0].step < 0
     settled = newest - 1 if new else min(p.settled for p in places if p.step >= 0)
     return Beginning(
+        course=course,
         step=newest,
         root=places.index(there[0]),
-        shared=any(place.step < newest for place in places),
-        told=any(place.told for place in there),  # a word that one has heard counts for all
-        ends=any(place.ends for place in there),
-        settled=settled,
+        shared=len(there) < len(places),
+        told=any(place.told for place in there if place.step == newest),
+        ends=any(place.ends for place in there if place.step == newest),
+        settled=min(settled, newest),
     )

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from instep.registry import Registry
+from instep.worker.committed import CommittedState
 from instep.worker.member import Member
 from instep.worker.observers import Observer
 from instep.worker.passes import Pass
-from instep.worker.standing import Standing
 from instep.worker.update import Update
 
 OBSERVERS = Registry(
@@ -31,7 +31,7 @@ class Observed:
     member: Member
     model: nn.Module
     update: Update
-    standing: Standing
+    state: CommittedState
     run_pass: Callable[[Pass, float], None]
     """Runs a micro-batch of the present step once more, its loss times a factor; only observers
     hear its gradients, and nothing else stays of it. The step must not happen afterwards."""

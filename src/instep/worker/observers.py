@@ -7,7 +7,7 @@ look for, it does not know. Which there are stands in `observed.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -34,11 +34,10 @@ class Observer(Protocol):
     def generation(self, parameters: Sequence[nn.Parameter], comm: Comm) -> None:
         """A group has formed. All that talks comes later."""
 
-    def formed(self, strategy: dict[str, Tensor], *, anew: bool) -> None:
+    def formed(self, *, anew: bool) -> None:
         """The generation stands, and all hold the same state.
 
         Args:
-            strategy: what the strategy remembers.
             anew: it is that of a beginning or of a checkpoint.
 
         Raises:
@@ -68,12 +67,11 @@ class Observer(Protocol):
     def notes(self) -> list[float]:
         """[size]: told to the others with the step, and summed."""
 
-    def judge(self, notes: list[float], strategy: Callable[[], dict[str, Tensor]]) -> None:
+    def judge(self, notes: list[float]) -> None:
         """All have been told; parameters have not moved. Every worker comes to the same.
 
         Args:
             notes: of all, summed.
-            strategy: gives what the strategy remembers since the last commit.
         """
 
     def unrepeatable(self, error: Unrepeatable) -> None:

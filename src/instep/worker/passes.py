@@ -7,14 +7,13 @@ model sees the other samples of its batch (BatchNorm), draws random numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Slice
-from instep.data.order import Position, micro_batch, position
-from instep.spec import JobSpec, TrainSpec
+from instep.data.order import Position, micro_batch
+from instep.spec import TrainSpec
 
 OF_PASS = 1
 """What a key is drawn for, beside the draws of the data layer: one forward pass."""
@@ -28,6 +27,8 @@ class Pass(NamedTuple):
     """Of its first micro-batch."""
     repeats: bool = False
     """Whether it is another worker's, computed a second time: then it counts nothing."""
+    micro_batches: int = 1
+    """In it."""
 
     @property
     def size(self) -> int:
@@ -61,23 +62,26 @@ def share_of(
     *,
     merge: bool,
     speeds: Sequence[float] | None = None,
+    whole: bool = False,
 ) -> Share:
     """The passes of one worker in the step at `position`, cut into `micro_batches`.
 
     Micro-batches without samples are left out; a worker may have no pass at all.
     Merged ones are one pass, or several where a worker is dealt more than an even
-    share: none is larger than that, as memory may not hold it.
+    share: none is larger than that, as memory may not hold it. Unless `whole`: then all are one.
     """
     dealt = deal(micro_batches, workers, speeds)[rank]
     first, stop = _positions(position, dealt, micro_batches)
     parts = [range(number, number + 1) for number in dealt]
-    if merge:
+    if whole:
+        parts = [dealt] if dealt else []
+    elif merge:
         largest = -(-micro_batches // workers)
         merged = deal(len(dealt), -(-len(dealt) // largest)) if dealt else []
         parts = [dealt[part.start : part.stop] for part in merged]
     cuts = [_positions(position, part, micro_batches) for part in parts]
     passes = [
-        Pass(Slice(position.epoch, low, high), part.start)
+        Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
         for part, (low, high) in zip(parts, cuts, strict=True)
         if high > low
     ]
@@ -98,20 +102,3 @@ def _positions(position: Position, part: range, micro_batches: int) -> tuple[int
     begin, _ = micro_batch(first, stop, part.start, micro_batches)
     end, _ = micro_batch(first, stop, part.stop, micro_batches)
     return begin, end
-
-
-def plan(
-    job: JobSpec,
-    samples: int,
-    first: int,
-    last: int,
-    comm: Comm,
-    *,
-    merge: bool,
-    speeds: Sequence[float] | None = None,
-) -> Iterator[tuple[Position, Share]]:
-    """The global batch of each step from `first` to `last`, and this rank's share of it."""
-    for step in range(first, last + 1):
-        where = position(step, samples, job.train.global_batch)
-        parts = parts_of(where, job.train)
-        yield where, share_of(where, parts, comm.size, comm.rank, merge=merge, speeds=speeds)

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.data.keyed import states
+from instep.data.reading.generators import DrawDetector
 from instep.errors import RecipeError
+from instep.parallel.draws import ByMicroBatch
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum, weighing
 from instep.worker.still import LEVELS, Still
@@ -91,7 +92,9 @@ ANOTHER_SAW = "not shown: the trial of another worker did not say yes"
 """The verdict of a worker whose own was `yes`."""
 
 
-def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -> Trial:
+def try_out(
+    forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int, cuts: bool = False
+) -> Trial:
     """Try whether micro-batches apart give what they give as one batch.
 
     Args:
@@ -100,12 +103,15 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
             read. Of small models more are tried than of large ones.
         whole: samples of a global batch, for the text.
         seed: for the draws of the passes and the parameters' new places.
+        cuts: whether a pass over several micro-batches draws what each of them would.
 
     Raises:
         RecipeError: the loss is a sum; or what `Forward.loss` raises.
     """
     recipe = forward.recipe
     weighed = weighing(recipe.weight, recipe.loss)
+    if recipe.embed is not None:  # what is tried is each embedding, of which that is a mean
+        weighed = Weighing(None, True, "Recipe.embed")
     if is_sum(recipe.loss):
         raise _sum(f"{weighed.name} has reduction = 'sum'")
     if hooked := _hooked(forward.model):
@@ -124,7 +130,7 @@ def try_out(forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int) -
             model = stack.enter_context(trial_model(forward, seed))
         except Exception as error:  # whatever a user's module cannot be copied for
             return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
-        tried = _Tried(model, forward, weighed, whole)
+        tried = _Tried(model, forward, weighed, whole, seed=seed, cuts=cuts)
         try:
             trial = tried.verdict(spots)
         finally:
@@ -202,7 +208,17 @@ def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
 class _Tried:
     """The trial itself: a list of what differs, by name."""
 
-    def __init__(self, model: TrialModel, forward: Forward, weighed: Weighing, whole: int) -> None:
+    def __init__(
+        self,
+        model: TrialModel,
+        forward: Forward,
+        weighed: Weighing,
+        whole: int,
+        *,
+        seed: int,
+        cuts: bool,
+    ) -> None:
+        self._seed, self._cuts = seed, cuts
         self._model, self._forward = model, forward
         self._known, self._name = weighed.known, weighed.name
         self._by_samples = weighed.weigh is None
@@ -221,7 +237,8 @@ class _Tried:
         """Try spot after spot, until something differs."""
         first = next(spots)
         drew = self._repeats(first)
-        self._model.draws = Still if drew else nullcontext
+        stills = drew and not self._cuts
+        self._model.draws = Still if stills else nullcontext
         self._known |= self._forward.weighs_itself
         self._model = self._model.widened(first.parts[0], first.sizes[0])
         self._near, self._floor = _nearness(self._model)
@@ -230,11 +247,11 @@ class _Tried:
         moved = False
         self._first, self._begin = first, self._model.run(first.parts[0], first.sizes[0])
         for spot, level in zip(spots, itertools.cycle(LEVELS), strict=False):
-            self._model.draws = partial(Still, level) if drew else nullcontext
+            self._model.draws = partial(Still, level) if stills else nullcontext
             moved |= self._compare(spot)
             if self._differs:
                 break
-        self._model.draws = Still if drew else nullcontext
+        self._model.draws = Still if stills else nullcontext
         self._check_again(first, self._begin)
         return self._judge(drew, moved)
 
@@ -284,11 +301,10 @@ class _Tried:
         @contextmanager
         def watched() -> Iterator[None]:
             nonlocal drew
-            before, on_gpus = states(), _on_gpus()
+            generators, on_gpus = DrawDetector(), _on_gpus()
             yield
-            now = states()
-            drew |= not (now.same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
-            self._drew_elsewhere |= not now._replace(of_torch=before.of_torch).same(before)
+            drew |= generators.drawn() or not all(map(torch.equal, _on_gpus(), on_gpus))
+            self._drew_elsewhere |= generators.drawn_beside_torch()
 
         self._model.draws = watched
         once = self._model.run(spot.parts[0], spot.sizes[0])
@@ -382,6 +398,9 @@ class _Tried:
     def _passes(self, spot: Spot) -> tuple[list[PassResult | None], PassResult | None]:
         run = self._model.run
         apart = [run(part, size) for part, size in zip(spot.parts, spot.sizes, strict=True)]
+        if self._cuts:
+            keys = [self._seed] * len(spot.sizes)
+            self._model.draws = partial(ByMicroBatch, keys, spot.sizes)
         return apart, run(spot.whole, sum(spot.sizes))
 
     def _packed(self, spot: Spot) -> str:

@@ -8,132 +8,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
-from instep.state.best import Best, facts_of
-from instep.state.load import load
+from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, published, reason
-from instep.state.restore import restore
-from instep.state.save import CheckpointWriter, Saved, save_model
+from instep.state.retention import Best, facts_of
+from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import (
-    Packer,
     Snapshot,
     model_tensors,
-    pack_state,
     parameters_sha256,
-    unpack_state,
 )
-from instep.state.sound import set_aside_after
+from instep.state.staging import save_model
 from instep.store.folder import run_id
-from instep.system.blame import sentence
+from instep.worker.engine import Engine
 from instep.worker.member import Member
-from instep.worker.replica import Replica
-from instep.worker.update import Update
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""
-
-
-class TakenUp(NamedTuple):
-    """What a checkpoint gave back, beside the state of model and optimizer."""
-
-    step: int = 0
-    """The last committed one."""
-    strategy: Mapping[str, Tensor] = MappingProxyType({})
-    """What the strategy remembers."""
-    epoch_loss: float = 0.0
-    epoch_samples: int = 0
-    """Of the epoch that was not finished: loss times samples, and samples."""
-
-
-def gather(carried: TakenUp, model: nn.Module, update: Update, pack: Packer) -> Snapshot:
-    """Everything of one commit that the next step builds on.
-
-    Args:
-        carried: the step, and what is carried on beside model and optimizer.
-        model: as that step left it.
-        update: has its optimizer, scheduler and scaler.
-        pack: takes the optimizer's state apart.
-
-    Raises:
-        CheckpointError: something in it cannot be kept.
-    """
-    optimizer, skeleton = pack(update.optimizer.state_dict())
-    facts: dict[str, Any] = {
-        "epoch_so_far": pack_state([carried.epoch_loss, carried.epoch_samples])[1],
-        "optimizer": skeleton,
-        "scaler": update.scaler.state_dict(),
-    }
-    tensors = {"model": model_tensors(model), "optimizer": optimizer}
-    if update.scheduler is not None:
-        tensors["scheduler"], facts["scheduler"] = pack_state(update.scheduler.state_dict())
-    if carried.strategy:
-        tensors["strategy"] = dict(carried.strategy)
-    return Snapshot(step=carried.step, tensors=tensors, facts=facts)
-
-
-def aside(model: nn.Module, kept: Container[str]) -> dict[str, Tensor]:
-    """Buffers that are not `kept` in the model's state dict, by name; a pass may move them too."""
-    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
-
-
-def take_up(snapshot: Snapshot, source: object, model: nn.Module, update: Update) -> TakenUp:
-    """Give model, optimizer, scheduler and scaler the state of another commit.
-
-    Args:
-        snapshot: as `gather` made it.
-        source: where it is from, for messages.
-        model: as the recipe builds it.
-        update: with an optimizer and a scheduler as the recipe makes them.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer.
-    """
-    tensors, facts = snapshot.tensors, snapshot.facts
-    restore(tensors["model"], model)
-    others = aside(model, tensors["model"])
-    with torch.no_grad():
-        for name, tensor in tensors.get("aside", {}).items():
-            if name in others:
-                others[name].copy_(tensor)
-    try:
-        update.optimizer.load_state_dict(
-            unpack_state(tensors.get("optimizer", {}), facts["optimizer"])
-        )
-        if update.scheduler is not None:
-            state = unpack_state(tensors.get("scheduler", {}), facts["scheduler"])
-            update.scheduler.load_state_dict(state)
-        if facts["scaler"]:
-            update.scaler.load_state_dict(facts["scaler"])
-        loss, samples = unpack_state({}, facts["epoch_so_far"])
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{source} is of another optimizer or scheduler than the recipe now makes: "
-            f"{sentence(error)}"
-        ) from error
-    return TakenUp(snapshot.step, tensors.get("strategy", {}), loss, samples)
-
-
-def taken_up(checkpoint: Path | None, model: nn.Module, update: Update) -> TakenUp:
-    """The state of a checkpoint on disk, taken up; without one, that of a beginning.
-
-    Raises:
-        CheckpointError: it cannot be read, or is of another model or optimizer.
-    """
-    if checkpoint is None:
-        return TakenUp()
-    snapshot = load(checkpoint, next(model.parameters()).device)
-    return take_up(snapshot, checkpoint, model, update)
 
 
 class Saver:
@@ -142,7 +42,6 @@ class Saver:
     Args:
         member: for the job, the run folder and the log.
         model: of this worker.
-        update: moves it; has the optimizer, the scheduler and the scaler of the loss.
         best: which checkpoints are kept for their validation.
         now: a clock that never goes back, in seconds.
     """
@@ -151,17 +50,14 @@ class Saver:
         self,
         member: Member,
         model: nn.Module,
-        update: Update,
         best: Best | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._member, self._model, self._update = member, model, update
+        self._member, self._model = member, model
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
-        self._due = member.job.checkpoint.due
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
-        self._pack_optimizer = Packer()
         self._newest = self._last = 0  # saved by this start; to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
@@ -170,57 +66,61 @@ class Saver:
             keep_last=member.job.checkpoint.keep_last,
             keep_every=member.job.checkpoint.keep_every,
             best=best,
-            builds_on=[member.run / name for name in RESUMED_FROM],
+            sync_first=[member.run / name for name in RESUMED_FROM],
             may_publish=lambda: not member.fenced,
         )
 
+    def late(self) -> bool:
+        """Whether the last save is longer ago than the job allows."""
+        return self._every_s is not None and self._now() - self._saved_s >= self._every_s
+
+    def is_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        """Whether a validation is among the best, so that its step is saved."""
+        return self._writer.is_best(step, metrics)
+
     def after_step(
         self,
-        step: int,
+        engine: Engine,
         where: Position,
-        replica: Replica,
         *,
+        due: bool,
         last: bool,
-        epoch_so_far: tuple[float, int] = (0.0, 0),
         metrics: Mapping[str, float] | None = None,
+        own: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Save if it is time to; tell of what has been published since.
+        """Save the commit if it is time to; tell of what has been published since.
 
         Args:
-            step: the one just committed.
+            engine: has just committed a step.
             where: its place in the data.
-            replica: has the strategy, the clock and the ledger.
+            due: whether it is saved.
             last: whether it is the last of this start.
-            epoch_so_far: of an unfinished epoch, loss times samples, and samples.
             metrics: of the validation that followed this step, if one did.
+            own: what single workers alone had, summed.
         """
-        late = self._every_s is not None and self._now() - self._saved_s >= self._every_s
-        if last or late or self._due(step) or self._writer.is_best(step, metrics):
+        step = engine.state.progress.step
+        if due:
             self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
                 since = time.perf_counter()
                 self._member.flush()  # else the records would lag behind the checkpoint
-                snapshot = self._snapshot(step, where, replica, epoch_so_far)
+                snapshot = self._snapshot(engine, where)
+                if own:
+                    snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
-                replica.clock.save += self._writer.save(snapshot, since=since)
+                engine.clock.save += self._writer.save(snapshot, since=since)
                 self._last = step if last else 0
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         self._tell()
 
-    def _snapshot(
-        self, step: int, where: Position, replica: Replica, epoch_so_far: tuple[float, int]
-    ) -> Snapshot:
+    def _snapshot(self, engine: Engine, where: Position) -> Snapshot:
         """Everything of one commit."""
-        carried = TakenUp(step, replica.strategy.state(), *epoch_so_far)
-        snapshot = gather(carried, self._model, self._update, self._pack_optimizer)
-        others = aside(self._model, snapshot.tensors["model"])
-        if moved := {n: b for n, b in others.items() if id(b) in replica.buffers.moved}:
-            snapshot.tensors["aside"] = moved
+        snapshot = engine.state.capture(engine.buffers.moved)
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
-            ledger_bytes=replica.ledger_bytes,
+            ledger_bytes=engine.ledger_bytes,
             job=self._job,
             run=self._id,
         )
@@ -263,7 +163,7 @@ class Saver:
         self._writer.finish()
         self._tell()
         folder = self._member.run / "checkpoints"
-        set_aside_after(folder, step)
+        discard_after(folder, step)
         self._writer.forget_after(step)
         if self._newest > step:
             self._newest = max((left for left, _ in published(folder)), default=0)

@@ -1,86 +1,51 @@
-"""One worker's training of a recipe, from the first sample to the saved model.
+"""One worker's training of a recipe: it is built, tried and announced, and then its passes are run.
 
-`Training.steps` is the loop: load, passes, agree, update, commit, once for
-each step of the job. Every worker runs it in lockstep; what must happen on
-all of them at the same step (stop, validate) follows from the step's number
-or from what was agreed in it. Only where a rule of `[stop]` looks at figures
-does worker 0 wait for word from the master (`stopping.py`).
+Validations are here too. The loop around them is `loop.py`'s.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 
 import torch
 
 from instep.comm.base import Comm
-from instep.comm.messages import NOT_FINITE, TOLD, Heartbeat
-from instep.data import breadcrumb
-from instep.data.contents import Record
-from instep.data.loader import Loader, Read, Skipped, Slice
-from instep.data.order import Position, key, position, steps_in_epoch
-from instep.data.threads import cpu_clock
+from instep.comm.messages import Heartbeat
+from instep.data.loader import Loader, Read, Skipped
+from instep.data.order import Position, key
+from instep.data.reading.threads import cpu_clock
+from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
+from instep.parallel.batch_norm import make_global
 from instep.recipe.build import Recipe, build, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
-from instep.state.best import best_of
-from instep.state.sound import set_aside_after
-from instep.sync.base import make_strategy
-from instep.system.addresses import address_towards
+from instep.state.intact import discard_after
+from instep.state.retention import Best, best_rule
 from instep.worker import knowing
 from instep.worker.early_reads import EarlyReads
+from instep.worker.engine import Weighed
 from instep.worker.evaluate import evaluate
 from instep.worker.loader_watch import LoaderWatch
+from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.observed import Observed, make_observers
-from instep.worker.passes import OF_PASS, Pass, Share, parts_of, plan, share_of
-from instep.worker.replica import Agreement, Replica, Weighed, check_lengths, make_comm
-from instep.worker.sameness import (
-    ANOTHER_SAW,
-    LEAST,
-    NOTHING_TO_TRY,
-    Spot,
-    Trial,
-    mean_of,
-    try_out,
-)
-from instep.worker.saving import Saver
-from instep.worker.skipping import Teller
-from instep.worker.standing import Committed, Standing
-from instep.worker.stopping import Stopping, check_rules
+from instep.worker.passes import OF_PASS, Pass, Share
+from instep.worker.sameness import ANOTHER_SAW, Trial
+from instep.worker.stopping import check_rules
+from instep.worker.trial_reads import try_recipe
 from instep.worker.update import Update
-
-_SPOTS = 32
-"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
+from instep.worker.whole_batch import WholeBatch
 
 
-@dataclass(frozen=True)
-class Step:
-    """A committed step."""
-
-    number: int
-    """Counts from 1."""
-    epoch: int
-    """Counts from 0."""
-    loss: float
-    """Mean over the global batch."""
-    metrics: dict[str, float] | None
-    """Of the validation that followed this step, if one did."""
-
-
-class Training:
+class Training(Loop):
     """What one worker needs to train, built and checked.
 
     Args:
-        member: this worker's connection to the run.
+        member: this worker's membership in the run.
         recipe: what to train.
         device: where.
 
@@ -90,35 +55,27 @@ class Training:
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
-        self.phase, self.step = "building", 0
+        self.phase, self._validation = "building", None
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self.phase, self._clock())
-        self._done = 0  # steps that this process has committed
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
-        measured = ("loss", *recipe.metrics) if recipe.validate is not None else ()
-        self._best = best_of(self.job.checkpoint, measured)
-        self.samples = len(recipe.train)
-        self.last_step = self.job.train.length(self.samples)
+        samples = len(recipe.train)
         fresh = member.checkpoint is None  # else it has what the model is by now
-        built = build(recipe, self.job.seed, device, self.last_step, self.job.start, load=fresh)
+        last_step = self.job.train.length(samples)
+        built = build(recipe, self.job.seed, device, last_step, self.job.start, load=fresh)
         self._built = built
-        self._loader = self._make_loader("train")  # forks before groups exist
-        self._validation = self._make_loader("validate") if recipe.validate is not None else None
-        self._loaders = [self._loader, *([self._validation] if self._validation else [])]
-        for loader in self._loaders:
-            loader.begin()
-        self._record: Record | None = None
-        """Takes the contents of samples as they are handed to a step, for the audit."""
-        if self.job.check.content != "off" and member.run.is_dir():
-            self._record = Record(member.run / f"contents-{member.number}.bin")
-        self._unlike: int | None = None
-        """A sample that does not repeat, as worker 0 found."""
-        if not member.goes_on and member.number == 0:
-            self._unlike = knowing.check_datasets(member, self._loader, self._validation)
-        self._forward = Forward(recipe, built.model, device, self.job.train.precision)
-        self._update = Update(
+        embeds = recipe.batch_loss is not None
+        if embeds and self.job.check.corruption:
+            raise SpecError(
+                "check.corruption = true repeats passes of other workers, which cannot be done "
+                "with Recipe.batch_loss, whose gradients follow from the whole global batch. Leave "
+                "one of them out."
+            )
+        reads = make_global(built.model) if self.job.train.batch_norm == "global" else None
+        self._reads = reads
+        update = Update(
             built.optimizer,
             built.scheduler,
             built.parameters,
@@ -127,23 +84,37 @@ class Training:
             measure=self.job.stop.by_norm,
             scaler=torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16"),
         )
+        loader = self._make_loader("train")  # forks before groups exist
+        super().__init__(
+            member, built.model, built.parameters, update, loader, samples, last_step, int(embeds)
+        )
+        self._best()  # refused before anything is trained, if it cannot be
+        if recipe.validate is not None:
+            self._validation = self._make_loader("validate")
+        self._loaders = [loader, *([self._validation] if self._validation else [])]
+        for each in self._loaders:
+            each.begin()
+        if self.job.check.content != "off" and member.run.is_dir():
+            # the contents of samples as they are handed to a step, for the audit
+            self._record = Record(member.run / f"contents-{member.number}.bin")
+        self._unlike: int | None = None
+        """A sample that does not repeat, as worker 0 found."""
+        if not member.goes_on and member.number == 0:
+            self._unlike = knowing.check_datasets(member, self._loader, self._validation)
+        self._forward = Forward(recipe, built.model, device, self.job.train.precision)
+        self._whole_batch = (
+            WholeBatch(self.engine, self._forward, loader, self.job, samples, reads, device)
+            if embeds or reads is not None
+            else None
+        )
         self.sized: Callable[[int], None] = lambda workers: None
         """Told how many workers each generation has, before its first step."""
-        self.rule = "steps" if self.job.train.steps else "epochs"
-        self._replica: Replica | None = None
-        self._stopping: Stopping | None = None
-        self._saver: Saver | None = None
-        self._warned: set[str] = set()
-        self._teller = Teller(member)
-        self._comm: Comm | None = None  # of a group that forms, or has
-        self._regroups = False
-        self._standing = Standing(member, built.model, self._update)
-        self._observers = make_observers(
+        self.engine.observers = make_observers(
             Observed(
                 member=member,
                 model=built.model,
-                update=self._update,
-                standing=self._standing,
+                update=update,
+                state=self.state,
                 run_pass=self._repeat,
                 set_aside=self._set_aside,
                 drop_after=self._drop_after,
@@ -167,7 +138,7 @@ class Training:
             name="training" if train else "validation",
             marks=self.member.marks,
             worker_init=given.worker_init,
-            seen_as=given.seen_as,
+            info_dataset=given.info_dataset,
             contents=job.check.content if train else "off",
             say=lambda text: self.member.emit(
                 "warning", text=f"worker {self.member.number}: {text}"
@@ -182,35 +153,25 @@ class Training:
         """
         began = time.time()
         self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
-        self.member.interrupt, self.member.hold = self._interrupt, self._hold
+        self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
         if not self.member.goes_on:  # else the others tell
-            self._standing.trial = self._try()
+            self.state.trial = self._try()
             if self._validation is not None and self.member.number == 0:
                 samples = min(self._validation_batch, self._validation_samples)
                 try_validation(self._forward, self._validation, samples)
         self.member.at = self._heartbeat
         self._regroup()
         self.member.phases["group"] = time.time() - began
-        self._announce()
+        self._tell_what_is_read()
 
-    def _regroup(self) -> None:
-        """Be a member of the next generation that holds together until it has formed."""
-        self.phase = "joining"
-        while True:
-            self.member.wait_for_group()
-            try:
-                self._form()
-                return
-            except PeerError as error:
-                if not self.member.recovers:
-                    raise
-                self._leave(error)
+    def _form(self) -> None:
+        for loader in self._loaders:
+            loader.mark(self.member.marks)
+        super()._form()
 
     def _heartbeat(self) -> Heartbeat:
         """What this worker is at; asked for by another thread."""
-        replica = self._replica
-        taken = replica.gradients.count if replica is not None else 0
-        done = self._forward.batches + taken
+        done = self._forward.batches + self.engine.taken
         if pids := [pid for loader in self._loaders for pid in loader.pids]:
             waits = self.phase in ("loading", "validation")
             at, known = (self.step, self.phase, done), self._done > 0
@@ -223,89 +184,37 @@ class Training:
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
 
-    def _waits(self) -> None:
-        """From here on this worker can only wait for others."""
-        self.phase = "exchange"
-
-    def _interrupt(self) -> None:
-        """An exchange under way, or a group that forms, will not end by itself; called by
-        another thread."""
-        comm = self._comm
-        if comm is not None:
-            comm.interrupt()
-
-    def _hold(self) -> None:
-        """The others may go on without this worker; called by another thread."""
-        if self._replica is not None:
-            self._replica.hold()
-
-    def _leave(self, error: PeerError | None = None) -> None:
-        """Leave the group: keep what was committed, undo the rest, tell the master.
-
-        Args:
-            error: why it came apart; None where its members change.
-        """
-        self.phase = "leaving"
-        if error is not None:
-            with suppress(OSError):  # to the log, and a full disk ends nothing
-                print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
-        if self._replica is not None:
-            self._standing.leave(self._replica)
-        self._replica = self._comm = None
-        self._regroups = False
-        went_back = [observer.go_back() for observer in self._observers.values()]
-        if any(went_back) and self._stopping is not None:
-            self._stopping.go_back(self._standing.carried.step)
-        self.step = self._standing.carried.step
-        self.member.broken(error)
-
-    def _form(self) -> None:
-        """Form the group, agree on where training stands, and be ready for the next step.
-
-        Raises:
-            PeerError: a member went away meanwhile.
-        """
-        member, built, standing = self.member, self._built, self._standing
-        for loader in self._loaders:
-            loader.mark(member.marks)
-        comm = make_comm(member, self.device, address_towards(member.master_host))
-        self._comm = comm
-        try:
-            if member.superseded:  # told before there was anything to interrupt
-                raise PeerError("the members changed while the group was forming.")
-            check_lengths(comm, self.device, train=self.samples, validate=self._validation_samples)
-            given = standing.begin(comm)
-            self._agree_on_trial(comm)
-            strategy = make_strategy(self.job.sync.name, self.job.sync.options)
-            strategy.load_state(standing.carried.strategy)
-            self._replica = Replica(
-                member,
-                built.model,
-                built.parameters,
-                strategy,
-                comm,
-                compare=not given,
-                by_speed=self.job.train.deal == "speed",
-                observers=self._observers,
-            )
-        except PeerError:
-            comm.close()
-            raise
-        self.step = standing.carried.step
-        breadcrumb.at_step(self.step)
+    def _before_steps(self, comm: Comm) -> None:
+        self._agree_on_trial(comm)
+        if self._reads is not None:
+            self._reads.join(comm, self._waiting)
         self.sized(comm.size)
-        standing.formed()
-        if self._stopping is None:
-            self._stopping = Stopping(member, comm, self.device)
-        self._stopping.regroup(comm)
-        if comm.rank != 0 and self._saver is not None:
-            self._saver.hand_over()
-            self._saver = None
-        elif comm.rank == 0 and self._saver is None:
-            self._saver = Saver(member, built.model, self._update, self._best)
-        anew = member.form is not None and member.form.checkpoint is not None
-        for observer in self._observers.values():
-            observer.formed(strategy.state(), anew=anew)
+
+    def _lengths(self) -> dict[str, int]:
+        return {"train": self.samples, "validate": self._validation_samples}
+
+    def _best(self) -> Best | None:
+        measured = ("loss", *self.recipe.metrics) if self.recipe.validate is not None else ()
+        return best_rule(self.job.checkpoint, measured)
+
+    @property
+    def _merge(self) -> bool:
+        return self._trial.merge
+
+    @property
+    def _whole(self) -> bool:
+        return self._reads is not None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """A pass can only wait for other workers."""
+        before, self.phase = self.phase, "exchange"
+        yield
+        self.phase = before
+
+    @property
+    def _by_speed(self) -> bool:
+        return self.job.train.deal == "speed"
 
     def _drop_after(self, step: int) -> None:
         if self._saver is not None:
@@ -316,28 +225,11 @@ class Training:
         if self._saver is not None:
             self._saver.drop_after(step)
         else:
-            set_aside_after(self.member.run / "checkpoints", step)
+            discard_after(self.member.run / "checkpoints", step)
 
     @property
     def _validation_samples(self) -> int:
         return len(self.recipe.validate) if self.recipe.validate is not None else 0
-
-    @property
-    def replica(self) -> Replica:
-        """This worker's copy of the model; there once the group has formed."""
-        assert self._replica is not None, "join() comes first"
-        return self._replica
-
-    @property
-    def stopping(self) -> Stopping:
-        """The rules of `[stop]`; there once the group has formed."""
-        assert self._stopping is not None, "join() comes first"
-        return self._stopping
-
-    @property
-    def in_flight(self) -> int:
-        """The step that is being computed; 0 before the first."""
-        return self.step
 
     @property
     def doing(self) -> str:
@@ -349,78 +241,15 @@ class Training:
 
     def _try(self) -> Trial:
         """Whether cutting a global batch into micro-batches changes the result."""
-        train, self.phase = self.job.train, "trying a batch"
-        slices = self._spots()
-        seed = key(self.job.seed, OF_PASS, 0)
-        if not slices:
-            return NOTHING_TO_TRY._replace(derived=self._mean_of(seed))
-        reads = self._loader.read(part for spot in slices for part in spot)
-        spots = (spot for parts in slices if (spot := self._spot(reads, len(parts) - 1)))
-        with closing(reads):
-            trial = try_out(self._forward, spots, whole=train.global_batch, seed=seed)
-        if train.merge == "always":
-            return trial.merged_always()
-        if train.merge == "never":
-            return trial._replace(merge=False, reason="train.merge = 'never'")
-        if train.determinism == "bits":
-            reason = "determinism = 'bits' computes each micro-batch apart"
-            return trial._replace(merge=False, reason=reason)
-        return trial
-
-    def _mean_of(self, seed: int) -> str:
-        """What the loss of one micro-batch in each step is a mean of; a validation has several."""
-        if self.recipe.compute_loss is None or self.recipe.weight is not None:
-            return ""
-        steps = min(LEAST, steps_in_epoch(self.samples, self.job.train.global_batch))
-        reads = self._loader.read(part for n in range(steps) for part in self._micro_batches(1 + n))
-        with closing(reads):
-            return mean_of(self._forward, (each.batch for each in reads if each.size), seed=seed)
-
-    def _spot(self, reads: Iterator[Read], parts: int) -> Spot | None:
-        """The next of what is read; None where all samples of a part of it cannot be read."""
-        *apart, whole = itertools.islice(reads, parts + 1)
-        if not all(read.size for read in (*apart, whole)):
-            return None
-        return Spot(tuple(r.batch for r in apart), whole.batch, tuple(r.size for r in apart))
-
-    def _spots(self) -> list[tuple[Slice, ...]]:
-        """Neighbouring micro-batches, and all as one, from all over an epoch.
-
-        Pairs, of which every other is uneven: a weight that forgets how many samples there are,
-        such as the `len` of a tuple, is right wherever micro-batches are of one size. And where
-        more are tried than of a large model, those of a whole step: what compares samples may
-        do so only where there are many.
-        """
-        steps = steps_in_epoch(self.samples, self.job.train.global_batch)
-        spots: dict[Slice, tuple[Slice, ...]] = {}
-        for number in range(_SPOTS):
-            parts = self._micro_batches(1 + number * steps // _SPOTS)
-            if len(parts) > 1:  # another pair of each step, as there may be but one
-                place = 2 * number % (len(parts) - 1)
-                first, second, *more = parts[place : place + 3]
-                if number % 2 and second.stop - second.first > 2:  # layers may refuse one sample
-                    second = second._replace(stop=second.stop - 1)
-                elif number % 2 and more:
-                    second = second._replace(stop=more[0].stop)
-                spots[first] = first, second, first._replace(stop=second.stop)
-        few = list(spots.values())
-        if len(few) > LEAST:
-            every = self._micro_batches(1)
-            few.insert(LEAST, (*every, every[0]._replace(stop=every[-1].stop)))
-        return few
-
-    def _micro_batches(self, step: int) -> list[Slice]:
-        """Those of a step, in its order."""
-        where = position(step, self.samples, self.job.train.global_batch)
-        every = share_of(where, parts_of(where, self.job.train), 1, 0, merge=False)
-        return [part.samples for part in every.passes]
+        self.phase = "trying a batch"
+        return try_recipe(self._forward, self._loader, self.job, self.samples)
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so, and say `yes` only where each does.
 
         A dataset that does not repeat is `no` for all of them, whatever the trials saw.
         """
-        trial = self._for_what_is_lost(self._standing.trial or self._try())
+        trial = self._for_what_is_lost(self.state.trial or self._try())
         self._forward.derive(trial.derived)
         unlike = 0 if self._unlike is None else 1 + self._unlike
         found = torch.tensor([trial.merge, trial.same, unlike], dtype=torch.float64)
@@ -432,7 +261,7 @@ class Training:
             trial = trial._replace(verdict=ANOTHER_SAW)
         if unlike := int(found[2]):
             trial = trial._replace(verdict=knowing.not_as_read_once(unlike - 1))
-        self._standing.trial = trial
+        self.state.trial = trial
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
@@ -443,7 +272,7 @@ class Training:
 
         One machine would have used it; so the remedy of the trial's own `no` would not help.
         """
-        every = self.recipe.given["train"].lost(
+        every = self.recipe.given["train"].unused(
             "Recipe.train", shuffled=True, batch=self.job.train.global_batch
         )
         decisive = "; ".join(f"{text}. {remedy}" for text, remedy in every if remedy)
@@ -451,10 +280,10 @@ class Training:
 
     @property
     def _trial(self) -> Trial:
-        assert self._standing.trial is not None, "join() comes first"
-        return self._standing.trial
+        assert self.state.trial is not None, "join() comes first"
+        return self.state.trial
 
-    def _announce(self) -> None:
+    def _tell_what_is_read(self) -> None:
         member, loader = self.member, self._loader
         gpus = torch.cuda.device_count()
         if gpus and self.device.type == "cpu" and self.job.train.device == "auto":
@@ -464,180 +293,36 @@ class Training:
             )
         for name, given in self.recipe.given.items():
             batch = self.job.train.global_batch
-            for lost in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+            for lost in given.unused(f"Recipe.{name}", shuffled=name == "train", batch=batch):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
-        parameters = sum(p.numel() for p in self._built.parameters)
-        if self._built.loaded is not None and self.replica.comm.rank == 0:
+        if self._built.loaded is not None and self.engine.comm.rank == 0:
             member.emit("model_loaded", **self._built.loaded.fields())
         trial = self._trial
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
-        if self.replica.comm.rank == 0 and not member.goes_on:
+        if self.engine.comm.rank == 0 and not member.goes_on:
             member.emit("same_as_one_machine", verdict=trial.verdict)
-        member.emit(
-            "worker_ready",
-            worker=member.number,
-            device=str(self.device),
-            threads=torch.get_num_threads(),
-            parameters=parameters,
-            samples=self.samples,
-            validation_samples=self._validation_samples,
-            last_step=self.last_step,
-            loader=f"{loader.mode}: {loader.why}",
-            phases=member.phases,
-        )
+        self._announce(validation_samples=self._validation_samples)
 
     # ---- the loop
 
     def steps(self) -> Iterator[Step]:
-        """Train; yields after each commit. Stops at the end, or where all were told to.
+        """Train; yields after each commit. See `Loop.run`."""
+        yield from self.run()
 
-        Where a member is lost and will be replaced, goes on with the others from
-        the highest step that one of them has committed. Where the members change, so
-        does the group, between two steps.
-
-        Raises:
-            Released: the run goes on without this worker.
-        """
-        while True:
-            apart: PeerError | None = None
-            try:
-                yield from self._steps()
-                if not self._regroups:
-                    return
-            except PeerError as error:
-                if not self.member.recovers:
-                    raise
-                apart = error
-            self._leave(apart)
-            self._regroup()
-
-    def _steps(self) -> Iterator[Step]:
-        """The steps of one generation."""
-        self._built.model.train()
-        standing = self._standing
-        if standing.last is not None and (standing.settled < self.step or standing.last.ends):
-            step, ends = self._settle(standing.last)  # at the end too: whoever saved may be gone
-            yield step
-            if ends:
-                return
-        if standing.ended:
-            self._why(told=True)
-            return
-        while (yield from self._steps_of_a_deal()):
-            pass
-
-    def _steps_of_a_deal(self) -> Generator[Step, None, bool]:
-        """The steps until the end, or until work is dealt otherwise; whether that is so."""
-        first, dealt = self.step + 1, self.replica.dealing.speeds
-        parts = (part.samples for _, share in self._plan(first) for part in share.passes)
-        loads = self._loader.read(parts, self._record)
-        try:
-            for where, share in self._plan(first):
-                self.step += 1
-                breadcrumb.at_step(self.step)
-                done = self._standing.commit(self._one_step(where, share, loads), where)
-                self._done += 1
-                step, ends = self._settle(done)
-                yield step
-                self._regroups &= not ends
-                if ends or self._regroups:
-                    break
-                if self.replica.dealing.speeds != dealt:
-                    return True
-        finally:
-            loads.close()
-        return False
-
-    def _settle(self, done: Committed) -> tuple[Step, bool]:
-        """What follows a commit: judge it, validate, save. Done again if a member is lost in it.
-
-        Returns:
-            The step, and whether this start of the run ends with it.
-        """
-        self.member.check_lease()
-        where = position(done.step, self.samples, self.job.train.global_batch)
-        self._tell_epoch(where)
-        self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
-        metrics = self._validate(where) if done.ends or self._is_time(where) else None
-        if metrics is not None and not done.ends:
-            told = self.stopping.after_validation(done.step, metrics)
-            self._standing.last = done = done._replace(told=told, ends=told)
-        carried = self._standing.carried
-        self.phase = "saving"
-        if self._saver is not None and not self.stopping.spoilt:
-            self._saver.after_step(
-                done.step,
-                where,
-                self.replica,
-                last=done.ends,
-                epoch_so_far=(carried.epoch_loss, carried.epoch_samples),
-                metrics=metrics,
-            )
-        if done.ends:
-            self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
-        self._standing.settled = done.step
-        return Step(done.step, where.epoch, done.loss, metrics), done.ends
-
-    def _tell_epoch(self, where: Position) -> None:
-        if where.stop == self.samples and self.replica.comm.rank == 0:
-            self.member.emit(
-                "epoch_finished",
-                epoch=where.epoch,
-                step=self.step,
-                loss=self._standing.carried.epoch_loss / self._standing.carried.epoch_samples,
-                samples=self._standing.carried.epoch_samples,
-            )
-
-    def _why(self, told: bool, not_finite: str = "") -> None:
-        if self.step == self.last_step:
-            return
-        if not_finite:
-            self.rule = NOT_FINITE
-            self.stopping.tell_of(not_finite, self.step)
-            return
-        self.rule = TOLD if told else "stop_after_steps"
-
-    def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
-        planned = plan(
-            self.job,
-            self.samples,
-            first,
-            self.last_step,
-            self.replica.comm,
-            merge=self._trial.merge,
-            speeds=self.replica.dealing.speeds,
-        )
-        for observer in self._observers.values():
-            planned = observer.plan(planned, first, self.replica.dealing.speeds)
-        return planned
-
-    def _one_step(self, where: Position, share: Share, loads: Iterator[Read]) -> Committed:
-        """From samples to a commit."""
-        agreed = self._agree(where, share, loads)
-        if agreed is None:  # the gradients did not fit: the same passes, on another lattice
-            again = self._loader.read((part.samples for part in share.passes), self._record)
-            agreed = self._agree(where, share, again)
-            assert agreed is not None, "a strategy asked for a third time"
-        self._regroups = agreed.regroups
-        self.phase, samples = "update", share.stop - share.first
-        norm = self.replica.advance(self._update, self.step, where, samples, agreed.loss)
-        spoilt = bool(self.stopping.not_finite(agreed.loss, norm))
-        if not (math.isfinite(agreed.loss) or spoilt):
-            self._warn_of_loss(agreed.loss)
-        ends = (
-            agreed.stop or spoilt or self.step in (self.last_step, self.job.train.stop_after_steps)
-        )
-        return Committed(self.step, agreed.loss, norm, agreed.stop, ends, agreed.skipped)
-
-    def _agree(self, where: Position, share: Share, loads: Iterator[Read]) -> Agreement | None:
-        """Run this worker's passes, and agree on what came of them."""
-        replica, clock = self.replica, self.replica.clock
+    def _passes(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Step, None, Passed]:
+        """Forward and backward pass of each, weighted by what its loss is a mean of."""
+        yield from ()  # a recipe's passes are nobody else's
+        if self._whole_batch is not None:
+            self.phase = "forward"
+            return Passed(*self._whole_batch.run(where, share, loads, self.step))
+        engine, clock = self.engine, self.engine.clock
         batch_size = where.stop - where.first
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
-        replica.begin_step(self.step, where)
         for number, part in enumerate(share.passes):
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
@@ -649,12 +334,12 @@ class Training:
             if not read.size:
                 continue
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
-            self.phase, taken = "forward", replica.gradients.count
+            self.phase, taken = "forward", engine.taken
             found = self._forward.loss(read.batch, read.size)
-            if replica.gradients.count != taken:  # the trial may see other samples, or none
+            if engine.taken != taken:  # the trial may see other samples, or none
                 raise called_backward()
             if found is None:  # nothing in it counts: as if it had not been
-                replica.skip_pass(part)
+                engine.skip_pass(part)
                 continue
             factor = 0.0 if part.repeats else found.factor
             if not part.repeats:
@@ -663,38 +348,20 @@ class Training:
             since = clock.lap(since, "forward")
             self.phase = "backward"
             last = number == len(share.passes) - 1
-            replica.begin_pass(part, factor / batch_size, last=last)
+            engine.begin_pass(part, factor / batch_size, last=last)
             self._update.scaler.scale(found.loss).backward()
-            replica.end_pass(part, 0.0 if part.repeats else read.size / batch_size)
+            engine.end_pass(part, 0.0 if part.repeats else read.size / batch_size)
             clock.lap(since, "backward")
-        self._teller.tell(skipped, dataset="training", step=self.step, epoch=where.epoch)
-        self._waits()
-        told = self.stopping.told(self.step)
-        return replica.agree(losses, stop=told, skipped=len(skipped), samples=batch_size)
+        return Passed(losses, skipped)
 
     def _repeat(self, part: Pass, factor: float) -> None:
         """One more pass of the present step, its loss times a factor, of which nothing stays."""
-        with self.replica.aside():
+        with self.engine.aside():
             (read,) = self._loader.read([part.samples])
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             found = self._forward.loss(read.batch, read.size)
             assert found is not None, "a pass in which nothing counts has no gradient to repeat"
             self._update.scaler.scale(found.loss * factor).backward()
-
-    def _warn_of_loss(self, loss: float) -> None:
-        if "loss" not in self._warned:
-            self._warned.add("loss")
-            self._warn(f"the loss at step {self.step} is {loss}; training goes on")
-
-    def _warn(self, text: str) -> None:
-        """Say it in the log, once, by one worker."""
-        if self.replica.comm.rank == 0 and text not in self._warned:
-            self._warned.add(text)
-            self.member.emit("warning", text=f"{text}.")
-
-    def _is_time(self, where: Position) -> bool:
-        every = self.job.train.validate_every
-        return self.step % every == 0 if every else where.stop == self.samples
 
     @property
     def _validation_batch(self) -> int:
@@ -709,11 +376,11 @@ class Training:
         self.phase = "validation"
         begin, count = time.perf_counter(), len(self.recipe.validate)
         batch = self._validation_batch
-        speeds, comm = self.replica.dealing.speeds, self.replica.comm
+        speeds, comm = self.engine.assignment.dealing.speeds, self.engine.comm
         found = evaluate(self._forward, self._validation, count, batch, comm, speeds, self._waits)
         left_out = found.skipped
         self._teller.tell(left_out, dataset="validation", step=self.step, epoch=where.epoch)
-        if self.replica.comm.rank == 0:
+        if self.engine.comm.rank == 0:
             self.member.emit(
                 "validated",
                 step=self.step,
@@ -726,44 +393,11 @@ class Training:
             )
         return found.metrics
 
-    # ---- the end
-
-    def finish(self) -> bool:
-        """Save the model and leave, together with the others.
-
-        Returns:
-            False where a member was lost before all had ended: train on, then finish again.
-        """
-        self.phase = "saving"
-        if self._saver is not None and not self.member.fenced:
-            self._saver.finish(self.step)
-        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
-            self._leave()
-            self._regroup()
-            return False
-        self.close()
-        return True
-
-    @property
-    def _finite(self) -> bool:
-        last = self._standing.last
-        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
-
-    def released(self) -> None:
-        """The run goes on without this worker: what it has begun to save, it saves."""
-        if self._saver is not None:
-            self._saver.hand_over()
-        self.close()
-
     def close(self) -> None:
-        """Let go of loaders and group."""
-        self._loader.close()
-        if self._record is not None:
-            self._record.close()
+        """Let go of loaders and group; a second call does nothing."""
+        super().close()
         if self._validation is not None:
             self._validation.close()
-        if self._replica is not None:
-            self._replica.close()
 
 
 def choose_device(job: JobSpec, local_rank: int) -> torch.device:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.parallel.batch_norm import hold_still
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses, on_tensors, to_device
 from instep.recipe.rehearsal import called_backward
@@ -51,6 +52,7 @@ class Copied(NamedTuple):
             model, *losses = copy.deepcopy((self.model, *self.losses))
         except Exception:  # a loss may hold what cannot be copied
             model, losses = copy.deepcopy(self.model), list(self.losses)
+        hold_still(model)
         return Copied(model.train(), Losses(*losses))
 
 
@@ -234,7 +236,7 @@ def trial_model(forward: Forward, seed: int) -> Iterator[TrialModel]:
     Raises:
         Exception: of whatever kind, the model cannot be copied.
     """
-    original = Copied(forward.model, forward.losses)
+    original = Copied(forward.model, forward.tried)
     copied = original.again()
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

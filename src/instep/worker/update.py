@@ -58,7 +58,7 @@ class Update:
             where nobody wants it, and where the scaler leaves the step out.
         """
         set_generators(key(self._seed, OF_UPDATE, step))  # some optimizers draw
-        norm = self._norm_and_clip()
+        norm = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scheduler is not None:
@@ -66,8 +66,14 @@ class Update:
         skipped = self.scaler.is_enabled() and not math.isfinite(norm or 0.0)
         return None if skipped else norm
 
-    def _norm_and_clip(self) -> float | None:
-        if self._max_grad_norm is None and not self._measure:
+    @property
+    def clips(self) -> bool:
+        """Whether `clip` looks at the gradient."""
+        return self._max_grad_norm is not None or self._measure
+
+    def clip(self) -> float | None:
+        """Unscale and clip the gradient where the job wants it; its global norm before."""
+        if not self.clips:
             return None
         self.scaler.unscale_(self.optimizer)
         if self._max_grad_norm is None:

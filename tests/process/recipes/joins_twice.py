@@ -36,8 +36,7 @@ def train_in_a_loop_of_its_own() -> None:
         for _ in range(2):
             for inputs, target in loader:
                 loss = functional.cross_entropy(model(inputs), target)
-                loss.backward()
-                session.record(loss)
+                session.backward(loss)
                 optimizer.step()
         assert session.sum(1.0, session.rank) == (session.size, sum(range(session.size)))
 

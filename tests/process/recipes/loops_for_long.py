@@ -25,6 +25,5 @@ if __name__ == "__main__":
         while not session.stopped:
             for inputs, target in loader:
                 loss = functional.cross_entropy(model(inputs), target)
-                loss.backward()
-                session.record(loss)
+                session.backward(loss)
                 optimizer.step()

@@ -29,6 +29,5 @@ if __name__ == "__main__":
         for _ in range(session.step // 7, EPOCHS):
             for inputs, target in loader:
                 loss = functional.cross_entropy(model(inputs), target)
-                loss.backward()
-                session.record(loss)
+                session.backward(loss)
                 optimizer.step()

@@ -25,8 +25,7 @@ if __name__ == "__main__":
     for _ in range(2):
         for inputs, target in loader:
             loss = loss_of(model(inputs), target)
-            loss.backward()
-            session.record(loss)
+            session.backward(loss)
             optimizer.step()
     session.close()
     assert session.step == STEPS

@@ -32,8 +32,7 @@ def train_in_a_loop_of_its_own(name: str, **stop: object) -> None:
         for _ in range(50):
             for inputs, target in loader:
                 loss = functional.cross_entropy(model(inputs), target)
-                loss.backward()
-                session.record(loss)
+                session.backward(loss)
                 optimizer.step()
             with torch.no_grad():
                 accuracy = float(tiny.accuracy(model(held_out[0]), held_out[1]))

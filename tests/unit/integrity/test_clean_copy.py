@@ -5,17 +5,10 @@ import torch
 from torch import nn
 
 from instep.integrity.clean_copy import CleanCopy
-from instep.state.snapshot import Packer
-from instep.worker.saving import TakenUp, gather
-from instep.worker.standing import Committed
+from instep.sync.base import make_strategy
+from instep.worker.capture import Progress
+from instep.worker.committed import Commit, CommittedState
 from instep.worker.update import Update
-
-
-class Standing:
-    """What a copy takes from a worker's standing, and gives back."""
-
-    def __init__(self):
-        self.carried, self.last, self.settled = TakenUp(), None, 0
 
 
 class Tied(nn.Module):
@@ -48,46 +41,48 @@ class Worker:
             max_grad_norm=None,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
-        self.standing = Standing()
-        self.copy = CleanCopy(self.model, self.update, self.standing)
+        self.strategy = make_strategy("all_reduce", {})
+        self.held = CommittedState(self.model, self.update, self.strategy)
+        self.copy = CleanCopy(self.held)
 
     def train(self, steps):
         for _ in range(steps):
-            step = self.standing.carried.step + 1
+            step = self.held.progress.step + 1
             self.model(torch.full((2, 3), step / 7)).square().sum().backward()
             self.update.apply(step)
             self.update.optimizer.zero_grad()
-            self.standing.carried = TakenUp(step, {}, 0.5 * step, 3 * step)
-            self.standing.last = Committed(step, 0.5, None, False, False)
-            self.standing.settled = step
+            self.held.progress = Progress(step, self.held.progress.course, 0.5 * step, 3 * step)
+            self.held.last = Commit(step, 0.5, None, False, False)
+            self.held.settled = step
 
     def state(self):
-        carried = self.standing.carried._replace(strategy={})  # looked at by itself
-        live = gather(carried, self.model, self.update, Packer())
-        live.tensors["aside"] = {"aside": self.model.aside}
+        live = self.held.capture()
+        del live.facts["course"]
         tensors = {g: {n: t.tolist() for n, t in ts.items()} for g, ts in live.tensors.items()}
-        return tensors, live.facts, self.standing.carried[0], self.standing.carried[2:]
+        return tensors, live.facts, live.step
 
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_what_was_trained_after_the_copy_is_as_if_it_had_not_been(before):
     worker = Worker()
     worker.train(before)
+    worker.strategy.load_state({"lattice": torch.tensor([1])})
     wanted = worker.state()
-    worker.copy.keep({"lattice": torch.tensor([1])})
+    worker.copy.keep()
     worker.train(4)
+    worker.strategy.load_state({"lattice": torch.tensor([2])})
     assert worker.state() != wanted
     worker.copy.give_back()
     assert worker.state() == wanted
-    assert worker.standing.settled == worker.copy.step == before
-    assert worker.standing.carried.strategy["lattice"].tolist() == [1]
-    assert (worker.standing.last.step if before else worker.standing.last) == (before or None)
+    assert worker.held.settled == worker.copy.step == before
+    assert worker.held.progress.course == 1
+    assert (worker.held.last.step if before else worker.held.last) == (before or None)
 
 
 def test_training_from_the_copy_leaves_the_copy_alone():
     worker = Worker()
     worker.train(2)
-    worker.copy.keep({})
+    worker.copy.keep()
     wanted = worker.state()
     for _ in range(2):
         worker.copy.give_back()
@@ -99,10 +94,10 @@ def test_training_from_the_copy_leaves_the_copy_alone():
 def test_a_newer_copy_takes_the_place_and_the_memory_of_the_one_before():
     worker = Worker()
     worker.train(1)
-    worker.copy.keep({})
+    worker.copy.keep()
     places = {t.data_ptr() for g in worker.copy._kept.tensors.values() for t in g.values()}
     worker.train(1)
-    worker.copy.keep({})
+    worker.copy.keep()
     wanted = worker.state()
     assert places == {t.data_ptr() for g in worker.copy._kept.tensors.values() for t in g.values()}
     worker.train(3)
@@ -112,7 +107,7 @@ def test_a_newer_copy_takes_the_place_and_the_memory_of_the_one_before():
 
 def test_tied_weights_stay_tied():
     worker = Worker()
-    worker.copy.keep({})
+    worker.copy.keep()
     worker.train(1)
     worker.copy.give_back()
     assert worker.model.first.weight is worker.model.second.weight

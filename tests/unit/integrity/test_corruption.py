@@ -57,7 +57,7 @@ class Copy:
     def __init__(self):
         self.kept = self.given = 0
 
-    def keep(self, strategy):
+    def keep(self):
         self.kept += 1
 
     def give_back(self):
@@ -92,7 +92,7 @@ class Rank:
             member=self.member,
             model=self.model,
             update=self.update,
-            standing=SimpleNamespace(carried=SimpleNamespace(step=self.step)),
+            state=SimpleNamespace(progress=SimpleNamespace(step=self.step)),
             run_pass=self.run_aside,
             set_aside=self.dropped.append,
             drop_after=lambda step: None,
@@ -155,7 +155,8 @@ class Rank:
             except Unrepeatable as error:
                 self.check.unrepeatable(error)
                 raise
-        self.check.judge(notes.tolist(), self.strategy.state)
+        self.check.judge(notes.tolist())
+        self.strategy.hand_out()
         self.strategy.apply(self.move)
         self.check.committed()
 
@@ -348,7 +349,7 @@ def lose_the_state(comm, fault, told, copied):
     if comm.rank < comm.size - 1:
         rank.check = rank.new_guard()
     rank.enter()
-    rank.check.formed({}, anew=False)
+    rank.check.formed(anew=False)
     with pytest.raises(PeerError):
         rank.train(40)
     at_once = list(rank.dropped)

@@ -38,8 +38,23 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss": None}, "either loss or compute_loss; neither was given"),
-        ({"compute_loss": lambda m, b: None}, "either loss or compute_loss; both were given"),
+        ({"loss": None}, "compute_loss, and embed with batch_loss; none was given"),
+        (
+            {"compute_loss": lambda m, b: None},
+            "embed with batch_loss; loss and compute_loss were given",
+        ),
+        ({"loss": None, "embed": print}, "Recipe.embed was given without batch_loss"),
+        ({"loss": None, "batch_loss": print}, "Recipe.batch_loss was given without embed"),
+        ({"embed": print, "batch_loss": print}, "loss and batch_loss were given"),
+        ({"loss": None, "embed": 3, "batch_loss": print}, "Recipe.embed is an int"),
+        (
+            {"loss": None, "embed": print, "batch_loss": print, "weight": len},
+            "batch_loss is of the whole global batch. Leave weight out",
+        ),
+        (
+            {"loss": None, "embed": print, "batch_loss": print, "metrics": {"a": print}},
+            "which batch_loss does not give",
+        ),
         ({"loss": "mse"}, "Recipe.loss is a str, but a function is wanted"),
         ({"loss": None, "compute_loss": 3}, "Recipe.compute_loss is an int"),
         (

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.comm.alone import AloneComm
 from instep.errors import RecipeError
 from instep.recipe.build import Recipe
 from instep.recipe.forward import Forward, checked, to_device
@@ -193,3 +194,76 @@ def test_a_bare_tuple_is_refused_with_the_name_of_what_is_wanted():
 
     with pytest.raises(RecipeError, match=r"instep\.WeightedLoss\(total, weight\)"):
         forward(loss=None, compute_loss=pair).loss(BATCH, 4)
+
+
+def embed(model, batch):
+    return model(batch[0]), batch[1]
+
+
+def spread(model, embeddings, targets):
+    return ((embeddings - embeddings.mean()) * (1 + targets)).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_loss_of_the_global_batch_is_that_of_one_plain_pass(precision):
+    tried = forward(loss=None, embed=embed, batch_loss=spread)
+    tried.precision = precision
+    step, wide = tried.cached(), torch.arange(8.0).view(4, 2)
+    batches = [(wide, torch.zeros(4, 1)), (wide.sin(), torch.ones(4, 1))]
+    for number, batch in enumerate(batches):
+        step.embed(number, batch, 4)
+    step.gather(AloneComm(), 2, CPU)
+    loss = step.loss()
+    for number, batch in enumerate(batches):
+        step.backward(number, batch)
+    found = [parameter.grad for parameter in tried.model.parameters()]
+    whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    with tried.autocast():
+        plain = spread(tried.model, *embed(tried.model, whole))
+    near = 1e-6 if precision == "float32" else 2e-2
+    torch.testing.assert_close(loss, plain.detach(), rtol=near, atol=near)
+    wanted = torch.autograd.grad(plain, list(tried.model.parameters()))
+    torch.testing.assert_close(found, list(wanted), rtol=near, atol=near)
+    assert tried.phase == "embed"
+
+
+def test_what_is_tried_of_a_loss_of_the_global_batch_is_each_embedding():
+    tried = forward(loss=None, embed=embed, batch_loss=spread)
+    with tried.on(tried.model, "float32", tried.tried):
+        whole = tried.loss((torch.arange(8.0).view(4, 2), torch.ones(4, 1)), 4)
+        parts = [
+            tried.loss((rows, torch.ones(2, 1)), 2) for rows in torch.arange(8.0).view(2, 2, 2)
+        ]
+    assert float(whole.loss.detach()) == pytest.approx(
+        sum(float(part.loss.detach()) for part in parts) / 2
+    )
+    assert forward().tried == forward().losses
+
+
+def test_a_validation_batch_is_embedded_and_compared_by_itself():
+    tried = forward(loss=None, embed=embed, batch_loss=spread)
+    measured = tried.measure((torch.ones(4, 2), torch.ones(4, 1)), 4)
+    assert (measured.values, measured.weight) == ({"loss": pytest.approx(0, abs=1e-6)}, 4.0)
+
+
+def test_a_batch_loss_that_is_no_scalar_is_refused_by_name():
+    tried = forward(loss=None, embed=embed, batch_loss=lambda m, e, t: e)
+    step = tried.cached()
+    step.embed(0, BATCH, 4)
+    step.gather(AloneComm(), 1, CPU)
+    with pytest.raises(RecipeError, match=r"Recipe.batch_loss returned a tensor of shape \[4, 1\]"):
+        step.loss()
+
+
+def test_a_batch_in_which_nothing_counts_is_computed_where_others_look_at_it():
+    ignoring = forward(loss=nn.CrossEntropyLoss())
+    ignoring.model = nn.Linear(2, 3)
+    batch = (torch.ones(4, 2), torch.full((4,), -100))
+    assert ignoring.loss(batch, 4) is None
+    found = ignoring.loss(batch, 4, always=True)
+    assert found is not None
+    assert not found.counts
+    clamped = forward(weight=lambda batch: 0.0)
+    found = clamped.loss(BATCH, 4, always=True)
+    assert found is not None
+    assert not found.counts

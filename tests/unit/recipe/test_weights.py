@@ -131,6 +131,8 @@ class Recipe(NamedTuple):
     compute_loss: Any
     loss: Any = None
     weight: Any = None
+    embed: Any = None
+    batch_loss: Any = None
 
 
 @pytest.mark.parametrize("seed", range(6))

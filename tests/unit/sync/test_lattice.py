@@ -235,6 +235,7 @@ def agreed_gradient(comm, values, attempts):
         if strategy.exchange(torch.ones(1, dtype=torch.float64)) is not None:
             break
     assert tries == attempts
+    strategy.hand_out()
     return strategy.apply(lambda: weight.grad.tolist())
 
 

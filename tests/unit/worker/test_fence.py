@@ -19,9 +19,10 @@ from instep.errors import PeerError, RunError, WorkerError
 from instep.events import LEDGER, read_records
 from instep.store.ledger import Ledger
 from instep.sync.base import make_strategy
+from instep.worker.assignment import Lockstep
+from instep.worker.engine import Engine, Weighed
 from instep.worker.member import Member
 from instep.worker.passes import Pass
-from instep.worker.replica import Replica, Weighed
 from instep.worker.update import Update
 
 TIMEOUT_S = 20.0
@@ -80,7 +81,7 @@ class Worker:
         self.member.at = Heartbeat
         self.interrupts = []
         self.member.interrupt = lambda: self.interrupts.append(None)
-        self.member.hold, self.replica = self.hold, None
+        self.member.hold, self.engine = self.hold, None
         self.model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
         self.parameters = list(self.model.parameters())
         optimizer = torch.optim.SGD(self.parameters, lr=1.0)
@@ -92,30 +93,36 @@ class Worker:
         self.interrupts.clear()  # before the first answer there was no lease
 
     def hold(self):
-        if self.replica is not None:
-            self.replica.hold()
+        if self.engine is not None:
+            self.engine.hold()
 
     def form(self):
         self.member.wait_for_group()
-        strategy = make_strategy("all_reduce", {})
-        comm = AloneComm()
-        self.replica = Replica(self.member, self.model, self.parameters, strategy, comm)
+        if self.engine is None:
+            strategy = make_strategy("all_reduce", {})
+            self.engine = Engine(self.member, self.model, self.parameters, strategy, self.update)
+        form = self.member.form
+        self.engine.start(AloneComm(), Lockstep(form, self.member.job.train, 640, by_speed=False))
 
     def advance(self, step):
-        self.replica.begin_pass(WHOLE, 1.0, last=True)
-        for slot, parameter in enumerate(self.parameters):
-            self.replica.strategy.gradient(slot, torch.ones_like(parameter))
-        self.replica.agree({0: Weighed(64.0, 64)}, stop=False, samples=64)
-        where = position(step, 640, 64)
-        self.replica.advance(self.update, step, where, 64, 1.0)
+        self.pass_and_agree(step)
+        self.engine.commit()
 
-    def agree(self):
+    def pass_and_agree(self, step):
+        self.engine.begin_step(step, position(step, 640, 64))
+        self.engine.begin_pass(WHOLE, 1.0, last=True)
+        for slot, parameter in enumerate(self.parameters):
+            self.engine.strategy.gradient(slot, torch.ones_like(parameter))
+        self.engine.agree({0: Weighed(64.0, 64)}, stop=False, samples=64)
+
+    def agree(self, step):
         """The passes of a step, and what comes of them: all but the update."""
-        self.replica.begin_pass(WHOLE, 1.0, last=True)
+        self.engine.begin_step(step, position(step, 640, 64))
+        self.engine.begin_pass(WHOLE, 1.0, last=True)
         loss = self.model(torch.arange(64.0)[:, None]).square().mean()
         loss.backward()
-        self.replica.end_pass(WHOLE, 1.0)
-        self.replica.agree({0: Weighed(64 * float(loss.detach()), 64)}, stop=False, samples=64)
+        self.engine.end_pass(WHOLE, 1.0)
+        self.engine.agree({0: Weighed(64 * float(loss.detach()), 64)}, stop=False, samples=64)
 
     @property
     def steps(self):
@@ -140,7 +147,7 @@ def master(tmp_path):
 def worker(master):
     made = Worker(master)
     yield made
-    made.replica.close()
+    made.engine.leave()
     made.member.close()
 
 
@@ -167,17 +174,17 @@ def test_once_the_master_is_silent_nothing_moves_and_another_may_write(master, w
 
 def test_statistics_move_with_the_parameters_or_not_at_all(master, worker):
     batch_norm = worker.model[1]
-    worker.agree()
+    worker.agree(1)
     assert batch_norm.running_mean.tolist() == [0.0]
-    worker.advance(1)
+    worker.engine.commit()
     after_one_step = batch_norm.running_mean.clone()
     assert after_one_step.tolist() != [0.0]
-    worker.agree()
+    worker.agree(2)
     master.answers = False
     until(lambda: worker.interrupts)
     with pytest.raises(PeerError):
-        worker.advance(2)
-    worker.replica.abandon()
+        worker.engine.commit()
+    worker.engine.leave()
     assert torch.equal(batch_norm.running_mean, after_one_step)
     assert int(batch_norm.num_batches_tracked) == 1
 
@@ -191,7 +198,7 @@ def test_it_stays_so_in_that_generation_though_the_master_be_back_and_ends_with_
     until(lambda: not worker.member._connection.lapsed)
     with pytest.raises(PeerError):
         worker.advance(1)
-    worker.replica.close()
+    worker.engine.leave()
     worker.member.broken()
     worker.form()
     worker.advance(1)
@@ -199,16 +206,15 @@ def test_it_stays_so_in_that_generation_though_the_master_be_back_and_ends_with_
 
 
 def test_a_step_that_moved_just_before_the_lease_ran_out_is_not_written(worker):
-    worker.member.fence()
-    where = position(1, 640, 64)
-    worker.replica.commit(1, where, 64, 1.0)
+    worker.update.optimizer.register_step_post_hook(lambda *_: worker.member.fence())
+    worker.advance(1)
     assert worker.steps == []
-    assert worker.replica.shares()  # for whoever goes on from it
+    assert worker.engine.assignment.records()  # for the worker that continues from it
 
 
 def test_a_ledger_that_was_let_go_of_ends_the_generation(worker):
-    worker.replica.hold()
-    worker.replica.commit(1, position(1, 640, 64), 64, 1.0)
+    worker.engine.hold()
+    worker.advance(1)
     assert worker.steps == []
     with pytest.raises(PeerError):
         worker.member.check_lease()
@@ -231,7 +237,7 @@ def test_on_one_machine_a_silent_master_changes_nothing(tmp_path):
         assert worker.steps == [1]
         assert worker.interrupts == []
     finally:
-        worker.replica.close()
+        worker.engine.leave()
         worker.member.close()
         master.close()
 

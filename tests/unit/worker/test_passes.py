@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.comm.alone import AloneComm
+from instep.comm.messages import Form
 from instep.data.order import Position
-from instep.spec import JobSpec, TrainSpec
-from instep.worker.passes import parts_of, plan, ranges_of, share_of
+from instep.spec import TrainSpec
+from instep.worker.assignment import Lockstep
+from instep.worker.passes import parts_of, ranges_of, share_of
 
 SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
 
@@ -74,12 +75,13 @@ def test_a_worker_may_have_no_pass_in_a_short_step():
 
 
 def test_a_plan_goes_through_epochs_without_a_gap():
-    job = JobSpec(recipe="a.py:f", train=TrainSpec(global_batch=16))
-    steps = list(plan(job, 37, 1, 6, AloneComm(), merge=True))
+    form = Form(generation=1, rank=0, members=[0])
+    assignment = Lockstep(form, TrainSpec(global_batch=16), 37, by_speed=False)
+    steps = list(assignment.plan(1, 6, merge=True))
     assert [where for where, _ in steps] == [
         Position(epoch, first, min(first + 16, 37)) for epoch in (0, 1) for first in (0, 16, 32)
     ]
-    later = list(plan(job, 37, 4, 6, AloneComm(), merge=True))
+    later = list(assignment.plan(4, 6, merge=True))
     assert later == steps[3:]
 
 

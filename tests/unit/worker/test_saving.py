@@ -15,10 +15,12 @@ from instep import spec_file
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER
-from instep.state.best import Best
 from instep.state.manifest import published, read_manifest
+from instep.state.retention import Best
 from instep.store.folder import make_run_folder, run_id
-from instep.worker.replica import Clock
+from instep.sync.base import make_strategy
+from instep.worker.clock import Clock
+from instep.worker.committed import CommittedState
 from instep.worker.saving import Saver
 from instep.worker.update import Update
 
@@ -66,17 +68,22 @@ def make(runs, best=None, now=time.monotonic, **kept):
         scaler=torch.amp.GradScaler("cuda", enabled=False),
     )
     connection = MasterConnection(make_run_folder(runs, job, named=True), job)
-    return Saver(connection, model, update, best, now=now), connection
+    saver = Saver(connection, model, best, now=now)
+    saver.state = CommittedState(model, update, make_strategy("all_reduce", {}))
+    return saver, connection
 
 
 def after(saver, step, last=False, metrics=None):
-    replica = SimpleNamespace(
-        strategy=SimpleNamespace(state=dict),
+    saver.state.progress = saver.state.progress._replace(step=step)
+    engine = SimpleNamespace(
+        state=saver.state,
         clock=Clock(),
         ledger_bytes=step * LEDGER.itemsize,
         buffers=SimpleNamespace(moved=set()),
     )
-    saver.after_step(step, WHERE, replica, last=last, metrics=metrics)
+    due = last or saver.late() or saver.is_best(step, metrics)
+    due = due or saver._member.job.checkpoint.due(step)
+    saver.after_step(engine, WHERE, due=due, last=last, metrics=metrics)
 
 
 def test_what_was_set_aside_is_no_longer_the_best(make_saver, tmp_path):
@@ -260,12 +267,14 @@ def test_who_takes_over_saving_counts_from_the_last_save_of_the_one_before(make_
     first, connection = make_saver(tmp_path, now=watch, every="5m", keep_last=9)
     ago = time.time() - 250
     os.utime(connection.run / "job.toml", (ago, ago))
-    second = Saver(connection, first._model, first._update, now=watch)
+    second = Saver(connection, first._model, now=watch)
+    second.state = first.state
     after(second, 1)
     watch.s += 60  # 310 s after the session began
     after(second, 2)
     second.hand_over()
-    third = Saver(connection, first._model, first._update, now=watch)
+    third = Saver(connection, first._model, now=watch)
+    third.state = first.state
     watch.s += 60
     after(third, 3)
     third.hand_over()

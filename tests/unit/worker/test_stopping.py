@@ -242,16 +242,16 @@ def test_a_verdict_counts_after_its_step_also_where_that_is_computed_again():
 
 def went_back(master, step):
     """The worker has found corruption, and leaves its group for its clean copy."""
-    training, standing = Training.__new__(Training), SimpleNamespace()
-    standing.carried = SimpleNamespace(step=9)
+    training, state = Training.__new__(Training), SimpleNamespace()
+    state.progress = SimpleNamespace(step=9)
 
     def go_back():
-        standing.carried = SimpleNamespace(step=step)
+        state.progress = SimpleNamespace(step=step)
         return True
 
-    training.member, training._replica, training._regroups = master.member, None, False
-    training._standing, training._stopping = standing, master.stopping
-    training._observers = {"corruption": SimpleNamespace(go_back=go_back)}
+    observers = {"corruption": SimpleNamespace(go_back=go_back)}
+    training.engine = SimpleNamespace(state=state, observers=observers, leave=lambda: None)
+    training.member, training._stopping = master.member, master.stopping
     master.member.broken = lambda error: None
     training._leave()
     assert training.step == step

@@ -1,0 +1,71 @@
+"""What a codec is: a pure function from values to bytes, and back.
+
+It declares what its payloads allow, so that whoever moves them can choose a
+route without knowing the codec: a plain sum, two phases, or a gather.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+ALIGNED_BYTES = 16
+"""A payload begins at a multiple of this in its memory, so that it can be viewed as wider types."""
+
+CUT = 4096
+"""Values of a `segmentable` codec may be cut at multiples of this, and coded in parts."""
+
+
+class Codec(Protocol):
+    """A pure function on flat segments, on the CPU or on CUDA; equal arguments give equal bytes.
+
+    Values are float32; wider and narrower types are for the caller to convert. Whoever
+    decodes knows how many values were encoded, and what the payload says needs nothing
+    else: any process can decode it.
+    """
+
+    @property
+    def linear(self) -> bool:
+        """Whether the sum of payloads, viewed as float32, stands for the sum of their values."""
+
+    @property
+    def segmentable(self) -> bool:
+        """Whether values that are cut at multiples of `CUT` decode to the same as in one piece."""
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of what is decoded, over all keys, is what was encoded."""
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether `encode` always writes `size` bytes."""
+
+    def size(self, count: int) -> int:
+        """The most bytes that a payload of `count` values has; 0 for none."""
+
+    def encode(self, values: Tensor, out: Tensor, *, key: int, left: Tensor | None = None) -> int:
+        """Write the payload of `values` to the beginning of `out`.
+
+        Args:
+            values: [n] float32, only read; with error feedback, what was left before is in it.
+            out: [size(n) or more] uint8, at a multiple of `ALIGNED_BYTES`.
+            key: what random rounding is drawn from; a deterministic codec ignores it.
+            left: [n] float32, gets what the payload does not say: `values` less what is
+                decoded from it, to rounding. Shares no memory with `values`.
+
+        Returns:
+            The bytes written.
+
+        What is not finite never becomes a finite number in silence: where `values` has NaN or
+        an infinity, something that is not finite is decoded. Others near it may be lost with it.
+        `left` is finite always, so that the next step can be sound again.
+        """
+
+    def add_into(self, total: Tensor, payload: Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times what a payload stands for.
+
+        Args:
+            total: [n] float32, as many as were encoded.
+            payload: uint8, what `encode` wrote, at a multiple of `ALIGNED_BYTES`.
+        """

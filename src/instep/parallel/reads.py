@@ -1,0 +1,208 @@
+"""What a pass asks of the passes that other workers run at the same time.
+
+A read moves nothing: a step in which one fails has not happened. Every worker runs the same
+layers in the same order, so their reads meet; a worker without work runs a pass that counts
+nothing. All messages of a model have one size, and say which layer they are of. So a worker
+that runs other layers than the others is found out, and not taken for another number.
+
+What is read, and what for, is the layers' business (`batch_norm.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from instep.comm.base import Comm
+from instep.errors import RecipeError
+
+_END = 0.0
+"""The tag of the last message of a pass; a layer has 1 + twice its place, and 1 more backward."""
+
+_HEAD = 2
+"""Numbers in front of each message: how many came before it in the pass, and its tag."""
+
+
+class _Made(NamedTuple):
+    """An output of a layer that reads, without its values."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Reads:
+    """One model's reads, for as long as the model lives.
+
+    Args:
+        layers: names of the layers that read, in one order on every worker.
+        width: the most numbers that one of them tells at once.
+    """
+
+    def __init__(self, layers: Sequence[str] = (), width: int = 0) -> None:
+        self._layers, self._width = list(layers), width
+        self._comm: Comm | None = None
+        self._waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._made: list[_Made] = []
+        self._calls = 0
+        self.goes_back = False
+        """Whether the backward pass of the present pass is under way."""
+        self.active = False
+        """Whether a pass is under way; outside, layers are as torch has them."""
+        self.counts = True
+        """Whether the present pass counts; otherwise it hears the others and tells nothing."""
+        self.waited_s = 0.0
+        """Seconds spent in reads, since the process began."""
+
+    def __deepcopy__(self, memo: Any) -> Reads:
+        """A copy of the model has nobody to ask."""
+        return Reads(self._layers, self._width)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nor has one that comes from a file."""
+        return Reads, (self._layers, self._width)
+
+    @property
+    def size(self) -> int:
+        """Workers that are asked, this one included."""
+        assert self._comm is not None, "join comes first"
+        return self._comm.size
+
+    def join(
+        self, comm: Comm, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """A generation begins.
+
+        Args:
+            comm: the workers. Nothing else may be under way on it while passes run.
+            waiting: a context in which this worker can only wait for others.
+        """
+        self._comm, self._waiting = comm, waiting
+
+    @contextmanager
+    def one_pass(self, *, counts: bool = True) -> Iterator[None]:
+        """The forward and backward pass of one worker in a step; all workers run one at a time.
+
+        Args:
+            counts: False for a pass on a borrowed sample, of a worker that has no work.
+
+        Raises:
+            RecipeError: the workers did not run the same layers.
+            PeerError: one of them went away.
+        """
+        assert not self.active, "a pass within a pass"
+        self.active, self.counts, self._calls, self.goes_back = True, counts, 0, False
+        try:
+            yield
+            if self._layers:
+                self._ask(_END, torch.zeros(0))
+        finally:
+            self.active = self.goes_back = False
+            self._made.clear()
+
+    def made(self, output: Tensor) -> None:
+        """A layer has made `output`, through which gradients of other workers may come back."""
+        if output.requires_grad and not self.goes_back:  # else it is computed a second time
+            edge = get_gradient_edge(output)
+            self._made.append(_Made(edge, output.shape, output.dtype, output.device))
+
+    def backward(self, loss: Tensor | None, weight: float) -> None:
+        """The backward pass of the present pass: gradients are of `weight` times its loss.
+
+        Gradients that come in from other workers are those of the loss of the whole step. So this
+        worker's must be its share of that too: what it gives to the strategy counts 1.
+
+        Args:
+            loss: of the pass, scalar; its mean, its total, or None where nothing counts.
+            weight: what makes of it a share in the loss of the step; at 0 the loss may be
+                anything, also not a number.
+        """
+        assert loss is not None or not weight, "a weight of nothing"
+        if loss is not None and (weight or math.isfinite(float(loss.detach()))):
+            self.backward_from([loss * weight])
+        elif self._made:
+            self.backward_from(
+                [made.edge for made in self._made],
+                [
+                    torch.zeros((), dtype=m.dtype, device=m.device).expand(m.shape)
+                    for m in self._made
+                ],
+            )
+
+    def backward_from(
+        self, outputs: Sequence[Any], gradients: Sequence[Tensor] | None = None
+    ) -> None:
+        """The backward pass of the present pass, from gradients of the loss of the whole step."""
+        self.goes_back = True
+        torch.autograd.backward(outputs, gradients)
+
+    def ask(self, layer: int, own: Tensor, *, backward: bool) -> Tensor:
+        """Tell what this worker has found in a layer, and hear what all have.
+
+        Args:
+            layer: its place among the layers.
+            own: [numbers] float64; in a pass that does not count, only its length matters.
+            backward: whether it is found in the layer's backward half.
+
+        Returns:
+            [workers, numbers] float64, in the order of ranks; the same bits on each.
+
+        Raises:
+            RecipeError: the workers do not run the same layers.
+            PeerError: one of them went away.
+        """
+        return self._ask(1.0 + 2 * layer + backward, own)
+
+    def _ask(self, tag: float, own: Tensor) -> Tensor:
+        comm = self._comm
+        assert comm is not None, "join comes first"
+        table = torch.zeros(comm.size, _HEAD + self._width, dtype=torch.float64, device=own.device)
+        row = table[comm.rank]
+        row[0], row[1] = self._calls, tag
+        if self.counts:
+            row[_HEAD : _HEAD + len(own)] = own
+        self._calls += 1
+        since = time.perf_counter()
+        with self._waiting():
+            comm.all_reduce(table).wait()
+        self.waited_s += time.perf_counter() - since
+        heads = table[:, :_HEAD].tolist()
+        for rank, head in enumerate(heads):
+            if head != heads[comm.rank]:
+                raise self._astray(heads[comm.rank], rank, head)
+        return table[:, _HEAD : _HEAD + len(own)]
+
+    def no_second(self, layer: int) -> RecipeError:
+        """The error of a gradient that is taken elsewhere than in `backward`, or of a gradient."""
+        return RecipeError(
+            f"a gradient was taken through the layer {self._layers[layer]!r} beside the backward "
+            "pass of the step, as a gradient penalty and an attack on the inputs do: workers would "
+            "mix gradients of losses that are not weighed yet. Leave train.batch_norm = 'global' "
+            "out, or that term of the loss."
+        )
+
+    def _astray(self, mine: list[float], rank: int, theirs: list[float]) -> RecipeError:
+        assert self._comm is not None
+        return RecipeError(
+            "the workers do not run the same layers of batch normalisation: "
+            f"worker {self._comm.rank} is at {self._in_words(mine)}, and worker {rank} at "
+            f"{self._in_words(theirs)}. train.batch_norm = 'global' needs a model that runs the "
+            "same layers in the same order for every batch (and no activation checkpointing with "
+            "use_reentrant = True). Leave train.batch_norm out."
+        )
+
+    def _in_words(self, head: list[float]) -> str:
+        calls, tag = int(head[0]), int(head[1])
+        if tag == _END:
+            return f"its end, after {calls} reads"
+        layer, backward = divmod(tag - 1, 2)
+        way = "backward" if backward else "forward"
+        return f"read {calls + 1}, of {self._layers[layer]!r} {way}"

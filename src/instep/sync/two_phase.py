@@ -1,0 +1,311 @@
+"""Sum flat segments over the ranks with a codec, in two phases, and lose nothing in the long run.
+
+Each bucket is cut into one segment for each rank, its owner. Phase 1: every rank encodes
+each segment and sends it to its owner, who decodes and adds up in rank order. Phase 2:
+the owner encodes the sum once, and all ranks, the owner too, decode the same bytes, so
+their results are equal to the bit (as in 1-bit Adam: Tang et al. 2021, arXiv:2102.02888).
+
+What a codec drops is carried over to the next step (error feedback: Karimireddy et al.
+2019, arXiv:1901.09847): each rank has a residual of what it sent, each owner one of what
+it passed on. All are in the unit of the sum, so that their total over the ranks is what
+counts, whoever holds it: results + residuals after = contributions + residuals before.
+
+It knows nothing of parameters' gradients, weights, steps or votes. Residuals lie in two
+slots of memory: one is as committed, into the other the next is written while it is
+encoded, and `apply` exchanges the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm, Work
+from instep.comm.codecs.base import ALIGNED_BYTES, Codec
+from instep.errors import SpecError
+
+
+class Place(NamedTuple):
+    """A parameter within a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Layout:
+    """Where everything lies, by the buckets' members and the ranks; the same on every rank.
+
+    Args:
+        buckets: for each, its members in the order in which they lie in its flat memory,
+            without gaps; what follows them there is not summed.
+        size: ranks.
+
+    Each bucket's segments are equally long, but for the last ones, which may be shorter or
+    empty. Every name stands once.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[Place]], size: int) -> None:
+        self.buckets, self.size = [list(bucket) for bucket in buckets], size
+        self.lengths = [sum(math.prod(place.shape) for place in bucket) for bucket in self.buckets]
+
+    def segment(self, number: int, rank: int) -> slice:
+        """What of a bucket `rank` owns."""
+        length = self.lengths[number]
+        each = -(-length // self.size)
+        return slice(min(rank * each, length), min((rank + 1) * each, length))
+
+    def longest(self, number: int) -> int:
+        """Elements of a bucket's first segment."""
+        return -(-self.lengths[number] // self.size)
+
+    def room(self, rank: int) -> int:
+        """Elements of all residuals of one rank."""
+        return sum(self.lengths) + sum(
+            _length(self.segment(number, rank)) for number in range(len(self.buckets))
+        )
+
+    def cut(self, slot: Tensor, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """For each bucket, the residuals of what the rank sends [bucket] and of what it owns."""
+        cut, at = [], 0
+        for number, length in enumerate(self.lengths):
+            owned = _length(self.segment(number, rank))
+            cut.append((slot[at : at + length], slot[at + length : at + length + owned]))
+            at += length + owned
+        return cut
+
+    def state_of(self, slot: Tensor, rank: int) -> dict[str, Tensor]:
+        """A rank's total residual for each parameter, in its shape, from one of its slots.
+
+        Whoever finds the memory of a process that is gone reads it by this.
+        """
+        state = {}
+        for number, (sent, owned) in enumerate(self.cut(slot, rank)):
+            total = sent.clone()
+            total[self.segment(number, rank)] += owned
+            for place, part in zip(self.buckets[number], self.members(number, total), strict=True):
+                state[place.name] = part.clone()
+        return state
+
+    def fill(self, slot: Tensor, rank: int, state: Mapping[str, Tensor]) -> None:
+        """Have a rank's slot hold this residual for each parameter; zero for those not named."""
+        slot.zero_()
+        for number, (sent, _) in enumerate(self.cut(slot, rank)):
+            for place, part in zip(self.buckets[number], self.members(number, sent), strict=True):
+                if place.name in state:
+                    part.copy_(state[place.name])
+
+    def members(self, number: int, flat: Tensor) -> list[Tensor]:
+        """The parts of a bucket, in their shapes, as views."""
+        shapes = [place.shape for place in self.buckets[number]]
+        parts = flat[: self.lengths[number]].split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class TwoPhase:
+    """Sums of buckets over the ranks of a group; one transaction after another.
+
+    A step: `begin` for each bucket in its order, `finish`, and `apply` or `abandon`. Every
+    rank makes the same calls in the same order; each talks in the order of the buckets.
+
+    Args:
+        codec: `segmentable` and `fixed_size`.
+        comm: the ranks.
+        layout: made for as many ranks.
+        room: memory for the residuals of this rank, two slots of `layout.room` float32. The first
+            is the committed one, and what stands in it counts.
+        device: where the buckets live.
+        staged: called in each step once all that this step leaves lies in the staged slot, and
+            before the last message without which no other rank can finish. Its argument is
+            the number of that slot, 0 or 1.
+
+    Raises:
+        SpecError: the codec's payloads cannot be dealt to owners.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        comm: Comm,
+        layout: Layout,
+        room: tuple[Tensor, Tensor] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        staged: Callable[[int], None] | None = None,
+    ) -> None:
+        if not (codec.segmentable and codec.fixed_size):
+            raise SpecError(
+                "sync.codec: an exchange in two phases needs a codec that is segmentable and of "
+                "fixed size. Use int8."
+            )
+        assert layout.size == comm.size, "the layout is made for another number of ranks"
+        self._codec, self._comm, self._layout = codec, comm, layout
+        self._tell = staged
+        count = layout.room(comm.rank)
+        self._slots = room or _ordinary(count, device)
+        self._cut = [layout.cut(slot, comm.rank) for slot in self._slots]
+        self._committed = 0
+        buckets = range(len(layout.buckets))
+        # never 0: each bucket is a message that nobody can do without, also if nothing is in it
+        sizes = [codec.size(layout.longest(number)) for number in buckets]
+        self._bytes = [-(-max(size, 1) // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+        self._out = [self._memory(number, device) for number in buckets]
+        self._in = [self._memory(number, device) for number in buckets]
+        longest = max((layout.longest(number) for number in buckets), default=0)
+        self._total = torch.empty(longest, device=device)
+        self._forget()
+
+    def _memory(self, number: int, device: torch.device | str) -> Tensor:
+        """[size * bytes]: a payload for each rank, or from each."""
+        size = self._comm.size * self._bytes[number]
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def _forget(self) -> None:
+        self._flats: list[Tensor] = []
+        self._work: list[Work] = []
+        self._keys: list[int] = []
+        self._is_staged = False
+
+    @property
+    def committed(self) -> int:
+        """The number of the slot that is as committed, 0 or 1."""
+        return self._committed
+
+    @property
+    def residual(self) -> Tensor:
+        """What this rank carries over since the last commit, as it lies in memory."""
+        return self._slots[self._committed]
+
+    @torch.no_grad()
+    def begin(self, number: int, flat: Tensor, *, key: int = 0) -> None:
+        """Send a bucket on its way.
+
+        Args:
+            number: of the bucket, the next one.
+            flat: its memory, float32: this rank's contribution, weighted so that those of
+                all ranks add up to what is wanted. Not to be touched until `finish` is over.
+            key: the same for the whole step on every rank, and another in each step.
+
+        Raises:
+            PeerError: a rank went away; the step can only be abandoned.
+        """
+        assert number == len(self._flats), "buckets begin in their order"
+        assert flat.dtype == torch.float32, "sums are in float32"
+        layout, comm = self._layout, self._comm
+        values = flat[: layout.lengths[number]]
+        old, new = self._cut[self._committed][number][0], self._cut[1 - self._committed][number][0]
+        values += old
+        payloads = self._out[number].view(comm.size, -1)
+        for owner in range(comm.size):
+            part = layout.segment(number, owner)
+            self._encode(values[part], payloads[owner], new[part], (key, number, owner, comm.rank))
+        self._flats.append(values)
+        self._keys.append(key)
+        self._work.append(comm.all_to_all(self._in[number], self._out[number]))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all; each bucket then holds the sum, with the same bits on every rank.
+
+        Raises:
+            PeerError: a rank went away. What this rank has staged stays as it is.
+        """
+        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
+        last = len(self._flats) - 1
+        for number, work in enumerate(self._work):
+            work.wait()
+            mine = self._add_up(number)
+            if number == last:
+                self._stage()
+            self._work[number] = self._comm.all_gather(self._out[number], mine)
+        if last < 0:
+            self._stage()
+        for number, work in enumerate(self._work):
+            work.wait()
+            self._read(number)
+
+    def _add_up(self, number: int) -> Tensor:
+        """The payload of the sum of this rank's segment."""
+        rank = self._comm.rank
+        part = self._layout.segment(number, rank)
+        total = self._total[: _length(part)].zero_()
+        payloads = self._in[number].view(self._comm.size, -1)
+        for payload in payloads:
+            self._decode(total, payload)
+        old, new = self._cut[self._committed][number][1], self._cut[1 - self._committed][number][1]
+        total += old
+        self._encode(total, payloads[0], new, (self._keys[number], number, rank, -1))
+        return payloads[0]
+
+    def _stage(self) -> None:
+        self._is_staged = True
+        if self._tell is not None:
+            self._tell(1 - self._committed)
+
+    def _read(self, number: int) -> None:
+        values = self._flats[number].zero_()
+        for owner, payload in enumerate(self._out[number].view(self._comm.size, -1)):
+            self._decode(values[self._layout.segment(number, owner)], payload)
+
+    def _encode(self, values: Tensor, out: Tensor, left: Tensor, key: tuple[int, ...]) -> None:
+        if values.numel():
+            self._codec.encode(values, out, key=_mixed(key), left=left)
+
+    def _decode(self, total: Tensor, payload: Tensor) -> None:
+        if total.numel():
+            self._codec.add_into(total, payload[: self._codec.size(total.numel())])
+
+    def apply(self) -> None:
+        """The step happens: the staged residuals are the committed ones.
+
+        All of them must have been staged; `finish` may have raised after that.
+        """
+        assert self._is_staged, "what is staged is not complete"
+        self._committed = 1 - self._committed
+        self._forget()
+
+    def abandon(self) -> None:
+        """The step does not happen: the residuals are as before it. A second call does nothing.
+
+        After a PeerError the group can do nothing more; another object takes `own_state` up.
+        """
+        self._forget()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's total residual for each parameter, as committed, in the parameter's shape.
+
+        Its sum over the ranks is what has to be conserved.
+        """
+        return self._layout.state_of(self._slots[self._committed], self._comm.rank)
+
+    @torch.no_grad()
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what others or another time left, in place of what is here.
+
+        Args:
+            state: residual by parameter, in its shape; those that are not named are zero.
+        """
+        assert not self._flats, "a step is under way"
+        names = {place.name for bucket in self._layout.buckets for place in bucket}
+        assert state.keys() <= names, f"no parameter is called {sorted(state.keys() - names)}"
+        self._layout.fill(self._slots[self._committed], self._comm.rank, state)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _ordinary(count: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    return torch.zeros(count, device=device), torch.zeros(count, device=device)
+
+
+def _mixed(key: tuple[int, ...]) -> int:
+    """63 bits that differ between steps, buckets, segments and senders."""
+    mixed = 0
+    for part in key:
+        mixed = (mixed ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+    return mixed >> 1

@@ -1,0 +1,273 @@
+"""Memory of the host that outlives a process: two slots of named tensors, each under a commit.
+
+What one process alone remembers (the residual of a lossy codec, a local optimizer, a server's
+shard) would be lost by `kill -9`. Here it lies in a memory file (memfd) whose descriptor the fork
+server keeps as well (`memory_files.py`); the replacement of a killed process gets the same file.
+
+One slot holds the state of the last commit; the state of the next one is staged in the other.
+Nothing is written at the commit itself: which slot counts follows from the commit that the group
+agrees on. What the tensors mean, and when a commit happens, is not known here.
+
+Way in: `HostMemory`. In the file: two stamps and the number of the worker (first page), and at a
+multiple of `REGION` for each slot its layout as JSON, then its tensors. The file is sparse. Linux.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from instep.errors import CheckpointError, WorkerError
+from instep.system.memory_files import STAMPS
+from instep.units import readable_bytes
+
+REGION = 1 << 42
+"""Bytes of address space for each slot; memory is taken only for what is laid out."""
+
+_STAMP, _SUM = struct.Struct("<QQQ"), struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+_ALIGNED = 64
+
+
+class TensorSpec(NamedTuple):
+    """What one tensor of a layout looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Stamp(NamedTuple):
+    """The commit of which a slot holds the state, and the generation in which it was staged."""
+
+    course: int
+    number: int
+    generation: int
+
+
+class _Slot(NamedTuple):
+    head: bytes
+    tensors: dict[str, torch.Tensor]
+
+
+class HostMemory:
+    """Two slots of tensors. One process at a time may write; all calls from one thread.
+
+    Args:
+        descriptor: of a memory file, which this object closes; the default is the file that the
+            fork server gave this process, or a new one where there is none (under torchrun).
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        given = _given if descriptor is None else descriptor
+        self.outlives = given >= 0
+        """Whether somebody else keeps the file too, so that it outlives this process."""
+        self._file = given if self.outlives else os.memfd_create("instep-alone")
+        if os.fstat(self._file).st_size < mmap.PAGESIZE:
+            os.truncate(self._file, mmap.PAGESIZE)
+        self._stamps = mmap.mmap(self._file, mmap.PAGESIZE)
+        self._slots: list[_Slot | None] = [None, None]
+        self._layout: dict[str, TensorSpec] = {}
+        self._head = _encoded({})
+        self._staging: tuple[int, int, int, int] | None = None  # slot, course, number, generation
+
+    def lay_out(self, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Say which tensors `stage` gives from now on, and take the memory for both slots.
+
+        What is stamped stays, under its own layout, until its slot is staged again.
+
+        Raises:
+            WorkerError: the machine has not so much memory.
+        """
+        import psutil  # takes 20 ms, and few workers come here
+
+        self._layout = {name: TensorSpec(*spec) for name, spec in layout.items()}
+        self._head = _encoded(self._layout)
+        size = _size(self._head, self._layout)
+        wanted = 2 * size - 512 * os.fstat(self._file).st_blocks
+        free = psutil.virtual_memory().available
+        why = f"{readable_bytes(free)} are free" if wanted > free or size > REGION else ""
+        try:
+            for slot in () if why else (0, 1):
+                # else a page that the system cannot give would be a SIGBUS at the first write
+                os.posix_fallocate(self._file, (slot + 1) * REGION, size)
+        except OSError as error:
+            why = str(error.strerror)
+        if why:
+            raise WorkerError(
+                f"{readable_bytes(2 * size)} of memory for the state that only this process has "
+                f"cannot be had: {why}. Use fewer workers on this machine, or one with more memory."
+            )
+
+    def stage(self, course: int, number: int, generation: int) -> dict[str, torch.Tensor]:
+        """The tensors in which to write the state of a commit, by name; they hold anything.
+
+        Their slot counts for no commit from here on. The other one keeps the newest state from
+        before (course, number, generation).
+        """
+        attempt = (course, number, generation)
+        found = [self._stamp(slot) for slot in (0, 1)]
+        kept = [each if each and each < attempt else (-1, -1, -1) for each in found]
+        slot = int(kept[1] < kept[0])
+        self._stamps[64 * slot : 64 * slot + 64] = bytes(64)
+        self._staging = slot, *attempt
+        held = self._slots[slot]
+        if held is None or held.head != self._head:
+            os.pwrite(self._file, self._head, (slot + 1) * REGION)
+            held = self._slots[slot] = self._mapped(slot, self._head, self._layout)
+        return dict(held.tensors)
+
+    def staged(self, course: int, number: int, generation: int) -> None:
+        """All that was to be written for this commit is: stamp its slot.
+
+        Args:
+            course: of the commit; as for `stage`.
+            number: of the commit; as for `stage`.
+            generation: tells apart two attempts at one commit, of which the first was abandoned.
+        """
+        assert self._staging is not None, "nothing is staged"
+        slot, *attempt = self._staging
+        assert attempt == [course, number, generation], "another commit is staged"
+        self._staging = None
+        stamp = _STAMP.pack(course, number, generation)
+        stamp += _SUM.pack(zlib.crc32(stamp))  # a kill may leave half of it
+        self._stamps[64 * slot : 64 * slot + len(stamp)] = stamp
+
+    def at(
+        self,
+        course: int,
+        number: int,
+        generation: int = 0,
+        *,
+        layout: Mapping[str, TensorSpec] | None = None,
+    ) -> dict[str, torch.Tensor] | None:
+        """The state of exactly this commit, by name; None if no slot holds it.
+
+        The tensors are the memory itself: they change when their slot is staged again, which
+        is at the commit after next.
+
+        Args:
+            course: of the commit.
+            number: of the commit.
+            generation: that in which it was staged.
+            layout: what the tensors must be; any will do if left out.
+
+        Raises:
+            CheckpointError: they are others than `layout` says.
+        """
+        wanted = Stamp(course, number, generation)
+        for slot in (0, 1):
+            if self._stamp(slot) == wanted:
+                held = self._slots[slot] = self._slots[slot] or self._left(slot)
+                if layout is not None:
+                    _check(_decoded(held.head), layout)
+                return dict(held.tensors)
+        return None
+
+    def stamps(self) -> list[Stamp]:
+        """What the slots hold, the newest first."""
+        found = [stamp for slot in (0, 1) if (stamp := self._stamp(slot))]
+        return sorted(found, reverse=True)
+
+    def clear(self) -> None:
+        """Have no slot hold anything: what was here has been handed over, or is of no use."""
+        self._stamps[:STAMPS] = bytes(STAMPS)
+
+    def close(self) -> None:
+        """Let go of the file. Tensors that are still used stay valid."""
+        self._slots = [None, None]
+        self._stamps.close()
+        os.close(self._file)
+
+    def _stamp(self, slot: int) -> Stamp | None:
+        """What a slot holds; None where its stamp is missing, or only half written."""
+        stamp = Stamp._make(_STAMP.unpack_from(self._stamps, 64 * slot))
+        (total,) = _SUM.unpack_from(self._stamps, 64 * slot + _STAMP.size)
+        written = self._stamps[64 * slot : 64 * slot + _STAMP.size]
+        return stamp if zlib.crc32(written) == total else None
+
+    def _left(self, slot: int) -> _Slot:
+        """A slot as the process before has left it."""
+        begin = (slot + 1) * REGION
+        (length,) = _LENGTH.unpack(os.pread(self._file, _LENGTH.size, begin))
+        head = os.pread(self._file, _LENGTH.size + length, begin)
+        return self._mapped(slot, head, _decoded(head))
+
+    def _mapped(self, slot: int, head: bytes, layout: Mapping[str, TensorSpec]) -> _Slot:
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        size = _size(head, layout)
+        memory = mmap.mmap(self._file, size, flags=flags, offset=(slot + 1) * REGION)
+        tensors, place = {}, _aligned(len(head))
+        for name, (shape, dtype) in layout.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            count = empty.numel()
+            tensors[name] = (
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=place).view(shape)
+                if count
+                else torch.empty(shape, dtype=dtype)
+            )
+            place += _aligned(count * dtype.itemsize)
+        return _Slot(head, tensors)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _size(head: bytes, layout: Mapping[str, TensorSpec]) -> int:
+    """Bytes of a slot."""
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()]
+    return _aligned(len(head)) + sum(map(_aligned, sizes))
+
+
+def _encoded(layout: Mapping[str, TensorSpec]) -> bytes:
+    """A layout as it stands in front of its tensors."""
+    rows = [
+        (name, str(dtype).removeprefix("torch."), shape) for name, (shape, dtype) in layout.items()
+    ]
+    body = msgspec.json.encode(rows)
+    return _LENGTH.pack(len(body)) + body
+
+
+def _decoded(head: bytes) -> dict[str, TensorSpec]:
+    rows = msgspec.json.decode(head[_LENGTH.size :])
+    return {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, dtype, shape in rows}
+
+
+def _check(found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
+    for name in {**wanted, **found}:
+        here, there = (_said(each.get(name)) for each in (found, wanted))
+        if here != there:
+            raise CheckpointError(
+                f"the memory that a worker left on this host has {name!r} as {here}, and this "
+                f"worker needs {there}: it was another model or strategy. Resume the run."
+            )
+
+
+def _said(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    return f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+
+
+# ---- of this process
+
+_given = -1
+
+
+def give(descriptor: int) -> None:
+    """`HostMemory()` of this process uses this file from now on; none if below 0."""
+    global _given
+    _given = descriptor
+
+
+def give_back() -> None:
+    """This process ends well: nobody is to take up what it leaves."""
+    if _given >= 0:
+        os.pwrite(_given, bytes(STAMPS), 0)

@@ -1,0 +1,89 @@
+"""Who computes what in one generation: the units of each step, dealt alike by all members.
+
+The units are fixed by the job (`passes.py`), and the deal follows from figures that every
+member has (`dealing.py`), so nobody has to be asked. What was dealt is what the ledger
+records for a commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from instep.comm.messages import Form
+from instep.data.balance import deal
+from instep.data.order import Position, position
+from instep.events import Kind
+from instep.spec import TrainSpec
+from instep.worker.dealing import Dealing, Speeds
+from instep.worker.passes import Share, parts_of, ranges_of, share_of
+
+
+class Lockstep:
+    """All members take each step together.
+
+    Args:
+        form: the generation.
+        train: the job's.
+        samples: of the dataset.
+        by_speed: whether a slow worker is dealt less.
+    """
+
+    def __init__(self, form: Form, train: TrainSpec, samples: int, *, by_speed: bool) -> None:
+        self._form, self._train, self._samples = form, train, samples
+        self._ranks = len(form.members)
+        self.dealing = Dealing(self._ranks, by_speed=by_speed)
+        self._done: tuple[int, int, Position, Speeds | None] | None = None
+
+    def plan(
+        self, first: int, last: int, *, merge: bool, whole: bool = False
+    ) -> Iterator[tuple[Position, Share]]:
+        """The global batch of each step from `first` to `last`, and this rank's share of it.
+
+        Args:
+            first, last: steps.
+            merge: whether micro-batches that follow each other are one pass.
+            whole: whether all of a member are.
+        """
+        speeds = self.dealing.speeds
+        for step in range(first, last + 1):
+            where = position(step, self._samples, self._train.global_batch)
+            parts = parts_of(where, self._train)
+            share = share_of(
+                where,
+                parts,
+                self._ranks,
+                self._form.rank,
+                merge=merge,
+                speeds=speeds,
+                whole=whole,
+            )
+            yield where, share
+
+    def prepared(self, course: int, step: int, where: Position) -> None:
+        """All units of a step have been computed, as they were dealt."""
+        self._done = course, step, where, self.dealing.speeds
+
+    def records(self) -> list[tuple[int, ...]]:
+        """Who computed what in the last step that was prepared: records of `LEDGER`, one for
+        each worker; none before the first."""
+        if self._done is None:
+            return []
+        course, step, where, speeds = self._done
+        form, parts = self._form, parts_of(where, self._train)
+        ranges = ranges_of(where, parts, self._ranks, speeds)
+        dealt = deal(parts, self._ranks, speeds)
+        return [
+            (step, where.epoch, course, form.generation, worker, Kind.RANGE, part.start, *range_)
+            for worker, part, range_ in zip(form.members, dealt, ranges, strict=True)
+        ]
+
+    def measured(self, where: Position, seconds: Sequence[float]) -> str:
+        """Take in how long each rank computed for a committed step.
+
+        Returns:
+            Why the next is dealt otherwise, in a word; empty where it is not.
+        """
+        parts = parts_of(where, self._train)
+        ranges = ranges_of(where, parts, self._ranks, self.dealing.speeds)
+        samples = [stop - first for first, stop in ranges]
+        return self.dealing.after_step(seconds, samples, parts)

@@ -1,0 +1,189 @@
+"""What one worker holds between steps: the state of the last commit, and how it gets a newer one.
+
+A generation begins either from a checkpoint, for all, or from what its members
+hold: then the highest commit counts (`catch_up.py`), and a worker that lacks it copies
+the state from a peer's memory. How a step comes about, this file does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.data.order import Position
+from instep.records import Attempt
+from instep.state import broadcast
+from instep.state.packing import pack_state, unpack_state
+from instep.state.snapshot import Snapshot
+from instep.worker.capture import Progress, Remembers, capture, read_checkpoint, restore
+from instep.worker.catch_up import NOWHERE, Beginning, Place, beginning
+from instep.worker.sameness import Trial
+from instep.worker.update import Update
+
+_REMEMBERED = 256
+"""Generations of which the last commit is known."""
+
+
+class Commit(NamedTuple):
+    """A step that counts, as far as what follows it must know."""
+
+    step: int
+    loss: float
+    """Mean over the global batch."""
+    norm: float | None
+    """Of the agreed gradient, where it was computed."""
+    told: bool
+    """Whether the workers were told to stop."""
+    ends: bool
+    """Whether this start of the run ends with it."""
+    skipped: int = 0
+    """Samples of it that could not be read."""
+    saves: bool = False
+    """Whether the worker that saves wants a checkpoint of it, because its time has come."""
+
+
+class CommittedState:
+    """The state of the last commit.
+
+    Args:
+        model: as the recipe builds it.
+        update: with the optimizer as the recipe makes it.
+        strategy: remembers something between steps, or nothing.
+    """
+
+    def __init__(self, model: nn.Module, update: Update, strategy: Remembers) -> None:
+        self._model, self._update, self._strategy = model, update, strategy
+        self._device = next(model.parameters()).device
+        self.trial: Trial | None = None
+        """Whether cutting a batch changes the result; a newcomer is given it by its peers."""
+        self.progress = Progress()
+        self.last: Commit | None = None
+        """Of this session; None before its first step."""
+        self.settled = 0
+        """Up to which step what follows a commit has been done by every member."""
+        self.ended = False
+        """Whether a rule ended the run at the checkpoint that it went back to."""
+        self.generation = -1
+        """The newest that this worker was inside; -1 where it holds only what a fresh process
+        does."""
+        self.own: Mapping[str, Tensor] = {}
+        """What a checkpoint holds of state that one worker alone had, as `KIND/PARAMETER`."""
+        self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
+
+    @property
+    def held(self) -> bool:
+        """Whether this is the state of the run, and not that of a fresh process."""
+        return self.generation >= 0
+
+    def capture(self, moved: Container[int] | None = None) -> Snapshot:
+        """Everything of the last commit that the next step builds on; see `capture.capture`."""
+        return capture(self.progress, self._model, self._update, self._strategy, moved=moved)
+
+    def restore(self, snapshot: Snapshot, source: object) -> None:
+        """Be at another commit, as `capture` gave it.
+
+        Args:
+            snapshot: of that commit.
+            source: where it is from, for messages.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        self.progress = restore(snapshot, source, self._model, self._update, self._strategy)
+
+    def load(self, checkpoint: Path | None, *, ends: bool = False) -> None:
+        """Take the state of a checkpoint, or of a beginning.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another model or optimizer.
+        """
+        snapshot = read_checkpoint(checkpoint, self._model)
+        self.progress, self.own = Progress(), {}
+        if snapshot is not None:
+            self.restore(snapshot, checkpoint)
+            self.own = snapshot.tensors.get("own", {})
+        self.last, self.settled, self.ended = None, self.progress.step, ends
+
+    def inside(self, generation: int) -> None:
+        """The steps of a generation are about to begin."""
+        self.generation = generation
+        self._made[generation] = self.progress.course, self.progress.step
+        while len(self._made) > _REMEMBERED:
+            del self._made[min(self._made)]
+
+    def happened(self, attempt: Attempt) -> bool:
+        """Whether a commit happened that was prepared so; it may have been abandoned since."""
+        course, last = self._made.get(attempt.generation, (-1, -1))
+        return attempt.course == course and attempt.number <= last
+
+    def compare(self, comm: Comm, *, prepared: int) -> Beginning:
+        """From which commit all members continue; every member calls it.
+
+        Args:
+            comm: the members.
+            prepared: the commit that this one has voted for without an answer; -1 for none.
+
+        Raises:
+            PeerError: a member went away, or none has the state.
+        """
+        mine, last = NOWHERE, self.last
+        if self.held:
+            told, ends = (last.told, last.ends) if last else (self.ended, self.ended)
+            mine = Place(
+                self.progress.course,
+                self.progress.step,
+                prepared,
+                self.generation,
+                self.settled,
+                told=told,
+                ends=ends,
+            )
+        table = torch.zeros(comm.size, len(mine), dtype=torch.int64, device=self._device)
+        table[comm.rank] = torch.tensor(mine)
+        comm.all_reduce(table).wait()
+        return beginning([Place(*row) for row in table.tolist()])
+
+    def share(self, comm: Comm, there: Beginning) -> None:
+        """Give the commit of rank `there.root` to the members that lack it; every member calls it.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        if there.shared:
+            self._share(comm, there)
+        if self.last is not None:
+            told, ends = self.last.told or there.told, self.last.ends or there.ends
+            self.last = self.last._replace(told=bool(told), ends=bool(ends))
+        self.ended = self.last is None and bool(there.ends)
+        self.settled = there.settled
+
+    def _share(self, comm: Comm, there: Beginning) -> None:
+        own = None
+        if comm.rank == there.root:
+            own = self.capture()
+            own.facts["last"] = pack_state(list(self.last or ()))[1]
+            own.facts["trial"] = list(self.trial or ())
+            own.facts["made"] = [[g, *made] for g, made in self._made.items()]
+        taken = broadcast.broadcast_snapshot(own, comm, there.root, self._device)
+        if self.held and self.progress[:2] == (there.step, there.course):
+            return
+        self.restore(taken, "a peer's state")
+        last = unpack_state({}, taken.facts["last"])
+        self.last = Commit(*last) if last else None
+        self._made = {g: (course, step) for g, course, step in taken.facts["made"]}
+        self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
+
+    def commit(self, done: Commit, where: Position) -> None:
+        """A step counts, at this place in the data."""
+        count, before = where.stop - where.first - done.skipped, self.progress
+        loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
+        self.last = done
+        self._made[self.generation] = before.course, done.step
+        self.progress = before._replace(
+            step=done.step, epoch_loss=loss + done.loss * count, epoch_samples=samples + count
+        )

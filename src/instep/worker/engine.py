@@ -1,0 +1,659 @@
+"""The one engine: takes a worker's steps from its passes to a commit.
+
+A step is a transaction, for a recipe's training (`training.py`) and for a loop that the
+user writes (`own_loop.py`) alike:
+
+- passes compute, and move nothing that outlives the step;
+- `agree` does all talking; what is to change then lies staged;
+- a vote ends it where a rank could be left in doubt whether the others committed;
+- `commit` needs nobody, and moves all in one go: parameters, buffers, what the strategy
+  remembers, counters. Or `leave` drops what was staged; or, where the vote got no answer,
+  keeps it until the next generation tells (`catch_up.py`).
+
+The engine lives as long as its process; `begin` and `leave` bound a generation. Where
+the samples come from, and what the loss is, it does not know.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.alone import AloneComm
+from instep.comm.base import Comm
+from instep.comm.torch_comm import TorchComm
+from instep.data.order import Position
+from instep.errors import RecipeError, SpecError, Unrepeatable, WorkerError
+from instep.records import Attempt
+from instep.store.ledger import Ledger, mend
+from instep.sync.base import Strategy
+from instep.system.host_memory import HostMemory
+from instep.worker.assignment import Lockstep
+from instep.worker.buffers import Buffers
+from instep.worker.clock import Clock
+from instep.worker.committed import Commit, CommittedState
+from instep.worker.gradients import Gradients
+from instep.worker.member import Member
+from instep.worker.notes import Notes
+from instep.worker.observers import Observer
+from instep.worker.passes import Pass
+from instep.worker.skipping import scale_gradients, share_read
+from instep.worker.update import Update
+
+
+class Weighed(NamedTuple):
+    """What one pass gave."""
+
+    total: float
+    """Its loss: the mean times the weight."""
+    weight: float
+    """How much of what the loss is a mean of it holds: samples, unless the recipe says else."""
+
+
+class Agreement(NamedTuple):
+    """What the workers agreed on beside the gradient; the same on each."""
+
+    loss: float
+    """Mean over the global batch, by weight."""
+    stop: bool
+    """Whether any worker has been told to stop."""
+    regroups: bool
+    """Whether all leave the group after this step: its members change."""
+    skipped: int = 0
+    """Samples of the global batch that could not be read; the means are over the others."""
+    saves: bool = False
+    """Whether it is time for a checkpoint."""
+    scale: float = 1.0
+    """What the agreed gradient is still to be multiplied by."""
+
+
+class _Staged(NamedTuple):
+    """A step that all have agreed on, and that has not been applied yet."""
+
+    step: int
+    where: Position
+    agreed: Agreement
+    samples: int  # of this worker
+
+
+class Engine:
+    """Commits one worker's steps together with the other workers.
+
+    Args:
+        member: this worker's membership in the run.
+        model: with the same parameters in every worker.
+        parameters: those that are trained, in the same order in every worker.
+        strategy: how the workers agree.
+        update: moves the parameters.
+        ends: whether this start of the run ends with a step, by what was agreed and the norm
+            of its gradient; the same on every worker.
+        observers: by name; they watch the steps, and may object to one.
+        votes: whether every commit is voted for; else only where the strategy needs it.
+        more: passes of a step beside those of its micro-batches.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        parameters: list[nn.Parameter],
+        strategy: Strategy,
+        update: Update,
+        *,
+        ends: Callable[[int, Agreement, float | None], bool] = lambda *_: False,
+        observers: Mapping[str, Observer] = MappingProxyType({}),
+        votes: bool = False,
+        more: int = 0,
+    ) -> None:
+        self.member, self.model, self.strategy, self.update = member, model, strategy, update
+        self.state = CommittedState(model, update, strategy)
+        self.observers = observers
+        self.parameters, self._ends = parameters, ends
+        self._votes = votes or bool(strategy.laws)
+        self._parts = member.job.train.micro_batches
+        self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
+        self._device = parameters[0].device
+        self.saves: Callable[[], bool] = lambda: False
+        """Whether it is time for a checkpoint; asked on rank 0."""
+        self.take = self.gradient
+        """Called with each gradient as its backward pass completes it."""
+        self._to_strategy = True
+        self._staged: _Staged | None = None
+        self._handed_out = self._in_doubt = False
+        self._half_moved = False  # the update began, and has not ended
+        self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
+        self._ledger: Ledger | None = None
+        self._comm: Comm | None = None
+        self.memory = HostMemory() if strategy.laws else None
+        """Keeps what this worker alone has, should it be killed."""
+        self.clock = Clock(begin=time.time())
+
+    # ---- generations
+
+    def begin(self, comm: Comm) -> bool:
+        """A generation begins: all members come to the same commit; every member calls it.
+
+        Returns:
+            Whether a peer gave its state to somebody.
+
+        Raises:
+            CheckpointError: the checkpoint to begin from cannot be used.
+            PeerError: a member went away meanwhile.
+        """
+        form = self.member.form
+        assert form is not None, "no generation yet"
+        if form.checkpoint is not None:
+            if self.state.held and not form.checkpoint:
+                # only a fresh process has the state of a beginning; another takes this one's place
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._drop()
+            self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
+            self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
+            return False
+        prepared = self._staged.step if self._staged is not None else -1
+        there = self.state.compare(comm, prepared=prepared)
+        if self._staged is not None:
+            course, step = self.state.progress.course, self._staged.step
+            if (course, step) == (there.course, there.step):
+                self._apply(self.update.apply)
+            self._drop()
+        if comm.rank == there.root:
+            ledger = self.member.run / "ledger.bin"
+            mend(ledger, there.step, self._records, wait=self.member.waits_for_writer)
+        self.state.share(comm, there)
+        if not self.state.held:
+            self._take_what_was_left()
+        return there.shared
+
+    def _take_what_was_left(self) -> None:
+        """This process takes the place of another: what that one alone had lies in memory."""
+        if self.memory is None:
+            return
+        for stamp in self.memory.stamps():
+            if self.state.happened(Attempt(*stamp)):
+                left = self.memory.at(*stamp)
+                assert left is not None, "stamped, and not there"
+                self.strategy.load_left(left, self.parameters)
+                return
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What only single workers have, summed over them, as `KIND/PARAMETER`; all call it.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        own, names = self.strategy.own_state(), self._names
+        for name in sorted(own):
+            self.comm.all_reduce(own[name]).wait()
+        kinds = [name.split("/") for name in own]
+        return {
+            f"{kind}/{names[int(slot)]}": total
+            for (kind, slot), total in zip(kinds, own.values(), strict=True)
+        }
+
+    def _by_slot(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `own_state` gave, as the strategy calls it."""
+        slots = {name: slot for slot, name in enumerate(self._names)}
+        kinds = [name.split("/", 1) for name in named]
+        return {
+            f"{kind}/{slots[name]}": total
+            for (kind, name), total in zip(kinds, named.values(), strict=True)
+        }
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the parameters, in their order."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [names[id(parameter)] for parameter in self.parameters]
+
+    def start(self, comm: Comm, assignment: Lockstep, *, compare: bool = True) -> None:
+        """The steps of the generation are about to begin.
+
+        Args:
+            comm: its members.
+            assignment: who computes what.
+            compare: whether to make sure that all hold the same; not where they have just been
+                given it.
+
+        Raises:
+            RecipeError: the workers built different parameters.
+            PeerError: a member went away meanwhile.
+        """
+        if compare:
+            _check_equal(self.model, comm)
+        member, form = self.member, self.member.form
+        assert form is not None, "no generation yet"
+        self.assignment = assignment
+        self.buffers = Buffers(self.model, parts=self._exact, alone=self._parts == 1)
+        for observer in self.observers.values():
+            observer.generation(self.parameters, comm)
+        self._notes = Notes(
+            stop=1,  # who has been told to stop
+            leaving=1,  # who has no further step
+            regroups=1,  # who was told that the generation ends with this step
+            saves=1,  # whether it is time for a checkpoint
+            arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
+            computing=comm.size,  # how long each rank's passes took, seconds
+            skipped=1,  # samples that could not be read
+            losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
+            weights=self._parts,
+            buffers=len(self.buffers),  # who moved each
+            **{name: observer.size for name, observer in self.observers.items()},
+        )
+        self._base = member.started  # Unix seconds, the same in every worker
+        self.clock = Clock(begin=time.time())
+        self._computing = [0.0] * comm.size
+        course, step = self.state.progress.course, self.state.progress.step
+        self.strategy.start(
+            self.parameters,
+            comm,
+            notes=self._notes.size,
+            parts=self._exact,
+            memory=self.memory,
+            at=Attempt(course, step, form.generation),
+        )
+        if comm.rank == 0:
+            self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
+        self.gradients = Gradients(self.parameters, self.take)
+        self._comm = comm
+        self.state.inside(form.generation)
+
+    @property
+    def comm(self) -> Comm:
+        """The group; there from `start` to `leave`."""
+        assert self._comm is not None, "no generation yet"
+        return self._comm
+
+    @property
+    def taken(self) -> int:
+        """Gradients that the passes of this generation gave so far: a sign of life."""
+        return self.gradients.count if self._comm is not None else 0
+
+    @property
+    def started(self) -> bool:
+        """Whether a generation's steps have begun and it is not over."""
+        return self._comm is not None
+
+    def leave(self) -> None:
+        """The generation is over: what was committed stays, what is in doubt stays staged, and
+        the rest of the step is undone. A second call does nothing."""
+        if self._comm is None:
+            return
+        self._records = self.assignment.records() or self._records
+        if not self._in_doubt:
+            self._drop()
+        comm, self._comm = self._comm, None
+        self.gradients.close()
+        self.strategy.stop()
+        for observer in self.observers.values():
+            observer.over()
+        comm.close()
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+    def hold(self) -> None:
+        """Write nothing more in this generation; for another thread."""
+        ledger = self._ledger
+        if ledger is not None:
+            ledger.release()
+
+    def _drop(self) -> None:
+        """The step under way does not happen."""
+        if self._comm is not None or self._staged is not None:
+            self.buffers.undo()
+            self.strategy.abandon()
+        self._staged, self._in_doubt, self._handed_out = None, False, False
+
+    # ---- passes
+
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """A gradient is complete, of this parameter: observers see it, the strategy keeps it."""
+        for observer in self.observers.values():
+            observer.gradient(slot, gradient)
+        if self._to_strategy:
+            self.strategy.gradient(slot, gradient)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Only observers see the gradients of passes that run meanwhile, and nothing of them stays.
+
+        Nor does anything stay of what the step's own passes did to buffers: it is not to happen.
+        """
+        self.buffers.undo()
+        self._to_strategy = False
+        try:
+            yield
+        finally:
+            self._to_strategy = True
+            self.buffers.undo()
+
+    def begin_step(self, step: int, where: Position) -> None:
+        """The passes of a step are about to run, or to run once more."""
+        self.step, self.where = step, where
+        self.strategy.begin_step(Attempt(self.state.progress.course, step, self.state.generation))
+        for observer in self.observers.values():
+            observer.begin_step(step, where)
+
+    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
+        """A backward pass is about to run that counts `weight`, over the samples of the step.
+
+        Raises:
+            WorkerError: the last update raised, and the loop continues as if it had not.
+        """
+        if self._half_moved:
+            raise WorkerError(
+                "the optimizer or the scheduler raised in the middle of a step, and parameters may "
+                "have moved in part: this process cannot go on. Let the error end the program; "
+                "another takes up the last commit."
+            )
+        self.strategy.begin_pass(weight, last=last)
+        for observer in self.observers.values():
+            observer.begin_pass(part)
+
+    def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
+        """It is over.
+
+        Args:
+            part: the pass.
+            share: what it has of the samples; 0 where it was another's, repeated: then it
+                leaves nothing.
+            beside: whether it is one beside those that compute the samples.
+        """
+        for observer in self.observers.values():
+            observer.end_pass(part)
+        self.buffers.after_pass(share, part.number, beside=beside)
+
+    def skip_pass(self, part: Pass) -> None:
+        """A forward pass was run in which nothing counts: as if it had not been."""
+        self.buffers.after_pass(0.0, part.number)
+
+    # ---- the agreement
+
+    def agree(
+        self,
+        passes: Mapping[int, Weighed],
+        *,
+        stop: bool,
+        skipped: int = 0,
+        samples: int = 0,
+        leaving: bool = False,
+    ) -> Agreement | None:
+        """Exchange what the passes gave: gradients, buffers, the loss, the wish to stop.
+
+        Args:
+            passes: number of each of this worker's passes to what it gave.
+            stop: whether this worker has been told to stop.
+            skipped: samples that its passes lack, since they could not be read.
+            samples: that this worker computed, for the record.
+            leaving: whether this worker has no further step; then all must have none, and
+                nothing is staged.
+
+        Returns:
+            The same on every worker. None where all must run their passes of
+            this step once more, and agree again.
+
+        Raises:
+            SpecError: some workers leave and some have another step.
+            DataError: no sample of the global batch could be read.
+            RecipeError: nothing in the global batch counts.
+            PeerError: another worker went away.
+        """
+        for observer in self.observers.values():
+            observer.passes_done()
+        since = self._passes_done()
+        arrived = time.time()
+        notes = self._own_notes(passes, stop=stop, skipped=skipped, leaving=leaving)
+        notes["arrived"][self.comm.rank] = arrived - self._base
+        try:
+            summed = self.strategy.exchange(self._notes.pack(notes))
+        except Unrepeatable as error:
+            for observer in self.observers.values():
+                observer.unrepeatable(error)
+            raise
+        if summed is None:
+            self.buffers.forget()
+            return None
+        said = self._notes.unpack(summed)
+        self._refuse_unequal_ends(said["leaving"][0])
+        for name, observer in self.observers.items():
+            observer.judge(said[name])
+        whole = 0 if leaving else self.where.stop - self.where.first
+        agreed = self._agreement(said, whole)
+        self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
+        if not leaving:
+            self._prepare(_Staged(self.step, self.where, agreed, samples))
+        blocked = time.perf_counter() - since
+        latest = self._base + max(said["arrived"])
+        self._base = latest
+        self.clock.wait = min(max(0.0, latest - arrived), blocked)
+        self.clock.wire = blocked - self.clock.wait
+        self._computing = said["computing"]
+        return agreed
+
+    def _passes_done(self) -> float:
+        """The time now (of `perf_counter`), once a GPU is done with what it was given."""
+        since = time.perf_counter()
+        if self._device.type != "cuda":
+            return since
+        torch.cuda.current_stream().synchronize()  # not what is under way between GPUs
+        return self.clock.lap(since, "backward")
+
+    def _own_notes(
+        self, passes: Mapping[int, Weighed], *, stop: bool, skipped: int, leaving: bool
+    ) -> dict[str, list[float]]:
+        own = self._notes.blank()
+        own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
+        own["regroups"] = [float(self.member.regroups)]
+        own["saves"] = [float(self.comm.rank == 0 and self.saves())]
+        own["computing"][self.comm.rank] = self.clock.computing
+        own["skipped"] = [float(skipped)]
+        for number, (total, weight) in passes.items():
+            own["losses"][number], own["weights"][number] = total, weight
+        own["buffers"] = self.buffers.marks()
+        for name, observer in self.observers.items():
+            own[name] = observer.notes()
+        return own
+
+    def _refuse_unequal_ends(self, left: float) -> None:
+        ranks = self.comm.size
+        if 0 < left < ranks:
+            raise SpecError(
+                "the processes' loops are not of the same length: "
+                f"{left:.0f} of {ranks} left while the others had another step. "
+                "Leave the loop at the same step everywhere, or use train.stop_after_steps."
+            )
+
+    def _agreement(self, said: Mapping[str, list[float]], samples: int) -> Agreement:
+        missed = round(said["skipped"][0])
+        weight = sum(said["weights"])
+        if samples and not weight and missed < samples:
+            raise RecipeError(
+                f"the weight of the whole global batch of {samples} samples is 0: there is nothing "
+                "in it that the loss could be a mean of (all targets are ignored, say). Leave such "
+                "samples out of the dataset, or use a larger train.global_batch."
+            )
+        return Agreement(
+            sum(said["losses"]) / (weight or 1.0),
+            said["stop"][0] > 0,
+            regroups=said["regroups"][0] > 0,
+            skipped=missed,
+            saves=said["saves"][0] > 0,
+            scale=samples / weight if weight and weight != samples else 1.0,
+        )
+
+    def _prepare(self, staged: _Staged) -> None:
+        """Everything is here that the commit needs: say so where that matters, by a vote.
+
+        A vote comes back only when every rank has cast its own.
+        """
+        self._staged = staged
+        self.assignment.prepared(self.state.progress.course, staged.step, staged.where)
+        if self._votes and self.comm.size > 1:
+            self._in_doubt = True
+            self.comm.all_reduce(torch.ones(1, device=self._device)).wait()
+
+    # ---- the commit
+
+    def hand_out(self) -> None:
+        """Give each parameter its agreed gradient, for those who look at it before `commit`."""
+        assert self._staged is not None, "agree() comes first"
+        self.strategy.hand_out()
+        if self._staged.agreed.scale != 1.0:
+            scale_gradients(self.parameters, self._staged.agreed.scale)
+        self._handed_out = True
+
+    def commit(self, move: Callable[[int], float | None] | None = None) -> Commit:
+        """Move the parameters by the agreed gradient, and let the step count.
+
+        Args:
+            move: moves them in that step, and returns the norm of the gradient if it knows it;
+                left out, the engine's own update does.
+
+        Raises:
+            PeerError: the others may have gone on without this worker; nothing has moved.
+        """
+        self.member.check_lease()  # before anything moves
+        since, staged = time.perf_counter(), self._staged
+        assert staged is not None, "agree() comes first"
+        done = self._apply(move or self.update.apply)
+        for observer in self.observers.values():
+            observer.committed()
+        self.clock.lap(since, "update")
+        self._record(done, staged)
+        why, form = self.assignment.measured(staged.where, self._computing), self.member.form
+        if why and self.comm.rank == 0 and form is not None:
+            dealing = self.assignment.dealing
+            self.member.emit(
+                "work_dealt",
+                generation=form.generation,
+                step=done.step + 1,
+                members=form.members,
+                micro_batches=dealing.counts(dealing.speeds),
+                speeds=dealing.speeds or [1.0] * self.comm.size,
+                reason=why,
+            )
+        self.clock = Clock(begin=time.time())
+        return done
+
+    def _apply(self, move: Callable[[int], float | None]) -> Commit:
+        """Make what is staged the state of the run. Whatever is raised here ends the process."""
+        staged = self._staged
+        assert staged is not None, "nothing is staged"
+        step, agreed = staged.step, staged.agreed
+        self._half_moved = True
+        self.buffers.apply()
+        if not self._handed_out:
+            self.hand_out()
+        norm = self.strategy.apply(lambda: move(step))
+        self.buffers.after_update()
+        ends = agreed.stop or self._ends(step, agreed, norm)
+        done = Commit(
+            step, agreed.loss, norm, agreed.stop, ends, agreed.skipped, saves=agreed.saves
+        )
+        self.state.commit(done, staged.where)
+        self._staged, self._in_doubt, self._handed_out = None, False, False
+        self._half_moved = False
+        return done
+
+    def _record(self, done: Commit, staged: _Staged) -> None:
+        """Write down who computed what, and how long it took.
+
+        Where this worker has been cut off since parameters began to move, the ledger is left
+        to the worker that continues from what it holds.
+        """
+        written = b""
+        if self._ledger is not None and not self.member.fenced:
+            written = self._ledger.append(self.assignment.records())
+            if not written:  # another thread has let go of the file
+                self.member.fence()
+        times, norm = self.clock.parts, _as_recorded(done.norm)
+        number = self.member.number
+        self.member.record(written, (done.step, number, staged.samples, done.loss, *times, norm))
+
+    @property
+    def ledger_bytes(self) -> int:
+        """How long the ledger is with the last commit; on rank 0, which writes it."""
+        assert self._ledger is not None, "rank 0 writes the ledger"
+        return self._ledger.size_bytes
+
+
+def _as_recorded(norm: float | None) -> float:
+    if norm is None:
+        return math.nan
+    return norm if math.isfinite(norm) else math.inf
+
+
+def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") -> Comm:
+    """The group of this generation, listening on a local address; alone, one that moves nothing."""
+    form = member.form
+    assert form is not None
+    if len(form.members) == 1:
+        return AloneComm()
+    return TorchComm(
+        member.store(),
+        form.rank,
+        len(form.members),
+        device=device,
+        address=address,
+        timeout_s=form.timeout_s,
+    )
+
+
+def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
+    """Refuse datasets that are not the same in every worker, before the first step.
+
+    Raises:
+        RecipeError: a length differs from worker 0's.
+    """
+    own = torch.tensor(list(lengths.values()), dtype=torch.float64, device=device)
+    first = own.clone()
+    comm.broadcast(first)
+    for name, mine, theirs in zip(lengths, own.tolist(), first.tolist(), strict=True):
+        if mine != theirs:
+            raise RecipeError(
+                f"Recipe.{name} has {mine:.0f} samples on worker {comm.rank}, but {theirs:.0f} on "
+                "worker 0: the recipe must give the same datasets in every process."
+            )
+
+
+def _check_equal(model: nn.Module, comm: Comm) -> None:
+    """Compare a checksum of every parameter and buffer with those of the other workers."""
+    if comm.size == 1:
+        return
+    named = list(model.named_parameters()) + list(model.named_buffers())
+    device = named[0][1].device
+    own = torch.tensor([_checksum(tensor) for _, tensor in named], dtype=torch.float64)
+    size = torch.tensor([float(len(named))], dtype=torch.float64, device=device)
+    comm.broadcast(size)
+    if int(size) != len(named):
+        raise RecipeError(
+            f"the recipe built {len(named)} parameters and buffers on worker {comm.rank}, but "
+            f"{int(size)} on worker 0: it must build the same model in every process."
+        )
+    first = own.to(device, copy=True)  # on the CPU too: the broadcast overwrites it
+    comm.broadcast(first)
+    for (name, _), mine, theirs in zip(named, own.tolist(), first.tolist(), strict=True):
+        if mine != theirs:
+            raise RecipeError(
+                f"{name!r} has other values on worker {comm.rank} than on worker 0: the recipe "
+                "draws from something that the job's seed does not set (time, process id, "
+                "an unseeded generator, the order of a set), or loads a file that is not the same "
+                "everywhere."
+            )
+
+
+def _checksum(tensor: Tensor) -> float:
+    plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return float(zlib.crc32(plain.view(torch.uint8).numpy().data)) if plain.numel() else 0.0

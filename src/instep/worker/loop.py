@@ -1,0 +1,500 @@
+"""One worker's way through a run: groups, steps, what follows a commit, recovery, the end.
+
+The same for a recipe (`training.py`) and for a loop that the user writes
+(`own_loop.py`); the two differ in who runs a pass, and in what is built before. All
+workers run it in lockstep: what must happen on all of them at the same step (stop,
+validate) follows from the step's number or from what was agreed in it. Only where a rule
+of `[stop]` looks at figures does worker 0 wait for an answer of the master (`stopping.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.comm.messages import NOT_FINITE, TOLD
+from instep.data.loader import Loader, Read, Skipped
+from instep.data.order import Position, position, steps_in_epoch
+from instep.data.samples import last_read
+from instep.data.samples.contents import Record
+from instep.errors import PeerError
+from instep.state.retention import Best
+from instep.sync.base import make_strategy
+from instep.system.addresses import address_towards
+from instep.worker.assignment import Lockstep
+from instep.worker.committed import Commit, CommittedState
+from instep.worker.engine import Agreement, Engine, Weighed, check_lengths, make_comm
+from instep.worker.member import Member
+from instep.worker.observers import Observer
+from instep.worker.passes import Share
+from instep.worker.saving import Saver
+from instep.worker.skipping import Teller
+from instep.worker.stopping import Stopping
+from instep.worker.update import Update
+
+_ENDLESS = 2**40
+"""Steps of a loop that ends when its user leaves it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step."""
+
+    number: int
+    """Counts from 1."""
+    epoch: int
+    """Counts from 0."""
+    loss: float
+    """Mean over the global batch."""
+    metrics: dict[str, float] | None
+    """Of the validation that followed this step, if one did."""
+    ends_epoch: bool = False
+    """Whether the epoch has no further step."""
+
+
+class Passed(NamedTuple):
+    """What this worker's passes of a step gave."""
+
+    losses: Mapping[int, Weighed]
+    """By the number of the pass."""
+    skipped: list[Skipped]
+    """Samples of them that could not be read."""
+
+
+class Loop(ABC):
+    """One worker, from its first generation to the saved model.
+
+    Args:
+        member: its membership in the run.
+        model: built, on its device.
+        parameters: those that are trained.
+        update: moves them.
+        loader: of the training dataset, with its processes started.
+        samples: in it.
+        last_step: the job's, or None where the loop's user decides.
+        more: passes of a step beside those of its micro-batches.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        parameters: list[nn.Parameter],
+        update: Update,
+        loader: Loader,
+        samples: int,
+        last_step: int | None,
+        more: int = 0,
+    ) -> None:
+        self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
+        self.device = parameters[0].device
+        self.phase, self.step = "building", 0
+        self._model, self._update, self._loader = model, update, loader
+        strategy = make_strategy(self.job.sync.name, self.job.sync.options, self.job.sync.codec)
+        self.engine = Engine(
+            member, model, parameters, strategy, update, ends=self._ends, more=more
+        )
+        self.rule = "steps" if self.job.train.steps else "epochs"
+        self._comm: Comm | None = None  # of a group that forms, or has
+        self._regroups = False
+        self._stopping: Stopping | None = None
+        self._saver: Saver | None = None
+        self._record: Record | None = None
+        self._teller = Teller(member)
+        self._warned: set[str] = set()
+        self._done = 0  # steps that this process has committed
+
+    # ---- what the two kinds of loops differ in
+
+    @property
+    @abstractmethod
+    def _merge(self) -> bool:
+        """Whether micro-batches that follow each other are one pass."""
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all micro-batches of a worker are one pass, however many."""
+        return False
+
+    @property
+    def _by_speed(self) -> bool:
+        """Whether a slow worker is dealt less."""
+        return False
+
+    @abstractmethod
+    def _lengths(self) -> dict[str, int]:
+        """Samples of each dataset, by its name."""
+
+    @abstractmethod
+    def _passes(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Any, None, Passed]:
+        """Run this worker's passes of a step; what is yielded, the loop yields."""
+
+    @abstractmethod
+    def _before_steps(self, comm: Comm) -> None:
+        """All hold the same state, and their steps are about to begin."""
+
+    def _validate(self, where: Position) -> dict[str, float] | None:
+        """Mean loss and metrics of a whole validation, where there is one and it is due."""
+        return None
+
+    def _best(self) -> Best | None:
+        """Which checkpoints are kept for their validation."""
+        return None
+
+    # ---- groups
+
+    @property
+    def state(self) -> CommittedState:
+        """Of the last commit."""
+        return self.engine.state
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        """That watch the steps, by name."""
+        return self.engine.observers
+
+    @property
+    def stopping(self) -> Stopping:
+        """The rules of `[stop]`; there once the group has formed."""
+        assert self._stopping is not None, "join() comes first"
+        return self._stopping
+
+    @property
+    def in_flight(self) -> int:
+        """The step that is being computed; 0 before the first."""
+        return self.step
+
+    @property
+    def doing(self) -> str:
+        """What this worker is at, as precisely as it is known."""
+        return self.phase
+
+    def _regroup(self) -> None:
+        """Be a member of the next generation that holds together until it has formed."""
+        self.phase = "joining"
+        while True:
+            self.member.wait_for_group()
+            try:
+                self._form()
+                return
+            except PeerError as error:
+                if not self.member.recovers:
+                    raise
+                self._leave(error)
+
+    def _waits(self) -> None:
+        """From here on this worker can only wait for others."""
+        self.phase = "exchange"
+
+    def _interrupt(self) -> None:
+        """An exchange under way, or a group that forms, will not end by itself; called by
+        another thread."""
+        comm = self._comm
+        if comm is not None:
+            comm.interrupt()
+
+    def _leave(self, error: PeerError | None = None) -> None:
+        """Leave the group: keep what was committed, undo the rest, tell the master.
+
+        Args:
+            error: why it came apart; None where its members change.
+        """
+        self.phase = "leaving"
+        if error is not None:
+            with suppress(OSError):  # to the log, and a full disk ends nothing
+                print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
+        self.engine.leave()
+        self._comm, self._regroups = None, False
+        went_back = [observer.go_back() for observer in self.observers.values()]
+        if any(went_back) and self._stopping is not None:
+            self._stopping.go_back(self.state.progress.step)
+        self.step = self.state.progress.step
+        self.member.broken(error)
+
+    def _form(self) -> None:
+        """Form the group, agree on where training stands, and be ready for the next step.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        member, engine = self.member, self.engine
+        comm = make_comm(member, self.device, address_towards(member.master_host))
+        self._comm = comm
+        try:
+            if member.superseded:  # told before there was anything to interrupt
+                raise PeerError("the members changed while the group was forming.")
+            check_lengths(comm, self.device, **self._lengths())
+            given = engine.begin(comm)
+            self._before_steps(comm)
+            assert member.form is not None, "no generation yet"
+            engine.start(
+                comm,
+                Lockstep(member.form, self.job.train, self.samples, by_speed=self._by_speed),
+                compare=not given,
+            )
+        except PeerError:
+            comm.close()
+            raise
+        self.step = self.state.progress.step
+        last_read.set_step(self.step)
+        member.formed()
+        if self._stopping is None:
+            self._stopping = Stopping(member, comm, self.device)
+        self._stopping.regroup(comm)
+        if comm.rank != 0 and self._saver is not None:
+            self._saver.hand_over()
+            self._saver = None
+        elif comm.rank == 0 and self._saver is None:
+            self._saver = Saver(member, self._model, self._best())
+            engine.saves = self._saver.late
+        anew = member.form.checkpoint is not None
+        for observer in self.observers.values():
+            observer.formed(anew=anew)
+
+    # ---- steps
+
+    def run(self) -> Iterator[Any]:
+        """Train: yields a `Step` after each commit, and what passes yield. Stops at the end, or
+        where all were told to.
+
+        Where a member is lost and will be replaced, continues with the others from the
+        highest step that one of them has committed. Where the members change, so
+        does the group, between two steps.
+
+        Raises:
+            Released: the run goes on without this worker.
+        """
+        while True:
+            apart: PeerError | None = None
+            try:
+                yield from self._generation()
+                if not self._regroups:
+                    return
+            except PeerError as error:
+                if not self.member.recovers:
+                    raise
+                apart = error
+            self._leave(apart)
+            self._regroup()
+
+    def _generation(self) -> Iterator[Any]:
+        """The steps of one generation."""
+        self._model.train()
+        state = self.state
+        if state.last is not None and (state.settled < self.step or state.last.ends):
+            yield self._settle(state.last)  # at the end too: the one who saved may be gone
+            if state.last.ends:
+                return
+        if state.ended:
+            self._why(told=True)
+            return
+        while (yield from self._steps_of_a_deal()):
+            pass
+
+    def _steps_of_a_deal(self) -> Generator[Any, None, bool]:
+        """The steps until the end, or until work is dealt otherwise; whether that is so."""
+        first, dealing = self.step + 1, self.engine.assignment.dealing
+        dealt = dealing.speeds
+        parts = (part.samples for _, share in self._plan(first) for part in share.passes)
+        loads = self._loader.read(parts, self._record)
+        try:
+            for where, share in self._plan(first):
+                self.step += 1
+                last_read.set_step(self.step)
+                done = yield from self._one_step(where, share, loads)
+                self._done += 1
+                yield self._settle(done)
+                assert self.state.last is not None
+                ends = self.state.last.ends
+                self._regroups &= not ends
+                if ends or self._regroups:
+                    break
+                if dealing.speeds != dealt:
+                    return True
+        finally:
+            loads.close()
+        return False
+
+    def _plan(self, first: int) -> Iterator[tuple[Position, Share]]:
+        last = self.last_step if self.last_step is not None else _ENDLESS
+        assignment = self.engine.assignment
+        planned = assignment.plan(first, last, merge=self._merge, whole=self._whole)
+        for observer in self.observers.values():
+            planned = observer.plan(planned, first, assignment.dealing.speeds)
+        return planned
+
+    def _one_step(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Any, None, Commit]:
+        """From samples to a commit."""
+        agreed = yield from self._agree(where, share, loads)
+        if agreed is None:  # the gradients did not fit: the same passes, on another lattice
+            again = self._loader.read((part.samples for part in share.passes), self._record)
+            agreed = yield from self._agree(where, share, again)
+            assert agreed is not None, "a strategy asked for a third time"
+        self._regroups = agreed.regroups
+        self.phase = "update"
+        done = self._commit()
+        if not (math.isfinite(done.loss) or self.stopping.spec.non_finite):
+            self._warn_of_loss(done.loss)
+        return done
+
+    def _agree(
+        self, where: Position, share: Share, loads: Iterator[Read]
+    ) -> Generator[Any, None, Agreement | None]:
+        """Run this worker's passes, and agree on what came of them."""
+        self.engine.begin_step(self.step, where)
+        passed = yield from self._passes(where, share, loads)
+        return self._exchange(passed, share)
+
+    def _exchange(self, passed: Passed, share: Share) -> Agreement | None:
+        """This worker's passes are done: agree with the others on what came of them."""
+        losses, skipped = passed
+        epoch = self.engine.where.epoch
+        self._teller.tell(skipped, dataset="training", step=self.step, epoch=epoch)
+        self._waits()
+        told = self.stopping.told(self.step)
+        samples = share.stop - share.first
+        return self.engine.agree(losses, stop=told, skipped=len(skipped), samples=samples)
+
+    def _commit(self) -> Commit:
+        return self.engine.commit()
+
+    def _ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
+        """Whether this start of the run ends with a step that was not told to."""
+        spoilt = bool(self.stopping.not_finite(agreed.loss, norm))
+        return spoilt or step in (self.last_step, self.job.train.stop_after_steps)
+
+    # ---- what follows a commit
+
+    def _settle(self, done: Commit) -> Step:
+        """Judge it, validate, save. Done again if a member is lost in it."""
+        self.member.check_lease()
+        where = position(done.step, self.samples, self.job.train.global_batch)
+        self._tell_epoch(where)
+        self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
+        metrics = self._validate(where) if done.ends or self._is_time(where) else None
+        if metrics is not None and not done.ends:
+            told = self.stopping.after_validation(done.step, metrics)
+            self.state.last = done = done._replace(told=told, ends=told)
+        self._save(done, where, metrics)
+        if done.ends:
+            self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
+        self.state.settled = done.step
+        per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
+        ends_epoch = done.step % per_epoch == 0
+        return Step(done.step, where.epoch, done.loss, metrics, ends_epoch)
+
+    def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
+        """Save a checkpoint of the commit, if one is due."""
+        self.phase = "saving"
+        saver = self._saver
+        due = done.ends or done.saves or self.job.checkpoint.due(done.step)
+        due = due or (saver is not None and saver.is_best(done.step, metrics))
+        own: dict[str, Tensor] = {}
+        if self.engine.strategy.laws:
+            if metrics is not None:  # only the worker that saves knows which are the best
+                told = torch.tensor([float(due)], device=self.device)
+                self.engine.comm.broadcast(told)
+                due = bool(told.item())
+            own = self.engine.own_state() if due else {}
+        if saver is not None and not self.stopping.spoilt:
+            saver.after_step(self.engine, where, due=due, last=done.ends, metrics=metrics, own=own)
+
+    def _tell_epoch(self, where: Position) -> None:
+        if where.stop == self.samples and self.engine.comm.rank == 0:
+            progress = self.state.progress
+            self.member.emit(
+                "epoch_finished",
+                epoch=where.epoch,
+                step=self.step,
+                loss=progress.epoch_loss / progress.epoch_samples,
+                samples=progress.epoch_samples,
+            )
+
+    def _is_time(self, where: Position) -> bool:
+        """Whether a validation is due after a step."""
+        every = self.job.train.validate_every
+        return self.step % every == 0 if every else where.stop == self.samples
+
+    def _why(self, told: bool, not_finite: str = "") -> None:
+        if self.step == self.last_step:
+            return
+        if not_finite:
+            self.rule = NOT_FINITE
+            self.stopping.tell_of(not_finite, self.step)
+            return
+        self.rule = TOLD if told else "stop_after_steps"
+
+    def _warn_of_loss(self, loss: float) -> None:
+        if "loss" not in self._warned:
+            self._warned.add("loss")
+            self._warn(f"the loss at step {self.step} is {loss}; training goes on")
+
+    def _warn(self, text: str) -> None:
+        """Say it in the log, once, by one worker."""
+        if self.engine.comm.rank == 0 and text not in self._warned:
+            self._warned.add(text)
+            self.member.emit("warning", text=f"{text}.")
+
+    def _announce(self, **more: Any) -> None:
+        """Tell that this worker is ready, and how it reads and computes."""
+        self.member.emit(
+            "worker_ready",
+            worker=self.member.number,
+            device=str(self.device),
+            threads=torch.get_num_threads(),
+            parameters=sum(p.numel() for p in self.engine.parameters),
+            samples=self.samples,
+            last_step=self.last_step,
+            loader=f"{self._loader.mode}: {self._loader.why}",
+            phases=self.member.phases,
+            **more,
+        )
+
+    # ---- the end
+
+    def finish(self) -> bool:
+        """Save the model and leave, together with the others.
+
+        Returns:
+            False where a member was lost before all had ended: train on, then finish again.
+        """
+        self.phase = "saving"
+        if self._saver is not None and not self.member.fenced:
+            self._saver.finish(self.step)
+        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
+            self._leave()
+            self._regroup()
+            return False
+        self.close()
+        return True
+
+    @property
+    def _finite(self) -> bool:
+        last = self.state.last
+        return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
+
+    def released(self) -> None:
+        """The run goes on without this worker: what it has begun to save, it saves."""
+        if self._saver is not None:
+            self._saver.hand_over()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of loaders and group; a second call does nothing."""
+        self._loader.close()
+        if self._record is not None:
+            self._record.close()
+        self.engine.leave()

@@ -1,0 +1,110 @@
+"""Which samples of a recipe's dataset the trial of `sameness.py` looks at, and its outcome.
+
+From them follows whether cutting a global batch into micro-batches changes the result, and
+so whether micro-batches may be merged into larger passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
+
+from instep.data.loader import Loader, Read, Slice
+from instep.data.order import key, position, steps_in_epoch
+from instep.recipe.forward import Forward
+from instep.spec import JobSpec
+from instep.worker.passes import OF_PASS, parts_of, share_of
+from instep.worker.sameness import LEAST, NOTHING_TO_TRY, Spot, Trial, mean_of, try_out
+
+_SPOTS = 32
+"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
+
+
+def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:
+    """Whether cutting a global batch into micro-batches changes the result.
+
+    Args:
+        forward: the worker's; its model is left as it is.
+        loader: of the training dataset.
+        job: says how batches are cut, and whether passes may be merged.
+        samples: in the dataset.
+
+    Raises:
+        RecipeError: as `sameness.try_out`.
+    """
+    train, seed = job.train, key(job.seed, OF_PASS, 0)
+    places = _Places(job, samples)
+    slices = places.spots()
+    if not slices:
+        return NOTHING_TO_TRY._replace(derived=_mean_of(forward, loader, places, seed))
+    reads = loader.read(part for spot in slices for part in spot)
+    spots = (spot for parts in slices if (spot := _spot(reads, len(parts) - 1)))
+    with closing(reads):
+        cuts = train.batch_norm == "global"
+        trial = try_out(forward, spots, whole=train.global_batch, seed=seed, cuts=cuts)
+    if train.merge == "always":
+        return trial.merged_always()
+    if train.merge == "never":
+        return trial._replace(merge=False, reason="train.merge = 'never'")
+    if train.determinism == "bits":
+        reason = "determinism = 'bits' computes each micro-batch apart"
+        return trial._replace(merge=False, reason=reason)
+    return trial
+
+
+def _mean_of(forward: Forward, loader: Loader, places: _Places, seed: int) -> str:
+    """What the loss of one micro-batch in each step is a mean of; a validation has several."""
+    if forward.recipe.compute_loss is None or forward.recipe.weight is not None:
+        return ""
+    steps = min(LEAST, places.steps)
+    reads = loader.read(part for n in range(steps) for part in places.micro_batches(1 + n))
+    with closing(reads):
+        return mean_of(forward, (each.batch for each in reads if each.size), seed=seed)
+
+
+def _spot(reads: Iterator[Read], parts: int) -> Spot | None:
+    """The next of what is read; None where all samples of a part of it cannot be read."""
+    *apart, whole = itertools.islice(reads, parts + 1)
+    if not all(read.size for read in (*apart, whole)):
+        return None
+    return Spot(tuple(r.batch for r in apart), whole.batch, tuple(r.size for r in apart))
+
+
+class _Places:
+    """Where in the dataset to look."""
+
+    def __init__(self, job: JobSpec, samples: int) -> None:
+        self._train, self._samples = job.train, samples
+        self.steps = steps_in_epoch(samples, job.train.global_batch)
+
+    def spots(self) -> list[tuple[Slice, ...]]:
+        """Neighbouring micro-batches, and all as one, from all over an epoch.
+
+        Pairs, of which every other is uneven: a weight that forgets how many samples there are,
+        such as the `len` of a tuple, is right wherever micro-batches are of one size. And where
+        more are tried than of a large model, those of a whole step: what compares samples may
+        do so only where there are many.
+        """
+        spots: dict[Slice, tuple[Slice, ...]] = {}
+        for number in range(_SPOTS):
+            parts = self.micro_batches(1 + number * self.steps // _SPOTS)
+            if len(parts) > 1:  # another pair of each step, as there may be but one
+                place = 2 * number % (len(parts) - 1)
+                first, second, *more = parts[place : place + 3]
+                if number % 2 and second.stop - second.first > 2:  # layers may refuse one sample
+                    second = second._replace(stop=second.stop - 1)
+                elif number % 2 and more:
+                    second = second._replace(stop=more[0].stop)
+                spots[first] = first, second, first._replace(stop=second.stop)
+        few = list(spots.values())
+        if len(few) > LEAST:
+            every = self.micro_batches(1)
+            few.insert(LEAST, (*every, every[0]._replace(stop=every[-1].stop)))
+        return few
+
+    def micro_batches(self, step: int) -> list[Slice]:
+        """Those of a step, in its order."""
+        where = position(step, self._samples, self._train.global_batch)
+        every = share_of(where, parts_of(where, self._train), 1, 0, merge=False)
+        return [part.samples for part in every.passes]

@@ -1,0 +1,193 @@
+"""The passes of a step that look at the whole global batch: what one worker runs, and asks.
+
+Two kinds: one pass of all its micro-batches, with batch normalisation over the global batch
+(`parallel/batch_norm.py`), and passes that embed, with a loss of the global batch
+(`parallel/cached.py`). A recipe and a job may ask for both. What a plain pass is, `training.py`
+knows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.data.loader import Loader, Read, Skipped, Slice
+from instep.data.order import Order, Position, key, micro_batch
+from instep.errors import DataError
+from instep.parallel.draws import ByMicroBatch
+from instep.parallel.reads import Reads
+from instep.recipe.build import set_generators
+from instep.recipe.forward import Forward, on_tensors
+from instep.spec import JobSpec
+from instep.worker.engine import Engine, Weighed
+from instep.worker.passes import OF_PASS, Pass, Share, parts_of
+
+_ATTEMPTS = 64
+"""Samples that are tried for one that can be read, by a worker without work."""
+
+
+class _Work(NamedTuple):
+    """A pass and its samples; of a worker without work, a borrowed sample."""
+
+    part: Pass
+    batch: Any
+    size: int
+    keys: list[int]
+    sizes: list[int]
+    counts: bool
+
+
+class WholeBatch:
+    """How one worker runs its part of a step.
+
+    Args:
+        engine, forward, loader: the worker's.
+        job: says how batches are cut.
+        samples: of the training dataset.
+        reads: of the model, where its layers see the global batch.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        forward: Forward,
+        loader: Loader,
+        job: JobSpec,
+        samples: int,
+        reads: Reads | None,
+        device: torch.device,
+    ) -> None:
+        self._engine, self._forward, self._loader = engine, forward, loader
+        self._job, self._reads, self._device = job, reads, device
+        self._order, self._borrowed = Order(samples, job.seed), None
+        self._samples = samples
+
+    def run(
+        self, where: Position, share: Share, loads: Iterator[Read], step: int
+    ) -> tuple[dict[int, Weighed], list[Skipped]]:
+        """Run this worker's passes of a step.
+
+        Returns:
+            The loss by number of the pass, and the samples that could not be read.
+        """
+        clock = self._engine.clock
+        since = time.perf_counter()
+        skipped: list[Skipped] = []
+        works: list[_Work] = []
+        for part, read in zip(share.passes, loads, strict=False):
+            skipped += read.skipped
+            if read.size:
+                keys, sizes = self._micro_batches(where, part, read.skipped, step)
+                works.append(_Work(part, read.batch, read.size, keys, sizes, True))
+        if not works and self._reads is not None:
+            works.append(self._borrow())
+        clock.lap(since, "load")
+        embeds = self._forward.recipe.batch_loss is not None
+        return (self._embed if embeds else self._plain)(where, works, step), skipped
+
+    def _micro_batches(
+        self, where: Position, part: Pass, skipped: Sequence[Skipped], step: int
+    ) -> tuple[list[int], list[int]]:
+        """Key and size of each micro-batch of a pass."""
+        parts, lost = parts_of(where, self._job.train), {each.sample for each in skipped}
+        keys, sizes = [], []
+        for number in range(part.number, part.number + part.micro_batches):
+            first, stop = micro_batch(where.first, where.stop, number, parts)
+            indices = self._order.indices(where.epoch, first, stop).tolist()
+            keys.append(key(self._job.seed, OF_PASS, step, number))
+            sizes.append(sum(index not in lost for index in indices))
+        return keys, sizes
+
+    def _borrow(self) -> _Work:
+        """A sample that this worker runs only to hear what the others ask and tell."""
+        if self._borrowed is None:
+            for index in range(min(_ATTEMPTS, self._samples)):
+                (read,) = self._loader.read([Slice(0, index, index + 1)])
+                if read.size:
+                    self._borrowed = read.batch
+                    break
+            else:
+                raise DataError(f"none of the first {_ATTEMPTS} samples of an epoch can be read.")
+        batch = on_tensors(self._borrowed, Tensor.clone)
+        return _Work(Pass(Slice(0, 0, 1), 0, repeats=True), batch, 1, [0], [1], False)
+
+    @contextmanager
+    def _pass(self, work: _Work) -> Iterator[None]:
+        """What a pass draws, asks and leaves."""
+        set_generators(work.keys[0])
+        with ExitStack() as stack:
+            if not work.counts:
+                stack.enter_context(self._engine.aside())
+            if len(work.keys) > 1:
+                stack.enter_context(ByMicroBatch(work.keys, work.sizes))
+            if self._reads is not None:
+                stack.enter_context(self._reads.one_pass(counts=work.counts))
+            yield
+
+    def _plain(self, where: Position, works: list[_Work], step: int) -> dict[int, Weighed]:
+        (work,), losses = works, {}
+        engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
+        assert reads is not None, "a pass over several micro-batches that nobody asked for"
+        since, waited = time.perf_counter(), reads.waited_s
+        with self._pass(work):
+            found = self._forward.loss(work.batch, work.size, always=True)
+            assert found is not None
+            factor = found.factor if work.counts and found.counts else 0.0
+            if work.counts:
+                total = float(found.loss.detach()) * factor if factor else 0.0
+                losses[work.part.number] = Weighed(total, found.weight)
+            since = engine.clock.lap(since, "forward")
+            engine.begin_pass(work.part, 1.0, last=False)  # while it runs, only layers talk
+            scaled = engine.update.scaler.scale(found.loss)
+            reads.backward(scaled, factor / batch_size)
+        if work.counts:
+            engine.end_pass(work.part, work.size / batch_size)
+        engine.clock.lap(since + reads.waited_s - waited, "backward")
+        return losses
+
+    def _embed(self, where: Position, works: list[_Work], step: int) -> dict[int, Weighed]:
+        engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
+        cached = self._forward.cached(reads.backward_from if reads is not None else None)
+        since, losses = time.perf_counter(), {}
+        for work in works:
+            with self._pass(work):
+                if work.counts:
+                    cached.embed(work.part.number, work.batch, work.size)
+                else:
+                    cached.join_in(on_tensors(work.batch, Tensor.clone))
+            if work.counts:
+                engine.skip_pass(work.part)  # the second time counts
+        cached.gather(engine.comm, self._job.train.micro_batches, self._device)
+        since = engine.clock.lap(since, "forward")
+        if cached.rows and any(work.counts for work in works):
+            parts = self._job.train.micro_batches
+            set_generators(key(self._job.seed, OF_PASS, step, parts))
+            part = Pass(Slice(where.epoch, where.first, where.stop), parts)
+            with ExitStack() as stack:
+                if not cached.counts:
+                    stack.enter_context(engine.aside())
+                engine.begin_pass(part, 1.0, last=False)
+                loss = cached.loss(engine.update.scaler.scale)
+            if cached.counts:
+                engine.end_pass(part, cached.rows / batch_size, beside=True)
+                losses[0] = Weighed(float(loss) * batch_size, float(batch_size))
+        for number, work in enumerate(works):
+            with self._pass(work):
+                last = number == len(works) - 1 and reads is None
+                engine.begin_pass(work.part, 1.0, last=last)
+                if work.counts:
+                    cached.backward(work.part.number, work.batch)
+                else:
+                    assert reads is not None
+                    cached.join_in(work.batch, record=True)
+                    reads.backward(None, 0.0)
+            if work.counts:
+                engine.end_pass(work.part, work.size / batch_size)
+        engine.clock.lap(since, "backward")
+        return losses

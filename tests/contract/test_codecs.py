@@ -1,0 +1,233 @@
+"""Every codec keeps the promises of `comm/codecs/base.py`; so does the one that the guide shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import run_processes
+from instep.comm.codecs import CODECS
+from instep.comm.codecs.base import ALIGNED_BYTES, CUT
+from instep.comm.codecs.int8 import BLOCK
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/adding-a-codec.md"
+SHOWN = "the one of the guide"
+NAMES = [*CODECS, SHOWN]
+COUNTS = [0, 1, 2, 3, 255, 256, 257, 1000, 4097, 140_001]
+EPS = 2.0**-22
+
+
+def codec_called(name):
+    if name != SHOWN:
+        return CODECS[name]()
+    (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.M | re.S)
+    shown = {}
+    exec(compile(code, GUIDE.name, "exec"), shown)
+    return shown["BFloat16"]()
+
+
+@pytest.fixture(params=NAMES)
+def codec(request):
+    return codec_called(request.param)
+
+
+def normal(count, seed=0):
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, 2.0**-149
+KINDS = {
+    "normal": normal,
+    "of every size": lambda n: normal(n) * 10.0 ** (normal(n, 1) * 12).clamp(-36, 36),
+    "zeros": torch.zeros,
+    "the largest": lambda n: normal(n).sign() * LARGEST,
+    "huge": lambda n: normal(n).clamp(-3, 3) * (LARGEST / 3),
+    "tiny": lambda n: normal(n) * 1e-37,
+    "subnormal": lambda n: (normal(n) * 100).round() * SMALLEST,
+    "one spike": lambda n: torch.cat([torch.full((min(n, 1),), 1e30), normal(max(n - 1, 0))]),
+}
+
+
+def encoded(codec, values, key=7, left=None, filled=0):
+    """The payload, cut to what was written."""
+    out = torch.full((codec.size(values.numel()),), filled, dtype=torch.uint8)
+    return out[: codec.encode(values, out, key=key, left=left)]
+
+
+def decoded(codec, payload, count):
+    codec.add_into(total := torch.zeros(count), payload)
+    return total
+
+
+def bits(tensor):
+    return tensor.numpy().tobytes()
+
+
+def test_a_payload_has_at_most_the_size_that_was_said(codec):
+    for count in COUNTS:
+        used = encoded(codec, normal(count)).numel()
+        assert used <= codec.size(count)
+        assert used == codec.size(count) or not codec.fixed_size
+        assert codec.size(0) == 0
+        assert codec.size(count) <= codec.size(count + 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_decoded_and_what_is_left_make_up_the_values(codec, kind):
+    for count in COUNTS:
+        values, left = KINDS[kind](count), torch.full((count,), torch.nan)
+        got = decoded(codec, encoded(codec, values, left=left), count)
+        assert got.isfinite().all()
+        assert left.isfinite().all()
+        off = (got.double() + left.double() - values.double()).abs()
+        assert (off <= EPS * (got.double().abs() + left.double().abs()) + SMALLEST).all()
+        assert codec.unbiased or left.double().norm() <= values.double().norm()
+
+
+def test_without_room_for_what_is_left_the_payload_is_the_same(codec):
+    for count in COUNTS:
+        values = normal(count)
+        with_room = encoded(codec, values, left=torch.empty(count))
+        assert torch.equal(with_room, encoded(codec, values))
+
+
+def test_nothing_is_written_but_the_payload_and_what_is_left(codec):
+    for count in COUNTS:
+        size = codec.size(count)
+        out = torch.full((size + 3 * ALIGNED_BYTES,), 77, dtype=torch.uint8)
+        room = torch.full((count + 2,), 5.0)
+        values, before = normal(count), normal(count)
+        used = codec.encode(values, out[ALIGNED_BYTES:], key=1, left=room[1 : count + 1])
+        assert torch.equal(values, before)
+        assert room[0] == room[-1] == 5.0
+        outside = torch.cat([out[:ALIGNED_BYTES], out[ALIGNED_BYTES + used :]])
+        assert (outside == 77).all()
+        payload, total = out.clone(), torch.full((count + 2,), 5.0)
+        codec.add_into(total[1 : count + 1], out[ALIGNED_BYTES : ALIGNED_BYTES + used])
+        assert torch.equal(out, payload)
+        assert total[0] == total[-1] == 5.0
+
+
+def test_equal_values_and_keys_give_equal_bytes_wherever_they_lie(codec):
+    for count in COUNTS:
+        values, shifted = normal(count), torch.empty(count + 1)[1:]
+        shifted.copy_(values)
+        first = encoded(codec, values, key=3)
+        assert torch.equal(first, encoded(codec, shifted, key=3, filled=255))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0, 0.3, -2.0])
+def test_a_payload_is_added_with_its_weight(codec, weight):
+    for count in COUNTS:
+        payload, total = encoded(codec, normal(count)), normal(count, 1)
+        wanted = total.double() + weight * decoded(codec, payload, count).double()
+        codec.add_into(total, payload, weight)
+        torch.testing.assert_close(total.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, 300, 999])
+def test_what_is_not_finite_is_never_decoded_to_a_number_nor_left_for_the_next_step(codec, bad, at):
+    values, left = normal(1000), torch.empty(1000)
+    values[at] = bad
+    got = decoded(codec, encoded(codec, values, left=left), 1000)
+    assert not got[at].isfinite()
+    assert left.isfinite().all()
+    sound = got.isfinite()
+    torch.testing.assert_close((got + left)[sound], values[sound])
+    assert encoded(codec, values).equal(encoded(codec, values, filled=9))
+
+
+def test_with_error_feedback_nothing_is_lost_over_a_thousand_steps(codec):
+    count = 3 * BLOCK + 5
+    left, room = torch.zeros(count), torch.empty(count)
+    given, got = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(1000):
+        fresh = torch.randn(count, generator=generator) + 0.5
+        given += fresh
+        fresh += left
+        payload = encoded(codec, fresh, key=step, left=room)
+        left, room = room, left
+        got += decoded(codec, payload, count)
+    torch.testing.assert_close(got + left, given, rtol=0, atol=1000 * EPS)
+
+
+def test_a_linear_codecs_payloads_may_be_summed(codec):
+    if not codec.linear:
+        pytest.skip("it does not say so")
+    one, other = (encoded(codec, normal(1000, seed)) for seed in (0, 1))
+    both = decoded(codec, one, 1000) + decoded(codec, other, 1000)
+    summed = (one.view(torch.float32) + other.view(torch.float32)).view(torch.uint8)
+    torch.testing.assert_close(decoded(codec, summed, 1000), both)
+
+
+def test_a_segmentable_codecs_values_may_be_cut(codec):
+    if not codec.segmentable:
+        pytest.skip("it does not say so")
+    values = KINDS["of every size"](3 * CUT + 100)
+    whole = decoded(codec, encoded(codec, values), values.numel())
+    for cut in (CUT, 2 * CUT):
+        parts = [decoded(codec, encoded(codec, p), p.numel()) for p in values.tensor_split([cut])]
+        assert bits(torch.cat(parts)) == bits(whole)
+
+
+def test_the_mean_over_the_keys_of_an_unbiased_codec_is_what_was_encoded(codec):
+    if not codec.unbiased:
+        pytest.skip("it does not say so")
+    values, keys = normal(500), 256
+    each = torch.stack(
+        [decoded(codec, encoded(codec, values, key=key), 500).double() for key in range(keys)]
+    )
+    off = (each.mean(0) - values).abs()
+    assert (off <= 6 * each.std(0) / keys**0.5 + 1e-6).all()
+
+
+def sent_and_read(comm, names):
+    """Rank 0 encodes and sends; what each rank reads."""
+    read = []
+    for name in names:
+        codec = codec_called(name)
+        payload = torch.empty(codec.size(1000), dtype=torch.uint8)
+        if comm.rank == 0:
+            used = torch.tensor([codec.encode(normal(1000), payload, key=1)])
+            comm.send(used, 1).wait()
+            comm.send(payload, 1).wait()
+        else:
+            comm.receive(used := torch.zeros(1, dtype=torch.int64), 0).wait()
+            comm.receive(payload, 0).wait()
+        read.append(bits(decoded(codec, payload[: int(used)], 1000)))
+    return read
+
+
+@pytest.mark.process
+def test_another_process_decodes_the_same_bits(tmp_path):
+    sender, receiver = run_processes(2, sent_and_read, tmp_path, NAMES)
+    assert sender == receiver
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("tiny", "subnormal")])
+def test_int8_is_off_by_half_a_level_of_its_block_at_most(kind):
+    for count in COUNTS:
+        codec, values = CODECS["int8"](), KINDS[kind](count)
+        got = decoded(codec, encoded(codec, values), count)
+        for first in range(0, count, BLOCK):
+            block, back = (
+                values[first : first + BLOCK].double(),
+                got[first : first + BLOCK].double(),
+            )
+            assert (back - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
+
+
+def test_int8_is_four_times_smaller_but_for_a_scale_in_each_block():
+    size = CODECS["int8"]().size
+    assert [size(n) for n in (0, 1, 256, 257, 1 << 20)] == [0, 5, 260, 265, (1 << 20) * 65 // 64]
+
+
+def test_int8_loses_no_block_but_the_one_that_is_not_finite():
+    codec, values = CODECS["int8"](), normal(3 * BLOCK)
+    values[BLOCK + 5] = torch.inf
+    got = decoded(codec, encoded(codec, values), 3 * BLOCK).view(3, BLOCK)
+    assert got.isnan().all(1).tolist() == [False, True, False]
+    assert got[::2].isfinite().all()

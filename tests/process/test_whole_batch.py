@@ -1,0 +1,87 @@
+"""Runs whose layers or loss see the global batch, against a plain loop over whole batches."""
+
+import looks_at_the_batch as recipes
+import pytest
+import torch
+from safetensors.torch import load_file
+from started import Start
+from torch import nn
+from torch.nn import functional
+
+from instep.data.order import Order, key, micro_batch, position
+
+pytestmark = pytest.mark.process
+
+SAMPLES, BATCH, MICRO_BATCHES, STEPS = 100, 30, 4, 8
+QUICK = (
+    "train.epochs=2",
+    f"train.global_batch={BATCH}",  # the last batch of an epoch has 10 samples: 2 micro-batches
+    f"train.micro_batches={MICRO_BATCHES}",
+    "train.threads=1",
+    "check.strict=true",
+)
+
+
+def plain_loop(recipe, compute_loss, monkeypatch):
+    """The whole batch in one pass, dropout drawn micro-batch by micro-batch; of ours the keys."""
+    torch.manual_seed(0)
+    model = recipe().model
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.SyncBatchNorm):  # which torch refuses on a CPU
+            model.set_submodule(name, nn.BatchNorm1d(layer.num_features).double())
+    optimizer, order, drop = recipes.sgd(model.parameters()), Order(SAMPLES, 0), functional.dropout
+    for step in range(1, STEPS + 1):
+        epoch, first, stop = position(step, SAMPLES, BATCH)
+        rows = torch.from_numpy(order.indices(epoch, first, stop))
+        parts = -(-(stop - first) * MICRO_BATCHES // BATCH)
+        cuts = [micro_batch(first, stop, number, parts) for number in range(parts)]
+        states = []
+        for number in range(parts):
+            torch.manual_seed(key(0, 1, step, number))
+            states.append(torch.get_rng_state())
+
+        def by_micro_batch(x, p, training, inplace, states=states, cuts=cuts):
+            made = []
+            for number, part in enumerate(x.split([high - low for low, high in cuts])):
+                torch.set_rng_state(states[number])
+                made.append(drop(part, p, training))
+                states[number] = torch.get_rng_state()
+            return torch.cat(made)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "dropout", by_micro_batch)
+            optimizer.zero_grad()
+            compute_loss(model, tuple(t[rows] for t in recipes.pairs().tensors)).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["per_sample", "contrast"])
+def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
+    run: Start, monkeypatch, kind
+):
+    """In the last step of an epoch one of them has no work."""
+    program = run(f"looks_at_the_batch.py:{kind}", *QUICK, "workers=3", 'train.batch_norm="global"')
+    assert program.end() == 0, program.stderr
+    found = load_file(program.work / "runs" / "tested" / "model.safetensors")
+    loss = {
+        "per_sample": recipes.each,
+        "contrast": lambda model, batch: recipes.batch_loss(model, *recipes.embed(model, batch)),
+    }[kind]
+    for name, value in plain_loop(getattr(recipes, kind), loss, monkeypatch).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_a_loss_of_the_global_batch_gives_the_same_bits_on_one_and_three_workers(run: Start):
+    found = []
+    for workers in (1, 3):
+        program = run(
+            "looks_at_the_batch.py:contrast",
+            *QUICK,
+            f"workers={workers}",
+            'train.determinism="bits"',
+            "arguments.sees_batch=false",
+        )
+        assert program.end() == 0, program.stderr
+        found.append(program.summary["parameters_sha256"])
+    assert found[0] == found[1]

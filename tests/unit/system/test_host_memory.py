@@ -1,0 +1,247 @@
+"""Memory that outlives a process: what is stamped is whole, whatever a kill interrupts."""
+
+import mmap
+import os
+import random
+import signal
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.errors import CheckpointError, WorkerError
+from instep.system.host_memory import HostMemory, Stamp, TensorSpec
+from instep.system.memory_files import MemoryFiles
+
+LAYOUT = {
+    "residual": TensorSpec((5, 7), torch.float32),
+    "nothing": TensorSpec((0, 3), torch.float32),
+    "step": TensorSpec((), torch.int64),
+    "levels": TensorSpec((3,), torch.int8),
+    "half": TensorSpec((9,), torch.bfloat16),
+}
+
+
+def keep(memory, course, number, value=None, generation=0):
+    for tensor in memory.stage(course, number, generation).values():
+        tensor.fill_(number if value is None else value)
+    memory.staged(course, number, generation)
+
+
+def value_at(memory, *commit):
+    """The one value that all tensors of a commit hold; None if it is not held."""
+    tensors = memory.at(*commit)
+    if tensors is None:
+        return None
+    values = {float(each) for tensor in tensors.values() for each in tensor.flatten()}
+    assert len(values) == 1
+    return values.pop()
+
+
+@pytest.fixture
+def file():
+    descriptor = os.memfd_create("test")
+    yield descriptor
+    os.close(descriptor)
+
+
+def another(file, layout=LAYOUT):
+    """The memory as the next process finds it."""
+    memory = HostMemory(os.dup(file))
+    memory.lay_out(layout)
+    return memory
+
+
+def test_the_next_process_finds_the_last_two_commits_and_no_other(file):
+    memory = another(file)
+    for number in (1, 2, 3):
+        keep(memory, 1, number)
+    found = HostMemory(os.dup(file))  # that knows no layout
+    assert found.outlives
+    assert found.stamps() == [Stamp(1, 3, 0), Stamp(1, 2, 0)]
+    assert [value_at(found, 1, number) for number in (1, 2, 3, 4)] == [None, 2, 3, None]
+    assert value_at(found, 2, 3) is None
+    tensors = found.at(1, 3, layout=LAYOUT)
+    assert {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in tensors.items()} == LAYOUT
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+    tensors["residual"].fill_(9)
+    assert bool((memory.at(1, 3)["residual"] == 9).all())  # one memory, no copies
+
+
+def test_a_commit_that_is_staged_again_does_not_cost_the_one_before(file):
+    memory = another(file)
+    keep(memory, 1, 7)
+    keep(memory, 1, 8)  # and abandoned
+    assert value_at(memory, 1, 8) == 8
+    memory.stage(1, 8, 0)
+    assert [value_at(memory, 1, 7), value_at(memory, 1, 8)] == [7, None]
+    memory = another(file)  # killed there
+    keep(memory, 1, 8, value=80, generation=5)
+    assert [value_at(memory, 1, 7), value_at(memory, 1, 8, 5)] == [7, 80]
+    assert value_at(memory, 1, 8) is None  # that of the attempt which was abandoned
+    keep(memory, 1, 9)
+    assert [value_at(memory, 1, 8, 5), value_at(memory, 1, 9)] == [80, 9]
+
+
+def test_a_run_that_goes_back_opens_a_course_and_keeps_its_first_commit(file):
+    memory = another(file)
+    keep(memory, 1, 7)
+    keep(memory, 1, 8)
+    keep(memory, 2, 5)  # the checkpoint
+    keep(memory, 2, 6)
+    assert memory.stamps() == [Stamp(2, 6, 0), Stamp(2, 5, 0)]
+    assert [value_at(memory, 2, 5), value_at(memory, 2, 6)] == [5, 6]
+
+
+def test_another_layout_leaves_what_is_stamped_until_it_is_staged_over(file):
+    larger = {"residual": TensorSpec((50_000,), torch.float32)}
+    memory = another(file)
+    keep(memory, 1, 1)
+    memory = another(file, larger)
+    keep(memory, 1, 2)
+    memory = another(file, larger)
+    assert value_at(memory, 1, 1) == 1
+    assert memory.at(1, 1).keys() == LAYOUT.keys()
+    assert memory.at(1, 2, layout=larger)["residual"].shape == (50_000,)
+    with pytest.raises(CheckpointError, match=r"'residual' as float32 \[5, 7\].*float32 \[50000\]"):
+        memory.at(1, 1, layout=larger)
+    keep(memory, 1, 3)
+    assert [value_at(memory, 1, number) for number in (1, 2, 3)] == [None, 2, 3]
+
+
+@pytest.mark.parametrize("written", range(28))
+def test_half_a_stamp_is_none(file, written):
+    memory = another(file)
+    keep(memory, 1, 6)
+    keep(memory, 1, 7)
+    for old in (bytes(28), os.pread(file, 28, 64), b"\xff" * 28):
+        head = struct.pack("<QQQ", 3, (8 << 40) + 8, 1)
+        new = head + struct.pack("<I", zlib.crc32(head))
+        os.pwrite(file, new[:written] + old[written:], 64)
+        found = HostMemory(os.dup(file))
+        whole = [Stamp(1, 7, 0)] if old[:1] == b"\x01" and new[:written] == old[:written] else []
+        assert found.stamps() == [*whole, Stamp(1, 6, 0)]
+    os.pwrite(file, new, 64)
+    assert found.stamps()[0] == Stamp(3, (8 << 40) + 8, 1)
+
+
+def test_memory_that_the_machine_has_not_is_refused_in_one_sentence(file):
+    memory = another(file)
+    keep(memory, 1, 1)
+    before = os.fstat(file).st_blocks
+    with pytest.raises(WorkerError, match=r"of memory for the state .* cannot be had: .* are free"):
+        memory.lay_out({"residual": TensorSpec((1 << 38,), torch.float32)})
+    assert os.fstat(file).st_blocks == before
+    assert value_at(memory, 1, 1) == 1
+
+
+def test_without_a_fork_server_the_memory_ends_with_its_process():
+    memory = HostMemory()
+    assert not memory.outlives
+    memory.lay_out(LAYOUT)
+    keep(memory, 1, 1)
+    used = memory.at(1, 1)
+    memory.close()
+    assert bool((used["residual"] == 1).all())
+    assert alone_here()
+    del used
+    assert not alone_here()
+
+
+def alone_here():
+    return "/memfd:instep-alone" in Path("/proc/self/maps").read_text()
+
+
+def test_what_was_cleared_is_not_found_and_its_pages_go_back_to_the_system():
+    memory_files = MemoryFiles(2, "secret")
+    file = memory_files.of(7)
+    memory = another(file)
+    keep(memory, 1, 1)
+    memory_files.ended(7)
+    assert HostMemory(os.dup(memory_files.of(7))).stamps() == [Stamp(1, 1, 0)]
+    memory.clear()
+    assert HostMemory(os.dup(file)).stamps() == []
+    memory_files.ended(7)
+    assert os.fstat(file).st_blocks == 0
+    memory_files.keep_only(-1)
+
+
+def test_each_number_has_a_file_of_its_own_while_there_are_any():
+    memory_files = MemoryFiles(2, "secret")
+    first, second = memory_files.of(40), memory_files.of(3)
+    assert len({first, second}) == 2
+    assert [memory_files.of(40), memory_files.of(3), memory_files.of(5)] == [first, second, -1]
+    memory_files.ended(40)  # it left nothing
+    assert memory_files.of(5) == first
+    memory_files.keep_only(-1)
+
+
+# ---- killed in the midst of it
+
+
+class Progress:
+    """Two words that a child writes and its parent reads: course and number of its last commit."""
+
+    def __init__(self):
+        self.words = memoryview(mmap.mmap(-1, 16)).cast("q")
+
+
+def layout_of(course):
+    """Another one with each course, smaller and larger."""
+    count = (1_000, 40_000, 7_001)[course % 3]
+    return {"a": TensorSpec((count,), torch.int64), "b": TensorSpec((count // 7,), torch.int16)}
+
+
+def pattern(course, number):
+    for name, (shape, dtype) in layout_of(course).items():
+        values = torch.arange(shape[0]) * 31 + 1_000_003 * course + 7 * number
+        yield name, values.to(dtype)
+
+
+def stage_until_killed(file, progress, course, number):
+    memory = HostMemory(os.dup(file))
+    memory.lay_out(layout_of(course))
+    base = dict(pattern(course, 0))
+    while True:
+        number += 1
+        for name, tensor in memory.stage(course, number, 0).items():
+            torch.add(base[name], torch.tensor(7 * number).to(tensor.dtype), out=tensor)
+        memory.staged(course, number, 0)
+        progress.words[0], progress.words[1] = course, number
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_kill_at_any_moment_leaves_the_last_commit_whole(file, kills):
+    draw, progress, after = random.Random(7), Progress(), 0
+    halves = 0
+    for course in range(1, kills + 1):
+        before = tuple(progress.words)
+        pid = os.fork()
+        if not pid:
+            stage_until_killed(file, progress, course, before[1])
+        commits = draw.choice((0, 0, 1, 2, 9))  # so many at least
+        while commits and (progress.words[0], progress.words[1]) < (course, before[1] + commits):
+            pass
+        for _ in range(draw.randrange(50_000)):
+            pass
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        committed = progress.words[0], progress.words[1]
+        memory = HostMemory(os.dup(file))
+        stamps = [stamp[:2] for stamp in memory.stamps()]
+        if committed != (0, 0):
+            assert committed in stamps
+        for stamp in stamps:
+            assert stamp <= max((committed[0], committed[1] + 1), (course, before[1] + 1))
+            found = memory.at(*stamp)
+            for name, values in pattern(*stamp):
+                assert torch.equal(found[name], values), (course, stamp, name)
+        newest = stamps[0] if stamps else None
+        after += newest is not None and newest > committed
+        halves += len(stamps) == 1 and course > 2
+        memory.close()
+    print(f"{kills} kills, {halves} with a slot half written, {after} right after a stamp")
+    assert halves
