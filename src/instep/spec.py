@@ -217,6 +217,11 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     """Options of the strategy, which has their names, defaults and checks."""
 
+    @property
+    def own_state(self) -> bool:
+        """Whether a worker remembers what no other does, and hands it over before it leaves."""
+        return self.codec != "none"
+
 
 class MeshSpec(Section, frozen=True, kw_only=True):
     """Processes that share one replica (copy) of the model: shard x tensor x stages of them."""
