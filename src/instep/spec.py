@@ -56,8 +56,8 @@ class TrainSpec(Section, frozen=True, kw_only=True):
 
     batch_norm: Literal["micro_batch", "global"] = "micro_batch"
     """What batch normalisation sees: each micro-batch, or the `global` batch of the step, over all
-    workers. With `global` a worker's micro-batches are one pass, and the workers wait for each
-    other in every such layer."""
+    workers. With `global` a worker runs its micro-batches as one pass, and the workers wait for
+    each other in every such layer."""
 
     deal: Literal["speed", "even"] = "speed"
     """How work is distributed: `speed` gives a slow worker fewer micro-batches, `even` gives all
@@ -212,7 +212,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     """Parameter servers, for the strategies that have them."""
 
     codec: str = "none"
-    """How tensors are encoded for sending."""
+    """How gradients are encoded for sending: `none` sends them as they are; `int8` sends 8 bits a
+    value, and the result then depends on the number of workers."""
 
     options: dict[str, Any] = {}
     """Options of the strategy, which has their names, defaults and checks."""

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from started import Start
+from started import RECIPES, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +53,31 @@ def test_a_source_and_a_launcher_of_the_guides_train_and_survive_kills(
         '[train]\nsteps = 40\nglobal_batch = 16\ndeterminism = "bits"\n'
         '[checkpoint]\nevery = 5\n[launch]\nname = "nice"\n'
         f'[arguments]\ndata = "{tmp_path / "points.csv"}"\n'
+    )
+    chaos = ("-m", "instep", "chaos", job, "--kills", "2", "--roles", "worker", "--json")
+    program = start(*chaos, environment={"PYTHONPATH": str(package)})
+    assert program.end() == 0, program.stderr
+    verdict = json.loads(program.stdout.splitlines()[-1])
+    assert verdict["holds"]
+    assert verdict["injected"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guide", "key"),
+    [
+        ("adding-a-strategy.md", 'name = "one_by_one"'),
+        ("adding-a-codec.md", 'codec = "bfloat16"'),
+    ],
+)
+def test_a_strategy_and_a_codec_of_the_guides_train_and_survive_kills(
+    start: Start, tmp_path: Path, package: Path, guide: str, key: str
+) -> None:
+    assert follow(guide, package) == []
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "net"\nrecipe = "{RECIPES / "tiny.py"}:recipe"\n'
+        f"[train]\nsteps = 40\n[checkpoint]\nevery = 5\n[sync]\n{key}\n"
     )
     chaos = ("-m", "instep", "chaos", job, "--kills", "2", "--roles", "worker", "--json")
     program = start(*chaos, environment={"PYTHONPATH": str(package)})

@@ -9,7 +9,8 @@ The samples of a step are a pure function of the job (`order.py`), and so is eac
 - `torch_loader.py`: what is kept of a `DataLoader` that the user gave.
 
 Nothing here knows networks, ranks or models. To add a source: write a function that returns a
-map-style dataset in a file of `sources/`, then add its line to `SOURCES`. Importing this package does not import torch.
+map-style dataset in a file of `sources/`, then add its line to `SOURCES`. Importing this
+package does not import torch.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ from here too. Nothing here knows jobs, seeds or batches.
 
 from __future__ import annotations
 
-from typing import Any
-
 from instep.data import SOURCES
 from instep.data.sources.image_folder import image_folder
 from instep.data.sources.images import cifar10, mnist
@@ -19,9 +17,5 @@ from instep.data.sources.text import text
 
 __all__ = ["cifar10", "image_folder", "mnist", "text"]
 
-
-def __getattr__(name: str) -> Any:
-    """The source that `SOURCES` has under this name."""
-    if name not in SOURCES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return SOURCES[name]
+# now, and not when a name is first wanted: a file of that name would be in its place
+globals().update({name: SOURCES[name] for name in SOURCES})
