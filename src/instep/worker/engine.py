@@ -172,8 +172,9 @@ class Engine:
         if comm.rank == there.root:
             ledger = self.member.run / "ledger.bin"
             mend(ledger, there.step, self._records, wait=self.member.waits_for_writer)
+        fresh = not self.state.held
         self.state.share(comm, there)
-        if not self.state.held:
+        if fresh:
             self._take_what_was_left()
         return there.shared
 
