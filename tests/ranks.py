@@ -207,7 +207,9 @@ class Rank:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         update = Update(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
-        self.strategy = make_strategy(world.strategy, world.options)
+        options = dict(world.options)
+        codec = options.pop("codec", "none")
+        self.strategy = make_strategy(world.strategy, options, codec)
         self.engine = Engine(
             self.member,  # type: ignore[arg-type]
             self.model,
@@ -322,7 +324,7 @@ class World:
 
     Args:
         run: the folder.
-        strategy: its name, with `options`.
+        strategy: its name, with `options`; one of them may be the job's codec.
         determinism: of the job.
         votes: whether every commit is voted for.
         invariant: called when all members of a generation hold the state and none has computed a
@@ -368,6 +370,12 @@ class World:
         self._ranks += 1
         return Rank(self, self._ranks - 1)
 
+    def _replacement(self, dead: Rank) -> Rank:
+        """In the place of one that died, with the memory of its host."""
+        newcomer = Rank(self, dead.number)
+        newcomer.engine.memory = dead.engine.memory
+        return newcomer
+
     # ---- what ranks tell
 
     def entered(self, rank: Rank, generation: int) -> None:
@@ -403,8 +411,14 @@ class World:
             if "killed" not in fates and "left" not in fates:
                 break
             alive = [r for r, fate in zip(self.members, fates, strict=True) if fate != "killed"]
-            missing = len(self.members) - len(alive)
             assert alive, "nobody is left"
+            if self.strategy_votes and replace:
+                self.members = [
+                    self._replacement(rank) if fate == "killed" else rank
+                    for rank, fate in zip(self.members, fates, strict=True)
+                ]
+                continue
+            missing = len(self.members) - len(alive)
             self.members = alive + [self._newcomer() for _ in range(missing if replace else 0)]
         else:
             raise AssertionError("the run does not come to its end")

@@ -17,6 +17,7 @@ import torch
 
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import STRATEGIES
+from instep.sync.all_reduce import AllReduce
 from instep.worker import committed
 from instep.worker import engine as engine_module
 from instep.worker.buffers import Buffers
@@ -31,14 +32,15 @@ SAME = {"all_reduce": ("order", "bits")}
 """Of strategies that have nothing to lose with a worker: in which kinds of sums a disturbed run
 ends with the parameters of an undisturbed one."""
 
-OPTIONS = {"all_reduce": [{}, {"bucket_mb": 0.00005}]}
+OPTIONS = {"all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}]}
 CASES = [
     (name, options, determinism)
     for name in STRATEGIES
     for options in OPTIONS.get(name, [{}])
     for determinism in SAME.get(name, ("order",))
+    if "codec" not in options or determinism == "order"
 ]
-FIRST = [case for case in CASES if case[1] == {}]
+FIRST = [case for case in CASES if "bucket_mb" not in case[1]]
 VOTES = pytest.mark.parametrize("votes", [False, True], ids=["no_vote", "vote"])
 
 
@@ -119,7 +121,8 @@ def check(folder, case, votes, scripts, *, replace):
     world = World(folder, name, options, determinism=determinism, votes=votes)
     try:
         world.train(scripts, replace=replace)
-        if determinism in SAME.get(name, ()):
+        carried_on = "codec" not in options or len(world.members) == WORKERS
+        if determinism in SAME.get(name, ()) and carried_on:
             exact = determinism == "bits" or len(world.members) == WORKERS
             same_as_undisturbed(world, undisturbed(*case)[0], exact=exact)
     except AssertionError as error:
@@ -333,3 +336,10 @@ def test_a_fault_in_the_rule_is_found(folder, name):
         pytest.raises((AssertionError, RecipeError, RunError)),
     ):
         check_all(folder, case, True, some, replace=True)
+
+
+def test_a_codec_whose_residual_is_not_taken_up_is_found(folder):
+    """The check can fail: what a dead rank still had to send is lost."""
+    case = next(case for case in FIRST if "codec" in case[1])
+    with mock.patch.object(AllReduce, "load_left"), pytest.raises(AssertionError):
+        check_all(folder, case, False, list(deaths(case, False))[::40], replace=True)
