@@ -40,7 +40,7 @@ from instep.store.folder import (
     way_on,
 )
 from instep.sync import STRATEGIES
-from instep.system.environment import INSIDE
+from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """What else than 0.0.0.0 stands for every address of a machine."""
@@ -331,6 +331,11 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         CheckpointError: the model to start from is no sound safetensors file, or not as
             it was saved.
     """
+    if ASKED in os.environ:
+        raise SpecError(
+            "the script calls instep.train, which starts its workers itself: run it as a program "
+            "of its own, with python."
+        )
     if INSIDE in os.environ:
         raise SpecError(
             "a run was started while the recipe's file was being imported. Put the call under "
