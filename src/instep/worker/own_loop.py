@@ -813,7 +813,10 @@ def _take_over(loop: OwnLoop) -> Callable[[], None]:
         def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
             return loop.after_move(raw_advance, *args, **kwargs)
 
-        raw_advance = take(scheduler, "step", advance)
+        # in a class of its own: a scheduler's state dict has every attribute of the instance
+        raw_advance, kind = scheduler.step, type(scheduler)
+        members = {"step": functools.wraps(kind.step)(advance), "__module__": kind.__module__}
+        scheduler.__class__ = type(kind.__name__, (kind,), members)
     if scaler is not None:
 
         def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
@@ -832,6 +835,8 @@ def _take_over(loop: OwnLoop) -> Callable[[], None]:
         )
 
     def give_back() -> None:
+        if scheduler is not None:
+            scheduler.__class__ = kind
         while before:
             owner, name, was = before.pop()
             if was is None:
