@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from started import RECIPES, Start, Started, slow

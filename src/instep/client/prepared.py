@@ -71,8 +71,8 @@ class Prepared(NamedTuple):
                 continue
             if kind in found:
                 raise SpecError(
-                    f"prepare() was given two of a kind, {a_or_an(found[kind])} and "
-                    f"{a_or_an(part)}: a session trains one model with one {kind}."
+                    f"prepare() was given {a_or_an(found[kind])} and {a_or_an(part)}: a session "
+                    f"has one {kind}."
                 )
             found[kind] = part
             order.append(part)

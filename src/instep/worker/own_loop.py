@@ -156,6 +156,7 @@ class OwnLoop(Loop):
         self.rule = "own loop"
         self.engine.take = self._take
         self._give_back = _take_over(self)
+        self._taken = optimizer.__dict__["step"]
 
     # ---- what a loop must say
 
@@ -441,14 +442,21 @@ class OwnLoop(Loop):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this is the last iteration of a step."""
-        return self._now is not None and self._now.last
+        """Whether this is the last iteration of a step, with a gradient that is or will be agreed.
+
+        After a last backward pass that is to come again there is none.
+        """
+        again = self._exchanged and self._agreed is None
+        return self._now is not None and self._now.last and not again
 
     # ---- optimizer and scheduler
 
     def _in_iteration(self, what: str) -> _Iteration:
         if self._now is None:
-            raise SpecError(f"{what} was called outside an iteration of the session's loader.")
+            raise SpecError(
+                f"{what} was called outside an iteration of the session's loader, where no "
+                "sample's gradient counts. Call it within the loop over the loader."
+            )
         return self._now
 
     @property
@@ -466,6 +474,12 @@ class OwnLoop(Loop):
             move()
             return
         now = self._in_iteration("optimizer.step()")
+        if self.optimizer.__dict__.get("step") is not self._taken:
+            raise SpecError(
+                "a scheduler was made for the optimizer after prepare(), which does not know of "
+                "it: it would be advanced in every iteration, and be in no checkpoint. Make it "
+                "before, and give it to prepare() too."
+            )
         if self._apart is not None:
             return
         if now.stepped:
@@ -699,7 +713,7 @@ class OwnLoop(Loop):
     @property
     def in_flight(self) -> int:
         """The step that is being computed; 0 before there is a group."""
-        return self.step + 1 if self.engine.started and self._now is None else self.step
+        return self.state.progress.step + 1 if self.engine.started else self.step
 
     @property
     def _begun(self) -> bool:
