@@ -76,9 +76,10 @@ def _asked(path: Path, argv: Sequence[str]) -> dict[str, Any]:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         sys.stderr.write(done.stderr)
         raise RecipeError(f"{path} ended before it called instep.join: {lines[-1]}")
-    raise RecipeError(
-        f"{path} did not call instep.join, so there is nothing to run workers for. A file with a "
-        f'recipe function is named by a job file: recipe = "{path.name}:recipe".'
+    raise SpecError(
+        f"{path} did not call instep.join, so there is nothing to run workers for. A Python file "
+        "with a recipe function is named by a job file, in TOML: write job.toml with the line "
+        f'recipe = "{path.name}:recipe", and give that.'
     )
 
 

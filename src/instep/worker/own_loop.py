@@ -518,10 +518,13 @@ class OwnLoop(Loop):
     def after_move(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The user's `scheduler.step()` or `scaler.update()`: once for each step that counts.
 
-        Between two steps, such as after each epoch, every call counts; one that is in the
-        state already, which a checkpoint or another worker gave, is not made again.
+        Between two steps, such as after each epoch, every call counts; but one that is in the
+        state already, which a checkpoint or another worker gave, is not made again, and none
+        is where a stop has cut the epoch short.
         """
         if self._now is None:
+            if self.stopped and self.step % self._per_epoch:  # the epoch is to go on one day
+                return None
             return original(*args, **kwargs) if self._update.between.is_new() else None
         return original(*args, **kwargs) if self._committed is not None else None
 
