@@ -148,10 +148,10 @@ import sys, torch
 from torch.utils.data import TensorDataset
 import instep
 
-with instep.join(train={"global_batch": 8, "epochs": 1}, seed=3) as session:
+with instep.join(train={"global_batch": 16, "epochs": 1}, seed=3) as session:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = session.prepare(model, optimizer, TensorDataset(torch.ones(16, 2)))
+    model, optimizer, loader = session.prepare(model, optimizer, TensorDataset(torch.ones(32, 2)))
     print("arguments", sys.argv[1:], __name__, "job", session.job.train.global_batch)
     for epoch in %s:
         for (x,) in loader:
@@ -165,15 +165,15 @@ def test_what_the_script_gives_to_join_is_the_job_and_the_command_line_comes_aft
     start: Start, tmp_path: Path
 ) -> None:
     file = script(tmp_path, WITHIN % ("session.epochs()", "pass"))
-    options = ("--workers", 1, "--set", "train.global_batch=4")
+    options = ("--workers", 1, "--set", "train.global_batch=8")
     program = start("-m", "instep", "run", file, *options, "--", "a", "--b")
     assert program.end() == 0, program.stderr
     spec = RunFolder(program.run).spec
     assert (spec.name, spec.workers, spec.seed) == ("script", 1, 3)
-    assert (spec.train.global_batch, spec.train.epochs) == (4, 1)
+    assert (spec.train.global_batch, spec.train.epochs) == (8, 1)
     assert program.summary["steps"] == 4
     log = (program.run / "logs" / "worker-0.log").read_text()
-    assert "arguments ['a', '--b'] __main__ job 4" in log
+    assert "arguments ['a', '--b'] __main__ job 8" in log
     program.check_nothing_is_left()
 
 
