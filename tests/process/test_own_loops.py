@@ -26,6 +26,7 @@ REFUSED = {
     "step_outside": ("optimizer.step() was called outside an iteration", 0),
     "record_after_backward": ("record() was called after backward()", 0),
     "sum_within_a_step": ("in an iteration that is not the last of its step", 0),
+    "scheduler_that_both_advance": ("has the session advance the scheduler after every step", 0),
     "scheduler_made_after": ("a scheduler was made for the optimizer after prepare()", 0),
 }
 """Each with a part of the sentence, and the steps that were committed before."""
@@ -37,6 +38,7 @@ ACCEPTED = [
     "backward_twice_the_first_without_sync",
     "backward_only_without_sync",
     "accumulate_as_in_accelerate",
+    "scheduler_that_the_session_advances",
     "batch_size_of_a_step",
     "batch_size_of_an_iteration",
 ]
@@ -47,7 +49,8 @@ def check_counted(name: str, found: dict[str, Any]) -> None:
     if name in ACCEPTED:
         assert found["error"] == "", name
         assert (found["steps"], found["records"], found["exact"]) == (3, 3, True), name
-        assert found.get("apart", 0.0) < 1e-6, name
+        if name != "scheduler_that_the_session_advances":
+            assert found.get("apart", 0.0) < 1e-6, name
         return
     sentence, steps = REFUSED[name]
     assert sentence in found["error"], name

@@ -137,6 +137,24 @@ def test_a_run_of_a_script_that_was_stopped_within_an_epoch_is_resumed_to_the_sa
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow
+def test_an_own_loop_that_is_scaled_while_workers_are_killed_comes_to_the_same(
+    start: Start, undisturbed: RunFolder
+) -> None:
+    program = start(*command(3, 0.03))
+    program.until(program.is_training, "training")
+    for workers in (2, 4):
+        asked = start("-m", "instep", "scale", program.run, "--workers", workers)
+        assert asked.end() == 0, asked.stderr
+        program.until(
+            lambda: len(program.events("generation_started")[-1]["members"]) == workers,  # noqa: B023
+            "scaled",
+        )
+        kill(list(newest_pids(program).values())[1])
+    assert program.end(200) == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
 def script(folder: Path, text: str) -> Path:
     file = folder / "script.py"
     file.write_text(text)

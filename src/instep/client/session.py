@@ -256,7 +256,7 @@ class Session:
                 `self.device`; an optimizer of its parameters; what to train on, a map-style
                 dataset or a `DataLoader` of one; further ones to evaluate on; a learning-rate
                 scheduler; a gradient scaler.
-            scheduler: the same as among `parts`, but not handed back.
+            scheduler: one that the session advances after every step; not handed back.
             collate: from samples to a batch, instead of the `DataLoader`'s.
             augment: a training sample's random change, keyed by the sample.
 
@@ -285,6 +285,7 @@ class Session:
                 self._readers[0].samples,
                 given.scaler,
                 given.lost,
+                advances=scheduler is not None,
             )
             self._loop.join()
         except BaseException as error:

@@ -85,6 +85,7 @@ class OwnLoop(Loop):
         samples: in it.
         scaler: of the loss, or None; `step`, `update` and `unscale_` are taken over.
         lost: what of the user's `DataLoader` is not kept.
+        advances: whether the scheduler is advanced after every step, and not by the user.
 
     Raises:
         SpecError: the job asks for what an own loop cannot give.
@@ -101,6 +102,8 @@ class OwnLoop(Loop):
         samples: int,
         scaler: torch.amp.GradScaler | None = None,
         lost: Sequence[Lost] = (),
+        *,
+        advances: bool = False,
     ) -> None:
         job = member.job
         if job.train.batch_norm == "global":
@@ -149,7 +152,7 @@ class OwnLoop(Loop):
         self._rests = False  # the loader's next epoch is what is left of the present one
         self.round: Round | None = None
         """Of the evaluation that the user's code is in."""
-        self._lost = lost
+        self._lost, self._advances = lost, advances
         self._calls = Calls()
         self._known_step: int | None = None  # the commit that the calls follow
         self._epoch_at: int | None = None  # that `epochs` gave last
@@ -505,6 +508,8 @@ class OwnLoop(Loop):
         self._direct = True
         try:
             move()
+            if self._advances:
+                self.scheduler.step()
         finally:
             self._direct = False
         return self._norm
@@ -527,6 +532,18 @@ class OwnLoop(Loop):
                 return None
             return original(*args, **kwargs) if self._update.between.is_new() else None
         return original(*args, **kwargs) if self._committed is not None else None
+
+    def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The user's `scheduler.step()`."""
+        if self._direct:
+            return original(*args, **kwargs)
+        if self._advances:
+            raise SpecError(
+                "scheduler.step() was called, but prepare(scheduler=...) has the session advance "
+                "the scheduler after every step. Leave the call out; or give the scheduler among "
+                "the other arguments, without the name."
+            )
+        return self.after_move(original, *args, **kwargs)
 
     # ---- what the user tells
 
@@ -828,7 +845,7 @@ def _take_over(loop: OwnLoop) -> Callable[[], None]:
     if scheduler is not None:
 
         def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.after_move(raw_advance, *args, **kwargs)
+            return loop.scheduler_step(raw_advance, *args, **kwargs)
 
         # in a class of its own: a scheduler's state dict has every attribute of the instance
         raw_advance, kind = scheduler.step, type(scheduler)
@@ -887,8 +904,14 @@ def verdict_of(model: nn.Module, train: TrainSpec, lost: Sequence[Lost]) -> str:
         for name, layer in model.named_modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm)
     ]
+    more = f" (and {len(layers) - 1} more)" if len(layers) > 1 else ""
+    if layers and train.merge == "always":
+        return (
+            "no: train.merge = 'always' joins the micro-batches of a process, and "
+            f"{layers[0]}{more} sees all of them; so the result depends on the number of "
+            "processes. Leave train.merge out"
+        )
     if layers and train.micro_batches > 1:
-        more = f" (and {len(layers) - 1} more)" if len(layers) > 1 else ""
         size = -(-train.global_batch // train.micro_batches)
         return (
             f"no: {layers[0]}{more} sees the {size} samples of a micro-batch, and in a loop over "

@@ -194,6 +194,22 @@ def scheduler_made_after(loop: Loop) -> None:
         loop.right(batch)
 
 
+def scheduler_that_the_session_advances(loop: Loop) -> None:
+    scheduler = StepLR(loop.optimizer, 1, gamma=0.5)
+    loader = loop.session.prepare(loop.model, loop.optimizer, DATA, scheduler=scheduler)[2]
+    for batch in loader:
+        loop.right(batch)
+    assert scheduler.get_last_lr() == [0.1 * 0.5**3]
+
+
+def scheduler_that_both_advance(loop: Loop) -> None:
+    scheduler = StepLR(loop.optimizer, 1, gamma=0.5)
+    loader = loop.session.prepare(loop.model, loop.optimizer, DATA, scheduler=scheduler)[2]
+    for batch in loader:
+        loop.right(batch)
+        scheduler.step()
+
+
 def batch_size_of_a_step(loop: Loop) -> None:
     loop.train(lambda _, batch: loop.right(batch), DataLoader(DATA, batch_size=8, shuffle=True))
 
