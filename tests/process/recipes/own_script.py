@@ -28,11 +28,11 @@ def main() -> None:
         scheduler, loader, held_out, optimizer, model = session.prepare(
             scheduler, made.train, DataLoader(made.validate, batch_size=5), optimizer, model
         )
-        started_with = session.sum(1.0)[0]
-        assert started_with == session.size, started_with
+        (processes,) = session.sum(1.0)  # then; a newcomer is told so when there are others
+        assert processes in (1, 2, 3, 4)
         for epoch in session.epochs():
-            (twice,) = session.sum(epoch)  # at the begin of an epoch too
-            assert twice == epoch * session.size
+            of_all, processes = session.sum(epoch, 1.0)  # at the begin of an epoch too
+            assert of_all == epoch * processes
             model.train()
             for inputs, target in loader:
                 loss = functional.cross_entropy(model(inputs), target)
@@ -57,8 +57,8 @@ def validate(session: instep.Session, model: nn.Module, held_out: object, sample
     out, target = torch.cat(outputs), torch.cat(targets)
     assert len(out) == len(target) == samples
     loss = float(functional.cross_entropy(out.double(), target))
-    (rows,) = session.sum(float(len(out)))
-    assert rows == samples * session.size
+    rows, processes = session.sum(len(out), 1.0)
+    assert rows == samples * processes
     right = float((out.argmax(dim=1) == target).double().mean())
     session.validated(samples, loss=loss, accuracy=right)
 
