@@ -15,12 +15,10 @@ worker that takes another's place is answered from a log (`own_calls.py`).
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +34,6 @@ from instep.data.threads import cpu_clock
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
-from instep.spec import JobSpec, StartSpec, TrainSpec
 from instep.state.best import Best, best_of
 from instep.worker import own_evaluation
 from instep.worker.committed import Commit
@@ -45,7 +42,9 @@ from instep.worker.loop import Loop, Passed
 from instep.worker.member import Member
 from instep.worker.own_calls import EVALUATION, Call, Calls, of_epoch
 from instep.worker.own_calls import after as after_commit
+from instep.worker.own_checks import refuse, verdict_of
 from instep.worker.own_evaluation import NONE, Piece, Round
+from instep.worker.own_taken_over import take_over
 from instep.worker.passes import OF_PASS, Pass, Share, parts_of, share_of
 from instep.worker.update import OF_UPDATE, Update
 
@@ -106,12 +105,7 @@ class OwnLoop(Loop):
         advances: bool = False,
     ) -> None:
         job = member.job
-        if job.train.batch_norm == "global":
-            raise SpecError(
-                "train.batch_norm = 'global' needs a recipe: in your own loop nobody knows which "
-                "pass a layer is in. Leave it out."
-            )
-        _refuse(job)
+        refuse(job)
         best_of(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
         check_scheduler(scheduler)
@@ -158,7 +152,7 @@ class OwnLoop(Loop):
         self._epoch_at: int | None = None  # that `epochs` gave last
         self.rule = "own loop"
         self.engine.take = self._take
-        self._give_back = _take_over(self)
+        self._give_back = take_over(self)
         self._taken = optimizer.__dict__["step"]
 
     # ---- what a loop must say
@@ -819,133 +813,9 @@ class OwnLoader:
         return self._loop.length()
 
 
-def _take_over(loop: OwnLoop) -> Callable[[], None]:
-    """Have `optimizer.step` and its kin go through the loop; returns what undoes it."""
-    optimizer, scheduler, scaler = loop.optimizer, loop.scheduler, loop.scaler
-    before: list[tuple[Any, str, Any]] = []
-
-    def take(owner: Any, name: str, ours: Callable[..., Any]) -> Any:
-        raw = getattr(owner, name)
-        before.append((owner, name, owner.__dict__.get(name)))
-        # the attributes too: a scheduler made before has marked the method
-        wrapped = functools.wraps(getattr(raw, "__func__", raw))(ours)
-        setattr(owner, name, MethodType(wrapped, owner))
-        return raw
-
-    def step(_: Any, closure: Any = None) -> None:
-        if closure is not None:
-            raise SpecError(
-                "optimizer.step(closure): the workers agree on the gradient before the optimizer "
-                "moves, so it cannot ask for another. Compute the loss in the loop, call "
-                "backward(), then optimizer.step()."
-            )
-        loop.optimizer_step(raw_step)
-
-    raw_step = take(optimizer, "step", step)
-    if scheduler is not None:
-
-        def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.scheduler_step(raw_advance, *args, **kwargs)
-
-        # in a class of its own: a scheduler's state dict has every attribute of the instance
-        raw_advance, kind = scheduler.step, type(scheduler)
-        members = {"step": functools.wraps(kind.step)(advance), "__module__": kind.__module__}
-        scheduler.__class__ = type(kind.__name__, (kind,), members)
-    if scaler is not None:
-
-        def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
-            loop.optimizer_step(lambda: raw_scaled(moved, *args, **kwargs))
-
-        def update(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.after_move(raw_update, *args, **kwargs)
-
-        def unscale(_: Any, optimizer: Any) -> None:
-            loop.unscale(raw_unscale)
-
-        raw_scaled, raw_update, raw_unscale = (
-            take(scaler, "step", scaled_step),
-            take(scaler, "update", update),
-            take(scaler, "unscale_", unscale),
-        )
-
-    def give_back() -> None:
-        if scheduler is not None:
-            scheduler.__class__ = kind
-        while before:
-            owner, name, was = before.pop()
-            if was is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, was)
-
-    return give_back
-
-
 def _exact_sum(values: Sequence[float]) -> float:
     """The sum, rounded once: the same in any order."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):  # infinities
         return sum(values)
-
-
-def verdict_of(model: nn.Module, train: TrainSpec, lost: Sequence[Lost]) -> str:
-    """Whether a run of an own loop is shown to give the result of one machine.
-
-    Args:
-        model: to be trained.
-        train: the job's.
-        lost: what of the user's `DataLoader` is not kept.
-    """
-    if decisive := "; ".join(f"{text}. {remedy}" for text, remedy in lost if remedy):
-        return f"no: {decisive}"
-    layers = [
-        f"{type(layer).__name__} {name!r}"
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
-    ]
-    more = f" (and {len(layers) - 1} more)" if len(layers) > 1 else ""
-    if layers and train.merge == "always":
-        return (
-            "no: train.merge = 'always' joins the micro-batches of a process, and "
-            f"{layers[0]}{more} sees all of them; so the result depends on the number of "
-            "processes. Leave train.merge out"
-        )
-    if layers and train.micro_batches > 1:
-        size = -(-train.global_batch // train.micro_batches)
-        return (
-            f"no: {layers[0]}{more} sees the {size} samples of a micro-batch, and in a loop over "
-            f"whole batches it would see {train.global_batch}. Any number of processes gives the "
-            "same; for the result of a loop over whole batches set train.micro_batches = 1, which "
-            "leaves work for one process"
-        )
-    return "not shown: your own loop runs its passes by itself, so nothing could be tried"
-
-
-def _refuse(job: JobSpec) -> None:
-    """What an own loop cannot give.
-
-    Raises:
-        SpecError: the job asks for it.
-    """
-    if job.train.precision != "float32":
-        raise SpecError(
-            f"train.precision = {job.train.precision!r}: your own loop casts by itself. "
-            "Leave the key out, and use torch.autocast around your forward pass."
-        )
-    if job.start != StartSpec():
-        raise SpecError(
-            "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
-            "with instep.load_model(path, model), and freeze with requires_grad_(False)."
-        )
-    if job.check.corruption:
-        raise SpecError(
-            "check.corruption = true: your own loop runs its passes by itself, so none can be "
-            "computed twice. Leave it out."
-        )
-    if job.check.strict:
-        raise SpecError(
-            "check.strict = true: your own loop runs its passes by itself, so nothing can be "
-            "tried, and it is not shown that the run gives the result of one machine. Leave it "
-            "out, or train a recipe."
-        )

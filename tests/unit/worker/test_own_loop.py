@@ -11,7 +11,8 @@ from torch import nn
 from instep.data.given import Lost
 from instep.errors import RecipeError, SpecError
 from instep.spec import CheckpointSpec, CheckSpec, JobSpec, TrainSpec
-from instep.worker.own_loop import OwnLoop, verdict_of
+from instep.worker.own_checks import verdict_of
+from instep.worker.own_loop import OwnLoop
 
 
 def test_the_best_cannot_be_kept_where_no_validation_is_seen():
