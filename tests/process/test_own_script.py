@@ -108,7 +108,8 @@ def validations(program: Started) -> int:
     return len(program.events("validated"))
 
 
-@pytest.mark.parametrize("worker", [0, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 2])
 def test_a_worker_that_is_killed_in_a_validation_is_replaced_there(
     start: Start, undisturbed: RunFolder, worker: int
 ) -> None:
@@ -138,6 +139,24 @@ def test_a_run_of_a_script_that_was_stopped_within_an_epoch_is_resumed_to_the_sa
 
 
 @pytest.mark.slow
+def test_ctrl_c_stops_a_script_at_a_commit_and_it_can_be_resumed(
+    start: Start, undisturbed: RunFolder
+) -> None:
+    program = start(*command(2, 0.02))
+    program.until(program.is_training, "training")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130, program.stderr
+    assert program.summary["outcome"] == "interrupted"
+    again = start("-m", "instep", "resume", program.run)
+    assert again.end() == 0, again.stderr
+    run = RunFolder(program.run)
+    sums = [each.last("model_saved")["parameters_sha256"] for each in (run, undisturbed)]
+    assert sums[0] == sums[1]
+    replayed = start("-m", "instep", "replay", program.run, "--step", 3)
+    assert replayed.end() == 0, replayed.stderr
+
+
+@pytest.mark.slow
 def test_an_own_loop_that_is_scaled_while_workers_are_killed_comes_to_the_same(
     start: Start, undisturbed: RunFolder
 ) -> None:
@@ -159,6 +178,40 @@ def script(folder: Path, text: str) -> Path:
     file = folder / "script.py"
     file.write_text(text)
     return file
+
+
+RECIPE = """
+import sys
+import slow_tiny
+import instep
+
+train = {"steps": 120, "global_batch": 16, "determinism": "bits"}
+session = instep.join(slow_tiny.recipe, arguments={"pause_s": 0.01}, train=train, seed=5)
+assert sys.argv[1:] == ["a"]
+for step in session.steps():
+    last = step.number
+assert last == 120
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_a_recipe_has_its_workers_replaced_too(start: Start, tmp_path: Path) -> None:
+    file, path = script(tmp_path, RECIPE), {}
+    path["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{RECIPES}"
+    whole = start("-m", "instep", "run", file, "--workers", 1, "--", "a", environment=path)
+    program = start("-m", "instep", "run", file, "--workers", 2, "--", "a", environment=path)
+    program.until(program.is_training, "training")
+    for number in (1, 0):
+        kill(newest_pids(program)[number])
+        program.until(lambda: newest_step(program) > 40 * (2 - number), "further")  # noqa: B023
+    assert program.end() == whole.end() == 0, program.stderr + whole.stderr
+    assert len(program.events("worker_lost")) == 2
+    sums = [each.events("model_saved")[-1]["parameters_sha256"] for each in (program, whole)]
+    assert sums[0] == sums[1]
+
+
+def newest_step(program: Started) -> int:
+    return int(program.ledger["step"].max(initial=0))
 
 
 WITHIN = """
@@ -198,7 +251,7 @@ def test_what_the_script_gives_to_join_is_the_job_and_the_command_line_comes_aft
 @pytest.mark.parametrize(
     ("epochs", "more", "sentence"),
     [
-        ("[0]", "pass", "is not within `for epoch in session.epochs():`"),
+        slow("[0]", "pass", "is not within `for epoch in session.epochs():`"),
         slow("session.epochs()", "session.sync_gradients and session.sum(1)", "was committed"),
         slow("session.epochs()", "sys.exit(3)", "ended itself with exit code 3"),
         slow("session.epochs()", "1 / 0", "ZeroDivisionError: division by zero"),

@@ -41,7 +41,7 @@ def load_script(path: Path, argv: Sequence[str], overrides: Sequence[str]) -> Jo
     table = {"name": _name(path), **_asked(path, argv)}
     table["recipe"] = f"{path}:{MAIN}"
     if argv:
-        table["arguments"] = {"argv": [*argv]}
+        table["arguments"] = {**table.get("arguments", {}), "argv": [*argv]}
     spec_file.apply_overrides(table, overrides)
     return spec_file.absolute(spec_file.build(table, source=str(path)), Path.cwd())
 

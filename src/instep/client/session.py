@@ -201,7 +201,10 @@ class Session:
             chosen = share(cores(), self.job.workers, len(self.job.launch.hosts))
         set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
         if not self._member.complete:
-            made = call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
+            arguments = dict(self.job.arguments)
+            if self._script is not None:
+                arguments.pop("argv", None)  # the script's own
+            made = call(recipe, arguments, self.job.seed) if callable(recipe) else recipe
             self._recipe = made
 
     def steps(self) -> Iterator[Step]:

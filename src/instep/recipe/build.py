@@ -240,6 +240,8 @@ def load_function(reference: str) -> Callable[..., Any]:
         RecipeError: no such file or function, or importing the file failed.
     """
     file, _, name = reference.rpartition(":")
+    if name == "__main__":
+        raise RecipeError(f"{file} is a script with a loop of its own, and a recipe is wanted.")
     module = load_module(Path(file))
     function = getattr(module, name, None)
     if function is None:

@@ -123,6 +123,8 @@ class Engine:
         self.take = self.gradient
         """Called with each gradient as its backward pass completes it."""
         self._to_strategy = True
+        self.applies_staged = True
+        """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
         self._handed_out = self._in_doubt = False
         self._half_moved = False  # the update began, and has not ended
@@ -152,6 +154,8 @@ class Engine:
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             return False
+        if not self.applies_staged:
+            self._drop()
         prepared = self._staged.step if self._staged is not None else -1
         there = self.state.compare(comm, prepared=prepared)
         if self._staged is not None:

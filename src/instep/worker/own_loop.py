@@ -152,6 +152,7 @@ class OwnLoop(Loop):
         self._epoch_at: int | None = None  # that `epochs` gave last
         self.rule = "own loop"
         self.engine.take = self._take
+        self.engine.applies_staged = False  # the user's code edits the gradient before
         self._give_back = take_over(self)
         self._taken = optimizer.__dict__["step"]
 
