@@ -52,8 +52,8 @@ def main() -> None:
     memory.lay_out({"residual": TensorSpec((count,), torch.float32)})
     kept = []
     for number in (1, 2):
-        kept.append(memory.stage(0, number)["residual"].zero_())
-        memory.staged(0, number)
+        kept.append(memory.stage(0, number, 0)["residual"].zero_())
+        memory.staged(0, number, 0)
     plain = [torch.zeros(count) for _ in kept]
     for name, work in (("copy", copy), ("int8 with error feedback", Int8(count))):
         ratios, rates = [], []
@@ -73,7 +73,9 @@ def main() -> None:
     memory = HostMemory()
     memory.lay_out({})
     turns = 20_000
-    taken = seconds(lambda: [(memory.stage(0, n), memory.staged(0, n)) for n in range(1, turns)])
+    taken = seconds(
+        lambda: [(memory.stage(0, n, 0), memory.staged(0, n, 0)) for n in range(1, turns)]
+    )
     print(f"stage and staged of an empty layout: {1e6 * taken / turns:.1f} microseconds")
     found = seconds(lambda: [memory.at(0, turns - 1) for _ in range(turns)])
     print(f"at: {1e6 * found / turns:.1f} microseconds")

@@ -98,7 +98,7 @@ def open_way(way: str, dataset: Any, batch: int, stack: ExitStack) -> tuple[Iter
     )
     stack.callback(ours.close)
     places = (Slice(*position(step, len(dataset), batch)) for step in count(1))
-    return ours.load(places), ours.mode
+    return (read.batch for read in ours.read(places)), ours.mode
 
 
 def timed(step: Callable[[], None], steps: int, batches: Iterator[Any] | None) -> float:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from instep.data.fetch import Fetch
 from instep.data.loader import Loader, Slice
+from instep.data.reading.fetch import Fetch
 
 BATCH, COUNT, PROCESSES = 64, 200, 2
 
@@ -56,7 +56,7 @@ class Instep:
         self._loader = Loader(dataset, seed=1, shuffle=True, processes=PROCESSES)
 
     def read(self, parts: list[Slice]) -> Iterator[Any]:
-        return self._loader.load(parts)
+        return (read.batch for read in self._loader.read(parts))
 
     def pids(self) -> list[int]:
         return self._loader.pids

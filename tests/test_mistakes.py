@@ -22,7 +22,7 @@ from instep.data.loader import Loader, Slice
 from instep.errors import InstepError
 from instep.recipe.build import build, call, load_function
 from instep.recipe.forward import Forward
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 
 # ---- in a job file
 
@@ -145,7 +145,7 @@ IN_A_JOB_FILE = [
         '[sync]\nname = "allreduce"',
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
-    Job('[sync]\ncodec = "topk"', ["sync.codec = 'topk'", "Leave the key out."]),
+    Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
     Job("[mesh]\nshard = 2", ["[mesh] asks for 2 ranks in a replica", "Leave the section out."]),
     Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
     Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),
@@ -161,7 +161,7 @@ IN_A_JOB_FILE = [
     Job('[start]\nmodel = "old.pt"', ["old.pt is a file of torch.save", "convert it"], code=7),
     Job(
         '[start]\nmodel = "body.safetensors"',
-        ["body.safetensors is truncated: it has 70 bytes and should have 72"],
+        ["body.safetensors is no safetensors file, or it is truncated or damaged (70 bytes)"],
         code=7,
     ),
     Job('recipe = "recipy.py:recipe"', ["no recipe file", "Did you mean 'recipe.py'?"], code=3),
@@ -237,9 +237,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("report old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
     ("report old", 6, ["'old' is not the folder of a run: it holds no job.toml"]),
     ("audit old/takne", 6, ["there is no run at 'old/takne'", "Did you mean 'taken'?"]),
-    ("resume job.toml", 6, ["'job.toml' is a job file, and the folder of a run is wanted"]),
-    ("audit job.toml", 6, ["'job.toml' is a job file, and the folder of a run is wanted"]),
-    ("report recipe.py", 6, ["'recipe.py' is a file, and the folder of a run is wanted"]),
+    ("resume job.toml", 6, ["'job.toml' is a job file, not the folder of a run"]),
+    ("audit job.toml", 6, ["'job.toml' is a job file, not the folder of a run"]),
+    ("report recipe.py", 6, ["'recipe.py' is a file, not the folder of a run"]),
     ("audit", 2, ["the following arguments are required: run", "instep audit --help"]),
     ("replay old/taken", 2, ["the following arguments are required: --step"]),
     ("replay old/taken --step first", 2, ["--step: invalid int value: 'first'"]),
@@ -262,9 +262,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     (
         "chaos job.toml --set train.steps=9",
         2,
-        ["9 steps are too few to break something 10 times: 20 are", "--set train.steps=40"],
+        ["9 steps are too few to break something 10 times: at least 20", "--set train.steps=40"],
     ),
-    ("chaos old/taken --set train.steps=9", 2, ["old/taken is a run, whose job is settled"]),
+    ("chaos old/taken --set train.steps=9", 2, ["the job of the run old/taken cannot change"]),
     ("export old/taken", 2, ["the following arguments are required: --to"]),
     ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
     ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),
@@ -370,7 +370,7 @@ IN_A_RECIPE = {
     ),
     "a loader of whole batches": Part(
         {"train": "torch.utils.data.DataLoader([(torch.ones(3), 0)], batch_size=None)"},
-        ["Recipe.train is a DataLoader that has batch_size = None", "samples are wanted"],
+        ["Recipe.train is a DataLoader that has batch_size = None", "the job needs single samples"],
     ),
     "a stream for a dataset": Part(
         {"train": "iter([1])"}, ["Recipe.train is a list_iterator", "with a length and dataset[i]"]
@@ -446,9 +446,9 @@ def take_a_step(reference: str, arguments: Mapping[str, Any]) -> None:
     built = build(recipe, 0, torch.device("cpu"), 10)
     loader = Loader(recipe.train, seed=0, shuffle=True, collate=recipe.collate, processes=0)
     forward = Forward(recipe, built.model, torch.device("cpu"), "float32")
-    (batch,) = loader.load([Slice(0, 0, 4)])
-    forward.loss(batch, 1)
-    forward.measure(batch, 1)
+    (read,) = loader.read([Slice(0, 0, 4)])
+    forward.loss(read.batch, 1)
+    forward.measure(read.batch, 1)
 
 
 @pytest.mark.usefixtures("own_modules")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from instep import __version__
 from instep.errors import (
@@ -36,14 +36,12 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train a job on worker processes of this machine, from its file to a report."""
+    """Train a job on worker processes, and write a report."""
     from instep import spec_file
     from instep.client.submit import run_job
     from instep.system.processes import started_at
 
-    overrides = list(args.set)
-    if args.workers is not None:
-        overrides.append(f"workers={args.workers}")
+    overrides = _overrides(args)
     if args.name is not None:
         overrides.append(f'name="{args.name}"')
     if args.strict:
@@ -68,15 +66,20 @@ def run(args: argparse.Namespace) -> int:
         started=started_at(),
         json_output=args.json,
     )
-    return _told(done, args)
+    return _print_ending(done, args)
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    workers = [] if args.workers is None else [f"workers={args.workers}"]
+    return [*args.set, *workers]
 
 
 def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
-    """Say whether the job gives the same bits at two sizes; the exit code is that of a recipe."""
-    from instep.lab.determinism import check_determinism, words
+    """Print whether the job gives the same bits on two numbers of workers."""
+    from instep.lab.determinism import check_determinism, lines
 
     compared = check_determinism(job, lambda text: print(text, file=sys.stderr))
-    for line in words(compared):
+    for line in lines(compared):
         print(line, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         found = compared.difference
@@ -86,38 +89,34 @@ def _check_determinism(job: JobSpec, args: argparse.Namespace) -> int:
 
 
 def resume(args: argparse.Namespace) -> int:
-    """Go on with a run that was stopped or has failed, at any number of workers."""
+    """Continue a stopped or failed run from its newest checkpoint, on any number of workers."""
     from instep.client.submit import resume_run
     from instep.system.processes import started_at
 
-    overrides = list(args.set)
-    if args.workers is not None:
-        overrides.append(f"workers={args.workers}")
-    return _told(
-        resume_run(Path(args.run), overrides, started=started_at(), json_output=args.json), args
-    )
+    done = resume_run(Path(args.run), _overrides(args), started=started_at(), json_output=args.json)
+    return _print_ending(done, args)
 
 
 def scale(args: argparse.Namespace) -> int:
-    """Have a run that goes on use another number of workers, from one of its next commits on."""
-    from instep.client.live_run import scale
+    """Change the number of workers of a running job."""
+    from instep.client.running import scale
+    from instep.words import plural
 
     scale(Path(args.run), args.workers)
-    workers = f"{args.workers} worker{'s' if args.workers > 1 else ''}"
     if args.json:
         print(json.dumps({"run": args.run, "workers": args.workers}))
     else:
-        print(f"{workers} from one of the next commits on; the run says when")
+        print(f"{plural(args.workers, 'worker')} from one of the next steps on; the run says when")
         print(f"next    instep report {args.run}")
     return 0
 
 
-def _told(done: Run, args: argparse.Namespace) -> int:
-    """Say how a run went, and return its exit code."""
-    from instep.report.summary import verdict
+def _print_ending(done: Run, args: argparse.Namespace) -> int:
+    """Print how a run ended, and return its exit code."""
+    from instep.report.terminal.closing import closing_lines
     from instep.store.run_folder import RunFolder
 
-    for line in verdict(done.summary, RunFolder(done.path)):
+    for line in closing_lines(done.summary, RunFolder(done.path)):
         print(line, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(done.summary))
@@ -125,10 +124,11 @@ def _told(done: Run, args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write report.html of a run again, or lay two runs over each other."""
-    from instep.report.page import write_report
-    from instep.report.summary import summarise, verdict
-    from instep.state.export import asked_for, check_page
+    """Write the report of a run again, or compare two runs."""
+    from instep.report.figures.summary import summarise
+    from instep.report.page.page import write_report
+    from instep.report.terminal.closing import closing_lines
+    from instep.state.export import check_page, writing_to
     from instep.store.run_folder import RunFolder
 
     folder = RunFolder(Path(args.run))
@@ -137,21 +137,22 @@ def report(args: argparse.Namespace) -> int:
     path = Path(args.to) if args.to else Path(args.run) / name
     if args.to:
         check_page(path, folder.path)
-    with asked_for(path):
+    with writing_to(path):
         write_report(folder, path, other)
     summary = summarise(folder)
     if args.json:
         print(json.dumps({**summary, "report": str(path)}))
         return 0
-    for line in verdict(summary, folder):
+    for line in closing_lines(summary, folder):
         print(line)
-    print(f"report  {path}")
+    if path.name != "report.html" or args.to:
+        print(f"report  {path}")
     return 0
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Prove from a run's ledger that every sample was used exactly once in every epoch."""
-    from instep.report.proof import prove
+    """Check in a run's ledger that every sample was used exactly once in every epoch."""
+    from instep.report.figures.proof import prove
     from instep.store.run_folder import RunFolder
 
     run = RunFolder(Path(args.run))
@@ -182,15 +183,14 @@ def _how_many(given: str) -> int | None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Compute a recorded step again on one process, and say whether it gives the same bits."""
+    """Compute a recorded step again on one process, and compare the result with the record."""
     from instep.lab.replay import replay as again
-    from instep.lab.replay_words import lines
     from instep.store.run_folder import RunFolder
 
     to = _safetensors(args.to) if args.to is not None else None
     run = RunFolder(Path(args.run))
     found = again(run, args.step, lambda text: print(text, file=sys.stderr), to=to)
-    for line in [json.dumps(found.as_table())] if args.json else lines(found):
+    for line in [json.dumps(found.as_table())] if args.json else found.lines():
         print(line)
     if not found.same:
         raise RunError(found.fault)
@@ -198,23 +198,22 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def chaos(args: argparse.Namespace) -> int:
-    """Break a run on purpose, and say whether its result shows it."""
+    """Break a run on purpose, and check that its result is the same."""
     from instep.errors import WorkerError
-    from instep.lab.verdict_words import lines
 
     found = _broken(args, lambda text: print(text, file=sys.stderr, flush=True))
-    for line in [json.dumps(found.as_table())] if args.json else lines(found):
+    for line in [json.dumps(found.as_table())] if args.json else found.lines():
         print(line)
     if not found.holds:
-        raise WorkerError(f"{found.run} does not hold: {'; '.join(found.faults)}.")
+        raise WorkerError(f"{found.run.path} does not hold: {'; '.join(found.faults)}.")
     return 0
 
 
 def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
-    """What comes of a job that is run twice, of a run that is repeated, or of one that goes on."""
+    """Break a job that is run twice, a run that is repeated, or a run that is going on."""
     from instep import spec_file
     from instep.lab.breaker import Plan
-    from instep.lab.chaos import break_again, break_job, break_running, is_going_on
+    from instep.lab.chaos import break_again, break_job, break_running, is_running
     from instep.lab.injections import check_numbers, check_roles
     from instep.store.run_folder import RunFolder
 
@@ -230,25 +229,23 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
         over_s=args.over,
     )
     target, runs = Path(args.target), Path(args.runs) if args.runs else None
-    overrides = list(args.set)
-    if args.workers is not None:
-        overrides.append(f"workers={args.workers}")
+    overrides = _overrides(args)
     if not target.is_dir():
         return break_job(spec_file.load(target, overrides), runs or Path("runs"), plan, say)
     run = RunFolder(target)
     if overrides:
         raise SpecError(
-            f"{overrides[0]}: {target} is a run, whose job is settled. Give the job file instead."
+            f"{overrides[0]}: the job of the run {target} cannot change. Give a job file instead."
         )
-    if is_going_on(target):
+    if is_running(target):
         return break_running(run, plan, say)
     return break_again(run, runs or target.resolve().parent, plan, say)
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy a model out of a run, as one safetensors file that anything can read."""
-    from instep.state.best import Best
-    from instep.state.export import asked_for, check_target, choose, copy_model
+    """Copy the model of a run into one safetensors file."""
+    from instep.state.export import check_target, choose, copy_model, writing_to
+    from instep.state.retention import Best
     from instep.store.run_folder import RunFolder
 
     target = _safetensors(args.to)
@@ -261,10 +258,10 @@ def export(args: argparse.Namespace) -> int:
         kept = choose(Path(args.run) / "checkpoints", step=args.step, best=best)
     elif not model.is_file():
         raise RunError(
-            f"{args.run} has no model: the run is {folder.outcome}. Where a checkpoint was "
-            "kept, --step or --best exports its model."
+            f"{args.run} has no model: the run is {folder.outcome}. If it kept a checkpoint, "
+            "--step or --best exports its model."
         )
-    with asked_for(target):
+    with writing_to(target):
         if kept is not None:
             copy_model(kept, target)
         else:
@@ -282,7 +279,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
-    """Copy the model of a run's end; where it is damaged, say who has the same one."""
+    """Copy the model of a run's end; if it is damaged, name the checkpoint with the same one."""
     from instep.state.export import copy_own
     from instep.state.manifest import published
     from instep.words import command
@@ -304,7 +301,7 @@ def _safetensors(name: str) -> Path:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong word with the near miss, and the exit code of a wrong job."""
+    """Answers a wrong word with the nearest one, and with our own error and exit code."""
 
     def error(self, message: str) -> NoReturn:
         prefix = "argument command: invalid choice: "
@@ -337,98 +334,91 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
-    one = _command(commands, "run")
-    one.add_argument("job", help="job file, TOML; or a script that calls instep.join")
-    _add_changes(one, "lay a value over the job file; may be given again")
-    one.add_argument(
+    add = _command(commands, "run").add_argument
+    add("job", help="job file, TOML; or a script that calls instep.join")
+    _add_changes(add)
+    add(
         "--check-determinism",
         action="store_true",
-        help="only train a few steps at two sizes, and say whether they give the same bits",
+        help="only train a few steps on two numbers of workers, and compare the bits",
     )
-    one.add_argument(
+    add(
         "--strict",
         action="store_true",
-        help="refuse to train unless the result is shown to be that of one machine",
+        help="refuse to train unless the result is known to be that of one machine",
     )
-    one.add_argument("--name", help="name of the run and its folder (default: the job's, numbered)")
-    one.add_argument("--runs", default="runs", help="folder of run folders (default: %(default)s)")
+    add("--name", help="name of the run and its folder (default: the job's, numbered)")
+    add("--runs", default="runs", help="folder of run folders (default: %(default)s)")
 
-    one = _command(commands, "resume")
-    one.add_argument("run", help="run folder")
-    _add_changes(one, "change a value of the job; may be given again")
+    add = _command(commands, "resume").add_argument
+    add("run", help="run folder")
+    _add_changes(add)
 
-    one = _command(commands, "scale")
-    one.add_argument("run", help="folder of a run that goes on")
-    one.add_argument("--workers", type=int, required=True, metavar="N", help="how many from now on")
+    add = _command(commands, "scale").add_argument
+    add("run", help="folder of a running job")
+    add("--workers", type=int, required=True, metavar="N", help="new number of workers")
 
-    one = _command(commands, "report")
-    one.add_argument("run", help="run folder")
-    one.add_argument("other", nargs="?", help="a second run folder, laid over the first")
-    one.add_argument(
-        "--to", metavar="FILE.html", help="where to write it (default: the run folder)"
-    )
+    add = _command(commands, "report").add_argument
+    add("run", help="run folder")
+    add("other", nargs="?", help="a second run folder, to compare with the first")
+    add("--to", metavar="FILE.html", help="file to write (default: in the run folder)")
 
-    one = _command(commands, "audit")
-    one.add_argument("run", help="run folder; of a run that goes on or was cut short too")
-    one.add_argument(
+    add = _command(commands, "audit").add_argument
+    add("run", help="run folder; the run may still be going on")
+    add(
         "--content",
         nargs="?",
         const="all",
         metavar="N",
-        help="also compare samples as they were handed to training with a plain read of the "
-        "dataset: so many of those that were recorded, or all",
+        help="also compare samples as training got them with a plain read of the dataset: N of "
+        "the recorded ones, or all",
     )
 
-    one = _command(commands, "replay")
-    one.add_argument("run", help="run folder; of a run that goes on too")
-    one.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
-    one.add_argument("--to", metavar="FILE.safetensors", help="write the model after that step")
+    add = _command(commands, "replay").add_argument
+    add("run", help="run folder; the run may still be going on")
+    add("--step", type=int, required=True, metavar="N", help="the step; counts from 1")
+    add("--to", metavar="FILE.safetensors", help="write the model after that step")
 
-    one = _command(commands, "chaos")
-    one.add_argument("target", help="job file, which is run twice; or a run folder")
-    one.add_argument(
-        "--kills", type=int, default=10, help="processes to kill (default: %(default)s)"
-    )
-    one.add_argument("--hangs", type=int, default=0, help="processes to stop without a word")
-    one.add_argument(
-        "--partitions", type=int, default=0, help="cut hosts off: workers are on emulated ones then"
-    )
-    one.add_argument("--roles", help="whose processes, such as worker,loader")
-    one.add_argument("--seed", type=int, default=0, help="what is broken when follows from it")
-    one.add_argument(
+    add = _command(commands, "chaos").add_argument
+    add("target", help="job file, which is run twice; or a run folder")
+    for option, default, text in (
+        ("--kills", 10, "processes to kill"),
+        ("--hangs", 0, "processes to stop (SIGSTOP), as if they hung"),
+        ("--partitions", 0, "network partitions; puts each worker on an emulated host"),
+        ("--seed", 0, "seed of the choice of what to break, and when"),
+    ):
+        add(option, type=int, default=default, help=f"{text} (default: {default})")
+    add("--roles", help="roles of the processes, such as worker,loader (default: all)")
+    add(
         "--over",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="spread over so much time, rather than over the steps of the run",
+        help="spread the injections over so much time, rather than over the steps of the run",
     )
-    one.add_argument("--runs", help="folder of run folders (default: runs, or that of the run)")
-    _add_changes(one, "lay a value over the job file; may be given again")
+    add("--runs", help="folder of run folders (default: runs, or where the run is)")
+    _add_changes(add)
 
-    one = _command(commands, "export")
-    one.add_argument("run", help="run folder")
-    one.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
-    which = one.add_mutually_exclusive_group()
-    which.add_argument(
-        "--best", action="store_true", help="of the kept checkpoint that did best in validation"
-    )
-    which.add_argument("--step", type=int, metavar="N", help="of the kept checkpoint of this step")
+    export = _command(commands, "export")
+    export.add_argument("run", help="run folder")
+    export.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
+    add = export.add_mutually_exclusive_group().add_argument
+    add("--best", action="store_true", help="from the kept checkpoint with the best validation")
+    add("--step", type=int, metavar="N", help="from the kept checkpoint of this step")
     return parser
 
 
-def _add_changes(command: _Parser, help_of_set: str) -> None:
-    command.add_argument("--workers", help="processes that compute gradients")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=help_of_set
-    )
+def _add_changes(add: Callable[..., Any]) -> None:
+    add("--workers", help="number of worker processes")
+    text = "change a value of the job; may be repeated"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
 
 
 def _command(commands: argparse._SubParsersAction[_Parser], name: str) -> _Parser:
     text = COMMANDS[name].__doc__
     command: _Parser = commands.add_parser(name, help=text, description=text)
-    command.add_argument(
-        "--json", action="store_true", help="make the last line on standard output one JSON object"
-    )
+    text = "print one JSON object as the last line of standard output"
+    command.add_argument("--json", action="store_true", help=text)
     command.set_defaults(call=COMMANDS[name], parser=command)
     return command
 
@@ -478,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"instep: {fit_to_print(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has stopped reading
+        sys.stderr.close()  # the reader of our output has stopped
         return 1
     except OSError as error:
         if _is_of_print(error):
@@ -490,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_of_print(error: OSError) -> bool:
-    """Whether it was raised as a result was printed, here, and not by what a command did."""
+    """Whether printing a result raised it, here, and not what a command did."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -499,7 +489,7 @@ def _is_of_print(error: OSError) -> bool:
 
 
 def run_main() -> NoReturn:
-    """The `instep` program; Ctrl-C ends it with one line, however little it has begun with."""
+    """The `instep` program; Ctrl-C ends it with one line, at any moment."""
     try:
         code = main()
     except KeyboardInterrupt:

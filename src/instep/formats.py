@@ -1,9 +1,9 @@
-"""In which format a run's files are, and which instep reads which.
+"""The format number of a run's files, and which version of instep reads which.
 
-There is one number for all of them, `FORMAT`: `job.toml` says it at its top, the
-ledger in its header (`events.py`), a checkpoint in its manifest
-(`state/manifest.py`). It grows whenever one of them changes so that an earlier
-instep would misread it, and a run of another format is refused, never guessed at.
+All files share one number, `FORMAT`. It is at the top of `job.toml`, in the ledger's header
+(`events.py`) and in the manifest of a checkpoint (`state/manifest.py`). It increases whenever
+one of them changes so that an earlier instep would misread it. A run of another format is
+refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VERSION = re.compile(r"(\d+\.\d+)(\.\w+)*", re.ASCII)
 
 
 def other_format(what: object, found: int, written_by: object = None) -> str:
-    """Refuses files of a format that this instep does not read, as a sentence or two.
+    """The error message for files of a format that this instep does not read.
 
     Args:
         what: the file or folder.

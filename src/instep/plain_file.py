@@ -1,8 +1,8 @@
-"""Opening a file that may have been replaced by something else, without ever waiting for it.
+"""Open regular files only, and never block: something else may have replaced the file.
 
-A named pipe without a partner would block whoever opens it, and a device may never end.
+Opening a named pipe blocks until its other end is opened, and reading a device may never end.
 Nothing here knows what a file is for. Way in: `plain`, the `opener` of `open`, for reading
-and for writing; `check_plain` for a file that somebody else will open.
+and writing; `check_plain` for a file that a library will open.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _KINDS = (
 
 
 class NotPlain(OSError):
-    """What stands there is no file: a directory, a named pipe, a socket or a device."""
+    """Not a regular file, but a directory, a named pipe, a socket or a device."""
 
 
 def plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Open a plain file, or a link to one; never waits, whatever stands at `path`.
+    """Open a regular file, or a link to one; never blocks.
 
     Args:
         path, flags, mode: as for `os.open`.
@@ -40,7 +40,7 @@ def plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """
     flags |= os.O_CLOEXEC | os.O_NOCTTY
     try:
-        # without O_NONBLOCK, opening a named pipe would wait for its other end for ever
+        # without O_NONBLOCK, opening a named pipe would wait for its other end forever
         descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV, errno.EISDIR):  # says less than its kind
@@ -48,7 +48,7 @@ def plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
         raise
     try:
         _check(os.fstat(descriptor).st_mode, path)
-        os.set_blocking(descriptor, True)  # a process that inherits it shall not be surprised
+        os.set_blocking(descriptor, True)  # as a process that inherits it expects
     except BaseException:
         os.close(descriptor)
         raise
@@ -56,11 +56,11 @@ def plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
 
 
 def check_plain(path: str | os.PathLike[str]) -> None:
-    """Look at what stands at `path`, and open nothing; where nothing does, that is no error.
+    """Check that `path` is a regular file or does not exist; opens nothing.
 
     Raises:
-        NotPlain: it is no plain file; `strerror` says what it is.
-        OSError: it cannot be looked at.
+        NotPlain: it is no regular file; `strerror` says what it is.
+        OSError: its status cannot be read.
     """
     try:
         mode = os.stat(path).st_mode
@@ -70,7 +70,7 @@ def check_plain(path: str | os.PathLike[str]) -> None:
 
 
 def read_plain(path: Path) -> bytes:
-    """All bytes of a plain file.
+    """All bytes of a regular file.
 
     Raises:
         OSError: as `plain`.
@@ -80,13 +80,31 @@ def read_plain(path: Path) -> bytes:
 
 
 def write_plain(path: Path, text: str) -> None:
-    """Write a text into a plain file, in place of what it held.
+    """Replace the contents of a regular file by a text.
 
     Raises:
         OSError: as `plain`.
     """
     with open(path, "w", encoding="utf-8", opener=plain) as file:
         file.write(text)
+
+
+def replace_plain(path: Path, text: str, mode: int = 0o666) -> None:
+    """Put a file with this text at `path`, all at once: readers see the former one or this one.
+
+    A link at `path` is replaced, not followed.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(os.open(beside, flags, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
-"""Numbers as people read them: bytes, seconds, counts, shares.
+"""Numbers formatted for people: bytes, seconds, counts, shares.
 
-Everything inside instep carries plain SI numbers, and the unit in the name
-(`wait_s`, `sent_bytes`). Only what a person reads passes through here.
+Inside instep all numbers are in SI units, with the unit in the name (`wait_s`,
+`sent_bytes`). Only output for people is formatted here.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def seconds_in(text: str) -> float:
 
 
 def readable_count(count: float) -> str:
-    """`9380` -> `'9,380'`; whole numbers with thousands marked."""
+    """`9380` -> `'9,380'`: an integer with a comma for thousands."""
     return f"{count:,.0f}"
 
 
 def readable_share(part: float, whole: float) -> str:
-    """`readable_share(1, 4)` -> `'25 %'`; a dash where there is no whole."""
+    """`readable_share(1, 4)` -> `'25 %'`; a dash if the whole is 0."""
     return f"{100 * part / whole:.0f} %" if whole else "-"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,19 @@ def some_workers(numbers: Sequence[int], most: int = 4) -> str:
     named = ", ".join(str(n) for n in numbers[:most])
     rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return f"worker{'s' if len(numbers) > 1 else ''} {named}{rest}"
+
+
+def ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """`1 to 3, 5, 7 to 9 and 2 more`, from ascending numbers; `most` ranges are named."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    named = [f"{low} to {high}" if high > low else str(low) for low, high in runs[:most]]
+    rest = f" and {len(runs) - len(named)} more" if len(runs) > len(named) else ""
+    return ", ".join(named) + rest
 
 
 def short_number(value: Any) -> str:
@@ -64,7 +77,7 @@ def start_in_words(loaded: dict[str, Any]) -> str:
 
 
 def corruption_in_words(found: dict[str, Any]) -> str:
-    """`worker 1 had a wrong gradient at step 20 (micro-batch 3): ...; went on from step 9`.
+    """`worker 1 had a wrong gradient at step 20 (batch 3): ...; training continued from step 9`.
 
     From a `corruption_found` event.
     """
@@ -79,7 +92,7 @@ def corruption_in_words(found: dict[str, Any]) -> str:
 def _where_to(clean_step: int) -> str:
     if clean_step < 0:
         return "no worker had a copy to go back to"
-    return f"went on from step {readable_count(clean_step)}"
+    return f"training continued from step {readable_count(clean_step)}"
 
 
 def printable(text: str) -> str:

@@ -107,17 +107,17 @@ def test_a_run_whose_hosts_are_cut_off_and_killed_holds(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_going_on_is_broken_and_goes_on(
+def test_a_run_that_is_running_is_broken_and_goes_on(
     start: Start, tmp_path: Path, capsys: Out
 ) -> None:
     going = start("-m", "instep", "run", job_file(tmp_path, 5000))
     going.until(going.is_training, "training")
     assert main(["chaos", str(going.run), "--partitions", "1"]) == 2
-    assert "is going on, and a run moves to a network" in capsys.readouterr().err
+    assert "is going on, and a run can be put on" in capsys.readouterr().err
     assert main(["chaos", str(going.run), "--kills", "2", "--over", "1", "--seed", "3"]) == 0
     said = capsys.readouterr().out
     assert "broken  2 of 2 times: kill worker 2" in said
-    assert "hash    nothing to compare with: the run goes on" in said
+    assert "hash    nothing to compare with: the run is going on" in said
     assert f"next    instep replay {going.run} --step" in said
     assert len(going.events("worker_lost")) == 2
     assert going.process.poll() is None

@@ -13,7 +13,7 @@ from started import RECIPES, Start, Started
 import instep
 from disks import Disk, Ext4
 from instep.events import read_events
-from instep.report.summary import summarise
+from instep.report.figures.summary import summarise
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
 
@@ -69,7 +69,7 @@ class OnDisk:
         assert self.program.end() == 6, self.program.stderr
         for part in parts:
             assert part in self.program.error.splitlines()[0]
-        assert f"to go on: instep resume {self.path}" in self.program.error
+        assert f"to resume: instep resume {self.path}" in self.program.error
         assert "Traceback" not in self.program.stderr
         assert self.program.stderr.count("instep: ") == 1
         self.program.check_no_process_is_left()
@@ -214,7 +214,7 @@ def test_a_run_folder_that_is_not_there_any_more_ends_the_run_and_is_not_made_an
     ("harm", "told"),
     [
         (lambda ledger: os.truncate(ledger, 300), "has 300 bytes, and"),
-        (os.unlink, "was removed, renamed or replaced while the run went on"),
+        (os.unlink, "was removed, renamed or replaced during the run"),
     ],
 )
 @pytest.mark.slow

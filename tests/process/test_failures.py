@@ -35,7 +35,7 @@ def refused(run: Start, recipe: str, *settings: str) -> Started:
     assert program.end() != 0
     assert program.stderr.count("instep: ") == 1
     assert "Traceback" not in program.stderr + program.stdout
-    assert "everything else" not in program.error
+    assert "full log" not in program.error
     program.check_no_process_is_left()
     program.check_no_file_is_left()
     assert list(program.work.iterdir()) == []

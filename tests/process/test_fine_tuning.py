@@ -13,10 +13,10 @@ from started import RECIPES, Start, distance
 
 import instep
 from instep.errors import SpecError
-from instep.report.proof import prove
-from instep.report.summary import verdict
+from instep.report.figures.proof import prove
+from instep.report.terminal.closing import closing_lines
 from instep.state.load import load
-from instep.state.snapshot import unpack_state
+from instep.state.packing import unpack_state
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -71,7 +71,7 @@ def test_what_is_frozen_has_the_bits_of_the_file_after_training_on_1_and_3_worke
     assert loaded["text"].startswith(said)
     assert (loaded["path"], loaded["matched"]) == (str(file), 9)
     assert f"started from {file}: {said}" in capfd.readouterr().err
-    lines = verdict(runs[1].summary, RunFolder(runs[1].path))
+    lines = closing_lines(runs[1].summary, RunFolder(runs[1].path))
     assert [line for line in lines if line.startswith(f"start   {file}: {said}")]
     assert f"{file}: 9 of 11 tensors match" in (runs[1].path / "report.html").read_text()
 

@@ -212,7 +212,7 @@ def test_how_a_joined_run_goes_on_is_not_said_to_be_a_command(
     way = "start its script again with instep.join(..., name='again', resume=True)"
     assert main(["resume", str(again)]) == 2
     refused = capsys.readouterr().err
-    assert "which instep resume cannot start. To go on: " + way in refused
+    assert "and instep resume cannot start them. To resume: " + way in refused
     events = (again / "events.jsonl").read_text().replace('"completed"', '"failed"')
     (again / "events.jsonl").write_text(events)
     assert main(["report", str(again)]) == 0
@@ -220,7 +220,7 @@ def test_how_a_joined_run_goes_on_is_not_said_to_be_a_command(
     assert way in told
     assert "instep resume" not in told
     word = Failed(kind="error", cause="x", where="", line="", step=3, phase="", exit_code=5)
-    assert str(failure(0, word, again)).splitlines()[-1] == f"  to go on: {way}"
+    assert str(failure(0, word, again)).splitlines()[-1] == f"  to resume: {way}"
     job = msgspec.structs.replace(RunFolder(again).spec, stop=StopSpec(time_limit=0.001))
     with pytest.raises(SpecError) as used_up:
         prepare(again, job, recipe_sha256="")
@@ -339,7 +339,7 @@ def test_a_process_that_somebody_kills_is_said_to_have_gone_without_a_word(
     one.process.send_signal(number)
     assert zero.end(20) == 1
     assert "worker 1 failed" in zero.stderr
-    assert "the process went away without a word" in zero.stderr
+    assert "the process went away without a message" in zero.stderr
     assert "ended with code" not in zero.stderr
 
 

@@ -130,7 +130,7 @@ def test_no_command_writes_over_a_file_of_a_run(
     assert main(["report", "tested", "--to", "link.html"]) == 2
     assert main(["report", "tested", "--to", "other/report.html"]) == 2
     assert main(["report", "tested", "--to", "recipe.py"]) == 2
-    assert "recipe.py' is there already, and is no HTML page" in capsys.readouterr().err
+    assert "recipe.py' exists already, and is no HTML page" in capsys.readouterr().err
     assert main(["export", "tested", "--to", "other/model.safetensors"]) == 2
     step = ["--step", "1", "--to", "other/model.safetensors"]
     assert main(["replay", "tested", *step]) == 2

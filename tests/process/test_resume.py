@@ -284,7 +284,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_not_begun_again(run: Path
 
 def test_a_ledger_that_was_cut_is_not_taken_for_the_truth(run: Path) -> None:
     (run / "ledger.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="can no longer be told"):
+    with pytest.raises(CheckpointError, match="is no longer known"):
         instep.resume(run, quiet=True)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from started import RECIPES, Started, slow
 
-from instep.state.manifest import latest, read_manifest
+from instep.state.intact import newest_intact
+from instep.state.manifest import read_manifest
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -47,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bits(run: Path) -> dict[str, str]:
     """What a run came to: SHA-256 of its parameters, and of each file of its last checkpoint."""
     summary = json.loads((run / "summary.json").read_text())
-    checkpoint = latest(run / "checkpoints")
+    checkpoint = newest_intact(run / "checkpoints")[0]
     assert checkpoint is not None
     files = {name: file.sha256 for name, file in read_manifest(checkpoint).files.items()}
     return {"parameters": summary["parameters_sha256"], **files}

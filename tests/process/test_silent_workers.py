@@ -36,7 +36,7 @@ def test_a_joined_worker_that_is_stopped_ends_the_run_for_all(start: Start, tmp_
         assert f"its process (pid {pid} on " in program.stderr
         assert "gave no sign of life for 1m0" in program.stderr
         assert "while others did: it was stopped (SIGSTOP, Ctrl-Z)" in program.stderr
-    assert "to go on: start its script again with instep.join(" in loop[1].stderr
+    assert "to resume: start its script again with instep.join(" in loop[1].stderr
     for program in (recipe[1], loop[0]):  # it cannot end by itself
         assert program.end(LATER_S) == -signal.SIGKILL
     for program in (*recipe, *loop):

@@ -15,7 +15,7 @@ import instep
 from instep.cli import main
 from instep.data.order import Order, position
 from instep.recipe.build import call
-from instep.report.proof import prove
+from instep.report.figures.proof import prove
 from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
@@ -124,7 +124,7 @@ def test_skipping_gives_the_same_bits_on_any_number_of_workers_also_to_batch_sta
         assert [e["samples"] for e in folder.named("epoch_finished")] == [101 - len(BAD)] * 2
         proof = prove(folder)
         assert proof.exact
-        assert proof.skipped == 2 * len(BAD)
+        assert len(proof.run.skipped) == 2 * len(BAD)
         assert "12 positions" in "\n".join(proof.lines())
 
 

@@ -14,7 +14,7 @@ import pytest
 from started import RECIPES, SOON_S, Start, Started, slow
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 
-from instep.data.choose import cores
+from instep.data.reading.choose import cores
 from instep.events import STEPS, read_records
 from instep.system.limits import UNKNOWN_S
 
@@ -219,7 +219,7 @@ def test_workers_share_the_cores_by_the_number_that_the_run_was_scaled_to(
 def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> None:
     program = begin(start, tmp_path, 2, "train.steps=3000")
     program.until(program.is_training, "training")
-    for workers, words in ((0, "needs 1 or more"), (9, "work for 8 at most")):
+    for workers, words in ((0, "needs 1 worker or more"), (9, "work for 8 at most")):
         done = scale(program, workers)
         assert done.returncode == 2
         assert words in done.stderr
@@ -227,7 +227,7 @@ def test_a_run_that_cannot_be_scaled_says_why(start: Start, tmp_path: Path) -> N
     assert program.end() == 130
     done = scale(program, 3)
     assert done.returncode == 6
-    assert "no run goes on in" in done.stderr
+    assert "is not running" in done.stderr
 
 
 @pytest.mark.slow

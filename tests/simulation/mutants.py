@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from instep.comm.connection import MasterConnection
 from instep.comm.messages import Broken, Done, Formed
 from instep.control import decide as mind
-from instep.control.news import GoBack, Kill, State
+from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
 from instep.worker.catch_up import Beginning
@@ -70,8 +72,60 @@ def _nothing(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: None
 
 
-def _hears_nothing(real: Callable[..., Any]) -> Callable[..., Any]:
+def _ignored(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, *arguments: (state, [])
+
+
+def _stays(phase: Phase) -> Change:
+    """A lost member of a group whose record goes to a phase in which it may be in the next one."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        def mutant(state: State, worker: int) -> State:
+            before = state.member(worker)
+            after = real(state, worker)
+            if before.phase not in IN_A_GROUP:
+                return after
+            kept = replace(before, phase=phase)
+            return replace(after, members=after.members | {worker: kept})
+
+        return mutant
+
+    return change
+
+
+def _with_members(change: Callable[[State, int, Member], Member]) -> Callable[[State], Any]:
+    """Records of which each was changed."""
+    return lambda state: {n: change(state, n, each) for n, each in state.members.items()}
+
+
+def _not_in_a_group(state: State, number: int, member: Member) -> Member:
+    return replace(member, phase=Phase.LEFT) if member.phase in IN_A_GROUP else member
+
+
+def _holds_only_if_wanted(state: State, number: int, member: Member) -> Member:
+    return member if member.wanted else replace(member, formed=0)
+
+
+def _any_has_drained(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, now: real(replace(state, drains=state.drains and not state.draining), now)
+
+
+def _form_without(name: str) -> Change:
+    """A message in which one field has its default."""
+
+    def change(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: structs.replace(real(*arguments), **{name: ()})
+
+    return change
+
+
+def _server_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(state: State, event: Any, now: float) -> Any:
+        if event.worker in state.servers:
+            state = state.note(event.worker, wanted=False)
+        return real(state, event, now)
+
+    return mutant
 
 
 def _lowest_rank_gives(real: Callable[..., Beginning]) -> Callable[..., Beginning]:
@@ -112,55 +166,56 @@ def _restarted_as_if_told(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, tuple[Any, str, Change]] = {
-    "who holds the state is not noted": (
+    "no record says who holds the state": (
         mind,
         "_formed",
-        _state(from_origin=lambda before, after: True, holders=lambda before, after: frozenset()),
+        lambda real: lambda state, *rest: real(replace(state, course=99), *rest),
     ),
-    "a lost worker stays built": (
-        mind,
-        "_without",
-        _state(built=lambda before, after: before.built),
-    ),
-    "a lost worker stays a holder": (
-        mind,
-        "_without",
-        _state(holders=lambda before, after: before.holders),
-    ),
+    "a lost worker stays ready": (mind, "_lose", _stays(Phase.READY)),
+    "a lost worker stays a holder": (mind, "_lose", _stays(Phase.LEFT)),
     "a group is formed before all are built": (
-        mind,
-        "_advance",
-        _given(built=lambda state: state.joined | state.built),
+        State,
+        "ready",
+        lambda real: property(lambda state: state.living),
     ),
-    "a last word from an earlier generation counts": (mind, "_said", _any_generation),
-    "nobody goes back": (mind, "_advance", _without(GoBack)),
-    "a group that broke is not formed again": (mind, "_broke", _hears_nothing),
-    "who hangs is left alone": (mind, "_hung", _without(Kill)),
-    "a worker that calls again is told nothing": (mind, "_reminders", lambda real: lambda *_: []),
-    "who leaves is never released": (mind, "_let_go", lambda real: lambda state: (state, [])),
+    "the last word of an earlier generation counts": (mind, "_last_word", _any_generation),
+    "the run never goes back": (mind, "_advance", _without(GoBack)),
+    "a group that broke is not formed again": (mind, "_broke", _ignored),
+    "a worker that hangs is not killed": (mind, "_hung", _without(Kill)),
+    "a worker that reconnects is told nothing": (mind, "_reminders", lambda real: lambda *_: []),
+    "a worker that leaves is never released": (
+        mind,
+        "_release",
+        lambda real: lambda state: (state, []),
+    ),
+    "a worker that leaves is released as soon as it is not wanted": (
+        State,
+        "complete",
+        lambda real: property(lambda state: True),
+    ),
     "the lowest rank gives its state": (workers, "beginning", _lowest_rank_gives),
     "the ledger is not mended": (Truth, "mend", _nothing),
-    "who has formed does not say so again": (MasterConnection, "_find_another", _forgets(Formed)),
-    "who has left does not say so again": (MasterConnection, "_find_another", _forgets(Broken)),
+    "Formed is not sent again": (MasterConnection, "_find_another", _forgets(Formed)),
+    "Broken is not sent again": (MasterConnection, "_find_another", _forgets(Broken)),
     # found by these stories
-    "who may have committed is not asked": (
+    "a member that may have committed is not asked": (
         mind,
         "_next_generation",
-        _given(bound=lambda state: frozenset()),
+        _given(members=_with_members(_not_in_a_group)),
     ),
-    "who leaves goes before the others hold the state": (
+    "a worker that leaves goes before the others hold the state": (
         mind,
         "_next_generation",
-        _state(holders=lambda before, after: after.holders - after.leaving),
+        _given(members=_with_members(_holds_only_if_wanted)),
     ),
     "a lost worker cannot have committed anything": (
         mind,
-        "_without",
+        "_lose",
         _state(from_origin=lambda before, after: before.from_origin),
     ),
-    "a new master waits for what is there already": (mind, "_restarted", _restarted_as_if_told),
-    "a new master forgets who was to be ended": (mind, "_restarted", _without(Kill)),
-    "a new master takes what was recorded for judged": (
+    "a new master waits for members that are ready": (mind, "_restarted", _restarted_as_if_told),
+    "a new master does not kill again": (mind, "_restarted", _without(Kill)),
+    "a new master skips the figures that were recorded": (
         Rules,
         "replay",
         lambda real: lambda rules, figures: [None for _ in real(rules, figures)],
@@ -170,6 +225,32 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "_is_silent",
         lambda real: lambda watch, *how: watch.step_s is not None and real(watch, *how),
     ),
+    # against the phases of a member
+    "a worker that has left its group is inside again": (
+        mind,
+        "_broke",
+        lambda real: lambda state, event, now: (state.move(event.worker, Phase.INSIDE), []),
+    ),
+    "a member is told to form before it is built": (
+        State,
+        "ready",
+        lambda real: property(lambda state: state.joined),
+    ),
+    # against draining
+    "a worker that leaves does not drain": (
+        mind,
+        "_next_generation",
+        _given(drains=lambda state: False),
+    ),
+    "a draining worker gets work": (mind, "_form", _form_without("draining")),
+    "a group that broke has drained": (
+        mind,
+        "_next_generation",
+        _any_has_drained,
+    ),
+    # against servers
+    "a lost server is not replaced": (mind, "_replace", _server_dropped),
+    "a server is a worker": (mind, "_form", _form_without("servers")),
 }
 """Module or class, the name in it, and what is made of what it names."""
 

@@ -24,7 +24,7 @@ from instep.comm.messages import Form, Hello
 from instep.control import master as master_module
 from instep.control import questions, recorder
 from instep.control.master import Master
-from instep.control.news import State
+from instep.control.state import State
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.store.folder import Origin
@@ -107,7 +107,7 @@ class _Log:
         pass
 
     def emit(self, name: str, **fields: Any) -> dict[str, Any]:
-        if name == "warning" and "cannot use" in fields["text"]:
+        if name == "warning" and ("cannot use" in fields["text"] or "ignored" in fields["text"]):
             raise Violation(fields["text"])
         event = {"time": TIME.time(), "event": name, **fields}
         self.world.takes_effect()
@@ -177,9 +177,9 @@ class _Journal:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def write(self, news: object, state: State) -> None:
+    def write(self, event: object, state: State) -> None:
         if self._world.engine.story is not None:
-            self._world.engine.tell("master", f"hears {news}")
+            self._world.engine.tell("master", f"decides on {event}")
         self._world.takes_effect()
         self._world.truth.journal = state
         self._world.decides()
@@ -257,6 +257,8 @@ class MasterProcess(Process):
             started=1e6,
             about={},
             origin=Origin(0, None),
+            servers=world.plan.servers,
+            drains=world.plan.drains,
             journal=_Journal(world),  # type: ignore[arg-type]
         )
 
@@ -316,10 +318,12 @@ class MasterProcess(Process):
             self.engine.tell("master", f"to {process}: {message}")
         if isinstance(message, Form):
             world.told_to_form(process, message)
-        elif isinstance(message, (m.Release, m.Refused)):
+        elif isinstance(message, m.Release):
+            world.told_to_end(process)
+        elif isinstance(message, m.Refused):
             world.dismissed.add(process)
         elif isinstance(message, m.KillAll) and isinstance(process, Host):
-            world.dismissed |= process.workers
+            world.killed_at_the_end(process.workers)
 
     def _leave(self) -> None:
         self._world.listener.hub = None

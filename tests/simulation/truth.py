@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from instep.comm.messages import Form
-from instep.control.news import State
+from instep.control.state import State
 
 from .engine import Process, Violation
 
@@ -28,12 +28,21 @@ class Record(NamedTuple):
     members: tuple[int, ...]
 
 
+def with_work(form: Form) -> tuple[int, ...]:
+    """The members of a generation that compute."""
+    return tuple(n for n in form.members if n not in form.servers and n not in form.draining)
+
+
 @dataclass
 class Truth:
     """All that the invariants look at."""
 
     steps: int
     """Of the job."""
+    servers: int = 0
+    """That every generation must have."""
+    owning: set[Process] = field(default_factory=set)
+    """Who owns state that it must hand over before it may leave."""
     held: dict[Process, Lineage] = field(default_factory=dict)
     """What each living worker holds."""
     forgotten: set[Process] = field(default_factory=set)
@@ -66,12 +75,17 @@ class Truth:
         first = self.forms.setdefault(form.generation, form)
         held = [len(self.held[process]) for process in self.living_holders()]
         self.there.setdefault(form.generation, max(held, default=0))
-        same = (form.members, form.checkpoint) == (first.members, first.checkpoint)
-        if not same:
+        same = ("members", "checkpoint", "servers", "draining")
+        if any(getattr(form, name) != getattr(first, name) for name in same):
             raise Violation(f"generation {form.generation} was told twice: {first} and {form}")
-        ranked = sorted(set(form.members)) == form.members and form.rank < len(form.members)
+        order = sorted(set(form.members), key=lambda n: (n in form.servers, n))
+        ranked = order == form.members and form.rank < len(form.members)
         if not ranked or form.members[form.rank] != worker:
             raise Violation(f"worker {worker} was told a rank that is not its own: {form}")
+        if (form.role == "server") != (worker in form.servers):
+            raise Violation(f"member {worker} was told a role that is not its own: {form}")
+        if len(form.servers) < self.servers or not with_work(form):
+            raise Violation(f"a generation lacks servers, or workers: {form}")
         if any(process is not other and self.ranks_clash(form, other) for other in self.held):
             raise Violation(f"two processes were told rank {form.rank} of {form.generation}")
         self.formed[form.generation, process] = form.rank
@@ -87,7 +101,9 @@ class Truth:
         before = self.held.get(process, ())
         if len(before) != step - 1:
             raise Violation(f"{process} commits step {step} upon step {len(before)}")
-        lineage = (*before, generation)
+        form, lineage = self.forms[generation], (*before, generation)
+        if worker not in form.draining:
+            self.owning.add(process)
         self.held[process] = lineage
         for other, theirs in self.held.items():
             counts = other.alive and other not in self.forgotten
@@ -101,7 +117,7 @@ class Truth:
             raise Violation(f"step {step} is computed again, though all had committed it")
         who = self.committed.setdefault((generation, step), set())
         who.add(worker)
-        if who >= set(self.forms[generation].members):
+        if who >= set(form.members):
             self.by_all[step] = generation
         return lineage
 
@@ -132,7 +148,7 @@ class Truth:
         if record.step != len(self.ledger) + 1:
             raise Violation(f"the ledger has {len(self.ledger)} steps, and {record} follows")
         form = self.forms[record.generation]
-        if record.members != tuple(form.members):
+        if record.members != with_work(form):
             raise Violation(f"{record} does not cover the work of {form.members}")
         self.ledger.append(record)
 

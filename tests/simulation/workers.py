@@ -26,7 +26,7 @@ from instep.worker.member import FLUSH_S
 from .engine import TIME, Death, Process, Violation
 from .groups import End, Wait
 from .roles import SimulatedConnection
-from .truth import Lineage, Record
+from .truth import Lineage, Record, with_work
 
 if TYPE_CHECKING:
     from .world import World
@@ -83,6 +83,15 @@ class Worker(Process):
                 if newer and message.generation > self.form.generation:
                     self._interrupt()
         self.wake()
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it holds parameters, and computes nothing."""
+        return self.form is not None and self.form.role == "server"
+
+    @property
+    def _has_work(self) -> bool:
+        return self.form is not None and self.number in with_work(self.form)
 
     @property
     def shows_itself(self) -> bool:
@@ -209,14 +218,18 @@ class Worker(Process):
 
     def _leave(self) -> None:
         self.phase = "leaving"
+        assert self.form is not None
         if self._in_group and self._end is not None:
             self._in_group = False
             self._end.close()
             self._truth.close_ledger(self)
+        if self._regroups and self.number in self.form.draining:
+            self._point("handed over")
+            self.engine.tell(self, "has handed over what it owns")
+            self._truth.owning.discard(self)
         self._regroups = False
         self._step = len(self._lineage)
         self._flush()
-        assert self.form is not None
         self.engine.tell(self, f"leaves generation {self.form.generation} at step {self._step}")
         self.connection.send(m.Broken(generation=self.form.generation))
 
@@ -339,6 +352,8 @@ class Worker(Process):
             self._listen()
             if self._next is not None:
                 raise PeerError("the members have changed in the middle of a step.")
+            if not self._has_work:
+                break
             self.phase = "forward"
             yield plan.step_s / plan.passes * self.engine.between(0.7, 1.3)
             yield from self._world.hangs(self)
@@ -376,7 +391,7 @@ class Worker(Process):
     def _commit(self) -> None:
         form = self.form
         assert form is not None
-        self._record = Record(self._step, form.generation, tuple(form.members))
+        self._record = Record(self._step, form.generation, with_work(form))
         self._lineage = self._truth.commits(self, self.number, form.generation, self._step)
         self.engine.tell(self, f"commits step {self._step} in generation {form.generation}")
         if form.rank == 0:
@@ -406,10 +421,11 @@ class Worker(Process):
             figures = m.Figures(step=done.step, loss=1.0, gradient_norm=norm, number=self._asked)
             self.connection.send(figures)
         if done.ends or (plan.validate_every and done.step % plan.validate_every == 0):
-            self.phase = "validation"
-            yield self.engine.between(0.0, plan.step_s)
-            yield from self._world.hangs(self)
-            self._progress += 1
+            if self._has_work:
+                self.phase = "validation"
+                yield self.engine.between(0.0, plan.step_s)
+                yield from self._world.hangs(self)
+                self._progress += 1
             self.phase = "exchange"
             yield from end.exchange(("validation", done.step))
             self._flush()

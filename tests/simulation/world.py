@@ -13,7 +13,7 @@ from typing import Any
 from instep import spec_file
 from instep.comm import messages as m
 from instep.control.master import Outcome
-from instep.control.news import Finish
+from instep.control.state import Finish
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation
 from .groups import End, Wait
@@ -45,12 +45,16 @@ class Plan:
     """How likely a worker is killed at each of the places where that matters most."""
     eager_master: float
     """How likely the master is killed with a decision, having carried out a part of it."""
+    drains: bool
+    """Whether members own state, and hand it over before they leave."""
+    servers: int
 
 
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    steps = random.randint(3, 24)
+    drains = random.random() < 0.4
+    steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3
     return Plan(
         workers=random.choice([1, 2, 2, 3, 3, 4]),
@@ -65,6 +69,8 @@ def drawn(engine: Engine) -> Plan:
         until_s=random.uniform(2.0, 10.0),
         eager=random.choice([0.0, 0.0, 0.01, 0.03]),
         eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
+        drains=drains,
+        servers=random.choice([0, 0, 0, 1, 2]),
     )
 
 
@@ -76,7 +82,7 @@ class World:
         if verbose:
             self.engine.story = []
         self.plan = drawn(self.engine)
-        self.truth = Truth(self.plan.steps)
+        self.truth = Truth(self.plan.steps, self.plan.servers)
         self.job = _job(self.plan)
         self.processes: dict[int, Process] = {}
         self.ends: dict[int, End] = {}
@@ -146,7 +152,8 @@ class World:
     def kills_at(self, name: str) -> bool:
         """Whether a worker is killed at one of the places where that matters."""
         kills = self.plan.eager and TIME.now < self.plan.until_s and self.losses < 8
-        if kills and self.engine.chance(self.plan.eager):
+        likely = 10 if name == "handed over" else 1
+        if kills and self.engine.chance(self.plan.eager * likely):
             self.losses += 1
             return True
         return False
@@ -171,7 +178,7 @@ class World:
         """As `resume.go_back`."""
         self.takes_effect()
         assert self.truth.journal is not None
-        joined = self.truth.journal.joined & self.truth.journal.built  # else it was released
+        joined = self.truth.journal.ready
         known = {w for w in self.workers() if w.number in joined}
         step = self.truth.go_back(known - self.dismissed)
         self.engine.tell("master", f"goes back to step {step}")
@@ -184,6 +191,27 @@ class World:
         if not process.built:
             raise Violation(f"{process} is told to form a group, and is not built")
         self.truth.form(process.number, process, form)
+
+    def killed_at_the_end(self, workers: set[Process]) -> None:
+        """Whatever is left is killed; who has finished was released, and not left to that."""
+        known = self.truth.journal
+        if known is not None and known.done and known.done.keys() >= set(known.group):
+            left = [
+                str(worker)
+                for worker in workers
+                if isinstance(worker, Worker) and worker.number in known.group
+                if worker.alive and not worker.stopped and worker not in self.dismissed
+            ]
+            if left:
+                raise Violation(f"{left} have to be killed, since nobody has released them")
+        self.dismissed |= workers
+
+    def told_to_end(self, process: Process) -> None:
+        """A worker is told that the run has no more use for it."""
+        training = self.truth.journal is not None and self.truth.journal.phase == "training"
+        if training and self.plan.drains and process in self.truth.owning:
+            raise Violation(f"{process} is released, and has not handed over what it owns")
+        self.dismissed.add(process)
 
     # ---- the end
 
@@ -306,6 +334,12 @@ def _kill_worker(world: World) -> None:
         worker.die(-9)
 
 
+def _kill_server(world: World) -> None:
+    servers = [worker for worker in world.workers() if worker.is_server]
+    if servers:
+        world.engine.random.choice(servers).die(-9)
+
+
 def _kill_all_workers(world: World) -> None:
     for worker in world.workers():
         world.engine.after(world.engine.between(0.0, 0.05), worker.die, -9)
@@ -403,6 +437,7 @@ def _cut_workers(world: World) -> None:
 
 KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker is killed": (_kill_worker, 5),
+    "a server is killed": (_kill_server, 2),
     "all workers are killed": (_kill_all_workers, 1),
     "the master is killed": (_kill_master, 5),
     "the master stalls": (_stall_master, 1),
@@ -411,12 +446,12 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker pauses": (_pause_worker, 2),
     "all workers pause": (_pause_all_workers, 1),
     "a worker gets nowhere": (_loop_worker, 1),
-    "a worker has to leave": (_notice, 2),
-    "the run is scaled": (_scale, 3),
+    "a worker has to leave": (_notice, 4),
+    "the run is scaled": (_scale, 6),
     "the host is killed": (_kill_host, 2),
     "a stop is asked for": (_interrupt, 0.3),
     "the master is cut off": (_cut_master, 2),
-    "workers are cut off": (_cut_workers, 2),
+    "workers are cut off": (_cut_workers, 5),
 }
 """What may befall a run, and how often relative to the rest."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from disks import KINDS, put
 from instep.control.journal import FILE, Journal
-from instep.data.contents import Record
+from instep.data.samples.contents import Record
 from instep.errors import RunError
 from instep.events import STEPS, EventLog, cut_torn_record
 from instep.plain_file import NotPlain, check_plain, plain, read_plain, write_plain
@@ -62,6 +62,6 @@ def test_no_writer_of_a_run_waits(tmp_path: Path, kind: str) -> None:
 def test_a_folder_is_not_taken_where_a_file_is_none(tmp_path: Path, kind: str, name: str) -> None:
     (tmp_path / "logs").mkdir()
     put(kind, tmp_path / name)
-    words = f"{name} cannot be used: it is a {kind} and not a file. Take it away"
+    words = f"{name} cannot be used: it is a {kind} and not a file. Remove it"
     with pytest.raises(RunError, match=words), held(tmp_path):
         pass

@@ -1,11 +1,10 @@
-"""Process 0's other half under `instep.join`: the run folder, and a watch over the master.
+"""What process 0 does for a run under `instep.join`: its folder, and a watchdog of the master.
 
-The master is a process of its own, as under `instep run`; a thread of process 0 has the
-client's part (`watchdog.py`), and replaces a master that is lost or hangs. It ends with process 0.
-The other processes find the master by the meeting file (`placement.py`).
-Where there is nothing for them to do, because the run cannot go on or is
-complete, they are told so in the master's stead (`one_answer.py`). Models
-and loops are none of its business.
+The master is a process of its own, as under `instep run`; a thread of process 0 is its
+client (`watchdog.py`) and replaces a master that is lost or hangs. It ends with process 0.
+The other processes find the master by the meeting file (`meeting.py`). If the run cannot
+begin or is complete, process 0 tells them so in the master's place (`refusal.py`). It
+knows nothing of models and loops. Ways in: `Host` for process 0, `meet` for the others.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from typing import Any
 import msgspec
 
 from instep import spec_file
-from instep.client import early_words, placement
-from instep.client.one_answer import answer_all
-from instep.client.placement import Placement
+from instep.client import meeting, refusal
+from instep.client.placement import Placement, host_address
 from instep.client.submit import about, failure, finish, recipe_sha256, refused
 from instep.client.watchdog import MasterWatchdog
 from instep.comm.endpoint import Endpoint, Switchboard
@@ -40,33 +38,33 @@ from instep.store.folder import (
     held,
     make_run_folder,
     remove_run_folder,
-    way_on,
+    resume_hint,
 )
 from instep.store.run_folder import RunFolder
-from instep.system import blame
+from instep.system import causes
 from instep.words import some_workers
 from instep.worker.member import Member
 
 AGAIN_S = 10.0
-"""How long a master that was reached and lost before its first word is called again."""
+"""How long to retry a master that was lost before it answered."""
 
 LATE_S = 2.0
-"""How long a process that has no place looks whether another start invites it."""
+"""How long a process that the run refused waits for the meeting file of another start."""
 
 
 class Host:
-    """The run folder of a start, and whoever answers its processes.
+    """The run folder of a start, and its master or the answer in its place.
 
     Args:
         place: of this process, the first of its start.
         job: what to run.
         runs: folder of run folders.
         quiet: print no progress.
-        resume: go on with the run of this name, if there is one.
-        own_loop: its length is the script's business, not the job's.
+        resume: continue the run of this name, if there is one.
+        own_loop: the script has its own training loop, so the job does not know its length.
 
     Raises:
-        InstepError: there is nothing to join. The other processes raise the same.
+        InstepError: the run cannot begin. The other processes raise the same.
     """
 
     def __init__(
@@ -79,29 +77,29 @@ class Host:
         resume: bool,
         own_loop: bool,
     ) -> None:
-        self._meeting = placement.meeting_file(runs, place)
+        self._meeting = meeting.meeting_file(runs, place)
         self._hold = ExitStack()
         self._over: Over | None = None
         self._broke: BaseException | None = None
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
         self._job, self._place, self._origin = job, place, BEGINNING
-        with early_words.told(place, runs):
-            self._switchboard = Switchboard(placement.host_address(place))
-        self._failed: Collection[int] = ()  # processes that have said so before they called in
-        self._late = threading.Timer(placement.SAY_AFTER_S, self._say_who_is_missing)
+        with refusal.announced(place, runs):
+            self._switchboard = Switchboard(host_address(place))
+        self._failed: Collection[int] = ()  # processes that failed before they connected
+        self._late = threading.Timer(meeting.SAY_AFTER_S, self._say_who_is_missing)
         self._late.daemon = True
         self._began = time.time()
         try:
-            self._check_words()
+            self._check_notes()
             origin = self._take_folder(runs, resume, own_loop)
-            self._goes_on = origin is not None
+            self._to_train = origin is not None
             if origin is not None:
                 self._origin = origin
                 Journal(self.folder, Begin(time.time(), origin)).close()
             if place.size > 1:
-                placement.invite(self._meeting, self._switchboard.endpoint)
+                meeting.write(self._meeting, self._switchboard.endpoint)
                 try:
-                    self._check_words()  # again: reading a checkpoint takes its time
+                    self._check_notes()  # again: reading a checkpoint takes time
                 except InstepError:
                     if origin == BEGINNING:
                         remove_run_folder(self.folder)
@@ -114,19 +112,19 @@ class Host:
             raise
         self._thread = threading.Thread(target=self._serve, name="instep master", daemon=True)
         self._thread.start()
-        if place.size > 1 and self._goes_on:
+        if place.size > 1 and self._to_train:
             self._late.start()
 
-    def _check_words(self) -> None:
-        """Refuse to begin where a process has failed before it could call in."""
-        words = early_words.heard(self._meeting, 0)
-        self._failed = {*self._failed, *words}
-        for number, error in words.items():
+    def _check_notes(self) -> None:
+        """Refuse to begin if a process failed before it could connect."""
+        notes = refusal.notes(self._meeting, 0)
+        self._failed = {*self._failed, *notes}
+        for number, error in notes.items():
             error.args = (f"process {number} failed: {error}",)
             raise error
 
     def _take_folder(self, runs: Path, resume: bool, own_loop: bool) -> Origin | None:
-        """Hold a run folder; from where the run goes on, None where it is complete."""
+        """Lock a run folder; returns where training starts, None if the run is complete."""
         job = self._job
         if not (resume and (runs / job.name / "job.toml").is_file()):
             self.folder = make_run_folder(runs, job, named=False)
@@ -135,66 +133,55 @@ class Host:
         self.folder = (runs / job.name).resolve()
         self._hold.enter_context(held(self.folder))
         run = RunFolder(self.folder)
-        # one that was numbered has its job's name, but is found by its folder's
+        # a numbered run is found by its folder's name, which is not its job's
         check_changes(msgspec.structs.replace(run.spec, name=job.name), job)
         if not own_loop and is_complete(run, job):
             return None
         return prepare(self.folder, job, recipe_sha256=recipe_sha256(job), at_its_end=True)
 
     def _refuse(self, error: Exception) -> None:
-        """Have the other processes raise what this one is about to raise."""
-        answer = blame.refused(error)
+        """Make the other processes raise what this one is about to raise."""
+        answer = causes.refused(error)
         others = self._place.size - 1 - len(self._failed)
-        with contextlib.suppress(OSError):  # where no file can be written, none can be read
+        with contextlib.suppress(OSError):  # if no file can be written, none can be read
             if others > 0:
-                placement.invite(self._meeting, self._switchboard.endpoint)
-                answer_all(self._switchboard, others, answer, self._meeting)
+                meeting.write(self._meeting, self._switchboard.endpoint)
+                refusal.answer_all(self._switchboard, others, answer, self._meeting)
             else:
                 self._meeting.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         try:
-            if self._goes_on:
-                self._guard_master()
+            if self._to_train:
+                # in this thread: the kernel ends a master with the thread that started it
+                board, note = self._switchboard, self._note
+                self._over = MasterWatchdog(self.folder, board, None, note).serve()
             else:
-                answer = self._complete()
-                answer_all(self._switchboard, self._place.size, answer, self._meeting)
+                job, now = spec_file.dump(self._job), time.time()
+                answer = Welcome(job=job, run=str(self.folder), started=now, complete=True)
+                size = self._place.size
+                refusal.answer_all(self._switchboard, size, answer, self._meeting)
         except BaseException as error:
             self._broke = error
         finally:
-            self._switchboard.close()  # whoever still waits for the master learns that it is gone
-
-    def _guard_master(self) -> None:
-        """See to it that there is a master until the run is over; its output is ours.
-
-        The kernel ends a master with the thread that started it.
-        """
-        watchdog = MasterWatchdog(self.folder, self._switchboard, None, self._note)
-        try:
-            self._over = watchdog.serve()
-        finally:
-            watchdog.close()
-
-    def _complete(self) -> Welcome:
-        job = spec_file.dump(self._job)
-        return Welcome(job=job, run=str(self.folder), started=time.time(), complete=True)
+            self._switchboard.close()  # a process that still waits learns that the master is gone
 
     def member(self) -> Member:
         """Process 0 is worker 0 of its own master."""
         return _call(self._switchboard.endpoint, 0)
 
     def formed(self) -> None:
-        """All have come. The meeting file stays: one that comes once more is refused."""
+        """All processes are here. The meeting file stays, so that a late process is refused."""
         self._late.cancel()
 
     def _missing(self) -> list[int]:
-        """Who has not called in, in this session of the run."""
+        """Processes that have not connected in this session of the run."""
         joined = RunFolder(self.folder).named("worker_joined")
         there = {0, *(event["worker"] for event in joined if event["time"] >= self._began)}
         return [number for number in range(self._place.size) if number not in there]
 
     def _say_who_is_missing(self) -> None:
-        """In a thread: one line for whoever wonders, though nothing else is to be printed."""
+        """In a thread: print which processes are missing, also if the run is quiet."""
         if missing := self._missing():
             who = some_workers(missing).replace("workers", "processes").replace("worker", "process")
             print(
@@ -203,7 +190,7 @@ class Host:
             )
 
     def end(self) -> dict[str, Any]:
-        """Wait for the run's end, write its report, and let go of its folder.
+        """Wait for the run's end, write its report, and unlock its folder.
 
         Raises:
             InstepError: a worker failed.
@@ -213,12 +200,13 @@ class Host:
             self._late.cancel()
             self._meeting.unlink(missing_ok=True)
             if isinstance(self._broke, RunError):
-                raise RunError(f"{self._broke}{way_on(self.folder)}")
+                raise RunError(f"{self._broke}{resume_hint(self.folder)}")
             if isinstance(self._broke, InstepError):
                 raise self._broke
             if self._broke is not None:
                 raise RunError(f"the run's master failed: {self._broke!r}.") from self._broke
-            failed = self._over.failed if self._over is not None else None
+            over = self._over
+            failed = over.failed if over is not None else None
             missing = self._missing() if failed is not None else []
             if failed is not None and refused(failed, self.folder, self._origin):
                 remove_run_folder(self.folder)
@@ -226,16 +214,15 @@ class Host:
                 summary = self._summary()
         finally:
             self._hold.close()
-        if failed is not None:
-            worker = self._over.worker if self._over is not None else None
-            error = failure(-1 if worker is None else worker, failed, self.folder)
-            early_words.leave_all(self._meeting, missing, error)
+        if over is not None and failed is not None:
+            error = failure(over.worker, failed, self.folder)
+            refusal.leave_notes(self._meeting, missing, error)
             raise error
         return summary
 
     def _summary(self) -> dict[str, Any]:
         file = self.folder / "summary.json"
-        if self._goes_on or not file.is_file():
+        if self._to_train or not file.is_file():
             return finish(self.folder)
         try:
             there = json.loads(file.read_text(encoding="utf-8"))
@@ -243,31 +230,31 @@ class Host:
             there = None
         if isinstance(there, dict):
             return there
-        return finish(self.folder)  # all of it can be made anew
+        return finish(self.folder)  # the file is damaged
 
 
 def is_complete(run: RunFolder, job: JobSpec) -> bool:
-    """Whether a run came to its end, and that end is not before the job's."""
+    """Whether a run completed, and the job asks for no more steps."""
     length = job.train.steps or job.train.passes * run.epoch_steps
     return run.outcome == "completed" and 0 < length <= run.last_step
 
 
-def meet(meeting: Path, rank: int) -> Member:
-    """Join the master that process 0 runs; a left-over invitation is waited out.
+def meet(file: Path, rank: int) -> Member:
+    """Join the master that process 0 runs; a meeting file of a former start is ignored.
 
     Raises:
-        InstepError: process 0 refused to begin, does not come, or has begun without this process.
+        InstepError: process 0 refused to begin, is missing, or began without this process.
     """
 
     def look() -> None:
-        for error in early_words.heard(meeting, rank).values():
+        for error in refusal.notes(file, rank).values():
             raise error
 
     stale, late = set(_MET), None
     while True:
         try:
-            timeout_s = placement.TIMEOUT_S if late is None else LATE_S
-            endpoint = placement.find(meeting, stale, timeout_s=timeout_s, look=look)
+            timeout_s = meeting.TIMEOUT_S if late is None else LATE_S
+            endpoint = meeting.find(file, stale, timeout_s=timeout_s, look=look)
         except RunError:
             if late is None:
                 raise
@@ -275,7 +262,7 @@ def meet(meeting: Path, rank: int) -> Member:
         stale.add(endpoint.token)
         try:
             member = _call(endpoint, rank)
-        except blame.Unwanted as error:
+        except causes.Unwanted as error:
             late = error
         except PeerError:
             late = None
@@ -285,21 +272,21 @@ def meet(meeting: Path, rank: int) -> Member:
 
 
 _MET: set[str] = set()
-"""Tokens of the masters that this process has joined: a next session is not theirs."""
+"""Tokens of the masters that this process has joined already, in former sessions."""
 
 
 def _call(endpoint: Endpoint, number: int) -> Member:
-    """Become a member; a master that is lost before it has answered is replaced by another.
+    """Become a member; retries if the master is lost before it answers, as it is replaced.
 
     Raises:
-        PeerError: there is nobody any more who would replace it.
+        PeerError: there is no master and no replacement.
         InstepError: process 0 refused to begin.
     """
     deadline = time.monotonic() + AGAIN_S
     while True:
         try:
             return Member(endpoint, number)
-        except blame.Unwanted:
+        except causes.Unwanted:
             raise
         except PeerError as error:
             refused = isinstance(error.__context__, ConnectionRefusedError)

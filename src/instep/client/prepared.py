@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, IterableDataset
 
-from instep.data.given import Given, Lost, taken_apart
+from instep.data.torch_loader import LoaderParts, Unused, unpack_loader
 from instep.errors import SpecError
 from instep.recipe.build import a_or_an
 from instep.spec import TrainSpec
@@ -29,7 +29,7 @@ _WANTED = (
 class Data(NamedTuple):
     """A dataset, or a `DataLoader` taken apart."""
 
-    given: Given
+    given: LoaderParts
     batch: int | None
     """Samples of one batch of the `DataLoader`; None where there is none, or it does not say."""
 
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     """To train on, then to evaluate on."""
     scheduler: Any
     scaler: torch.amp.GradScaler | None
-    lost: Sequence[Lost]
+    lost: Sequence[Unused]
     """What of the loader to train on is not kept."""
     order: Sequence[Any]
     """Everything as it was given; for data its number in `data`."""
@@ -118,7 +118,7 @@ def _kind(part: Any) -> str:
 
 def _data(part: Any) -> Data:
     try:
-        given = taken_apart(part)
+        given = unpack_loader(part)
     except ValueError as error:
         raise SpecError(f"prepare() was given a DataLoader that {error}.") from None
     if isinstance(given.dataset, IterableDataset):
@@ -127,7 +127,7 @@ def _data(part: Any) -> Data:
     return Data(given, batches.batch_size if type(batches) is BatchSampler else None)
 
 
-def _lost(data: Data, train: TrainSpec) -> Sequence[Lost]:
+def _lost(data: Data, train: TrainSpec) -> Sequence[Unused]:
     """What of the loader to train on is not kept; its batch size is not among it.
 
     Raises:
@@ -143,7 +143,7 @@ def _lost(data: Data, train: TrainSpec) -> Sequence[Lost]:
             f"global_batch of {batch} times micro_batches; or give the dataset instead."
         )
     name = "the training"
-    return [*data.given.lost(name, shuffled=True, batch=batch or whole)]
+    return [*data.given.unused(name, shuffled=True, batch=batch or whole)]
 
 
 def _check_scheduler(optimizer: Optimizer, scheduler: Any) -> None:

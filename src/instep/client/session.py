@@ -1,11 +1,10 @@
-"""Training inside processes that somebody else started: torchrun, Slurm, MPI, or just Python.
+"""Training inside processes that torchrun, Slurm, MPI or the user started: `instep.join`.
 
 `instep.join()` makes this process a worker of a run. Process 0 also starts the
 master, a process of its own, and watches it in a thread (`hosting.py`). With a
 recipe, `Session.steps()` trains it; without one, `Session.prepare()` hands back
-an ordinary model, optimizer and loader for the user's own loop. Either goes on
-with an earlier run where `join(resume=True)` found one; one that is complete is
-left as it is.
+an ordinary model, optimizer and loader for the user's own loop. Either continues
+an earlier run if `join(resume=True)` finds one; a complete run is left as it is.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from instep import spec_file
-from instep.client import early_words, placement
+from instep.client import meeting, placement, refusal
 from instep.client.hosting import Host, meet
 from instep.client.prepared import Prepared
 from instep.client.script import answer_what_is_asked
 from instep.client.submit import check_job
-from instep.data.choose import cores
 from instep.data.loader import Loader
+from instep.data.reading.choose import cores
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
 from instep.recipe.build import Recipe, call, seed_everything
 from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
-from instep.system import blame
+from instep.system import causes
 from instep.system.kernels import set_kernels, share
 from instep.worker.loop import Step
 from instep.worker.member import Member, Released
@@ -68,28 +67,28 @@ def join(
     that is built next is the same in every process.
 
     Args:
-        recipe: what to train, or the function that makes it; None for an own loop.
+        recipe: what to train, or the function that makes it; None for your own loop.
         name: of the run and its folder.
         runs: folder of run folders; must be shared where there are several hosts.
         arguments: handed to the recipe function by name.
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
         network: `private` where the hosts' network is reached by trusted machines only.
-        resume: go on with the run of this name from its newest checkpoint, if there is
-            one; how many processes there are may have changed. With a recipe, a run
-            that is complete is no mistake: `steps()` yields nothing.
+        resume: continue the run of this name from its newest checkpoint, if there is one;
+            the number of processes may have changed. With a recipe, a complete run is no
+            error: `steps()` yields nothing.
         sections: tables of the job file: `train={"epochs": 3}`, `sync={...}`.
 
     Raises:
-        InstepError: the job is wrong, the run cannot go on, or the processes cannot
-            train together. What only process 0 can find, the others raise as well.
+        InstepError: the job is wrong, the run cannot be resumed, or the processes cannot
+            train together. Every process raises what process 0 finds.
     """
     spare_dynamo()
     answer_what_is_asked(name, seed, network, arguments, sections)
     if Script.started is not None:
         return _within_script(Script.started, recipe)
     place = placement.placement()
-    with early_words.told(place, Path(runs)):
+    with refusal.announced(place, Path(runs)):
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
         if job.launch.hosts:
             raise SpecError(
@@ -104,7 +103,7 @@ def join(
         host = Host(place, job, Path(runs), quiet=quiet, resume=resume, own_loop=recipe is None)
         member = host.member()
     else:
-        member = meet(placement.meeting_file(Path(runs), place), place.rank)
+        member = meet(meeting.meeting_file(Path(runs), place), place.rank)
     member.show_itself()
     session = Session(member, place, host)
     try:
@@ -174,7 +173,7 @@ class Session:
         self.run = member.run
         self.device = torch.device("cpu")
         self.summary: dict[str, Any] | None = None
-        """Of the finished run, on process 0; what it was, where it was complete before."""
+        """Of the finished run, on process 0."""
         self._training: Training | None = None
         self._loop: OwnLoop | None = None
         self._readers: list[Loader] = []
@@ -193,7 +192,7 @@ class Session:
         return len(form.members) if form is not None else self._place.size
 
     def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
-        """Seed everything, take a device, make the recipe if it is needed; `join` calls it."""
+        """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
@@ -210,8 +209,8 @@ class Session:
     def steps(self) -> Iterator[Step]:
         """Train the recipe; yields every committed step, and closes the session after the last.
 
-        Where the run goes on, the first is the one after its checkpoint; where it is
-        complete, there is none.
+        In a resumed run, the first is the one after its checkpoint; in a complete run there
+        is none.
 
         Raises:
             InstepError: the recipe cannot be trained, or a worker failed.
@@ -317,7 +316,7 @@ class Session:
             unreadable=job.data.unreadable,
             name="training" if train else "validation",
             worker_init=data.worker_init,
-            seen_as=data.seen_as,
+            info_dataset=data.info_dataset,
             say=lambda text: self._member.emit("warning", text=text),
         )
 
@@ -328,7 +327,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The last committed step; above 0 at the start where a run goes on."""
+        """The last committed step; above 0 at the start of a resumed run."""
         if self._member.complete:
             return RunFolder(self.run).last_step
         at = self._training or self._loop
@@ -378,7 +377,7 @@ class Session:
         return self._own.epochs(count)
 
     def validated(self, samples: int, **metrics: float) -> None:
-        """Tell what a validation of the whole gave, for the table, the report and the summary.
+        """Record the metrics of a validation, for the table, the report and the summary.
 
         Every process calls it with the same values; `sum` helps to get them.
         """
@@ -392,7 +391,7 @@ class Session:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run has been told to stop: the loader gives nothing more, leave the loop."""
+        """Whether the run is to stop: the loader gives nothing more, so leave the loop."""
         return self._loop is not None and self._loop.stopped
 
     def sum(self, *values: float) -> tuple[float, ...]:
@@ -432,10 +431,10 @@ class Session:
             self._host.formed()
 
     def close(self) -> None:
-        """Save the model, end the run with the others, and write the report; once is enough.
+        """Save the model, end the run with the others, and write the report; may be called again.
 
         Raises:
-            SpecError: your own loop was left in the middle of a step, or not by all.
+            SpecError: your own loop was left in the middle of a step, or not in all processes.
             InstepError: the model cannot be saved, or a worker failed.
         """
         if self._closed:
@@ -474,10 +473,10 @@ class Session:
             self.summary = self._host.end()
 
     def fail(self, error: BaseException) -> None:
-        """Say why, so that the run ends for everyone, with this as its cause.
+        """Report an error, so that the run ends in every process with this as its cause.
 
         Raises:
-            InstepError: where `error` is the echo of what another did.
+            InstepError: the cause, if `error` is only a consequence of what another did.
         """
         self._closed = True
         at, over = self._training or self._loop, None
@@ -490,8 +489,8 @@ class Session:
             self._close_readers()
             return
         try:
-            self._member.failed(blame.failed(error, *self.at))
-        except PeerError as ended:  # why, if the master has said so
+            self._member.failed(causes.failed(error, *self.at))
+        except PeerError as ended:  # says why, if the master has said so
             over = ended
         self._member.close()
         try:
@@ -499,14 +498,14 @@ class Session:
                 self._host.end()
         except InstepError as cause:
             if isinstance(error, PeerError):
-                raise cause from error  # what broke the collective, and not its echo
+                raise cause from error  # the cause, not its consequence
         else:
             if over is not None and self._host is None and type(error) is PeerError:
                 raise over from error
         finally:
             self._close_readers()
             if at is not None:
-                at.close()  # last: it waits for what is under way between the workers
+                at.close()  # last: it waits for collectives that are in flight
 
     def __enter__(self) -> Session:
         return self

@@ -1,8 +1,8 @@
-"""Whoever submits a job: makes the run folder, has the run looked after, returns what came of it.
+"""Submits a job: makes the run folder, starts the processes, waits, writes the report.
 
-`instep run` and `instep.train` both end here. Nothing in it imports torch: a
-client waits while others compute. What is not needed to start the processes
-is imported after they were started, while they import torch.
+`instep run` and `instep.train` both call it. Nothing here imports torch: a client only
+waits. What is not needed to start the processes is imported after their start, while they
+import torch. Ways in: `run_job`, `resume_run`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instep import __version__, spec_file
+from instep.comm.codecs import CODECS
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Failed, Over
 from instep.errors import InstepError, RecipeError, RunError, SpecError, WorkerError, near_miss
@@ -30,20 +31,20 @@ from instep.launch import LAUNCHERS
 from instep.plain_file import write_plain
 from instep.recipe.start_file import start_file
 from instep.spec import JobSpec
-from instep.state.recorded import check_recorded
+from instep.state.model_file import check_hash
 from instep.store.folder import (
     BEGINNING,
     Origin,
     held,
     make_run_folder,
     remove_run_folder,
-    way_on,
+    resume_hint,
 )
 from instep.sync import STRATEGIES
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
-"""What else than 0.0.0.0 stands for every address of a machine."""
+"""Besides 0.0.0.0, what means every address of a machine."""
 
 if TYPE_CHECKING:
     from instep.launch.base import Launcher
@@ -51,14 +52,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run."""
+    """The result of a run."""
 
     path: Path
     """Its folder."""
     summary: dict[str, Any]
     """As in `summary.json`."""
     exit_code: int = 0
-    """0; `DIVERGED` or `INTERRUPTED` of `errors.py` where it ended so."""
+    """0; `DIVERGED` or `INTERRUPTED` of `errors.py` if it ended so."""
+
+
+_NO_BITS = "what a codec drops depends on how many workers there are"
 
 
 def train(
@@ -72,7 +76,7 @@ def train(
     quiet: bool = False,
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Train a recipe on this machine, on `workers` processes, and return how it went.
+    """Train a recipe on this machine, on `workers` processes, and return the result.
 
     Args:
         recipe: a function that returns an `instep.Recipe`, defined at the top
@@ -137,12 +141,12 @@ def run_job(
     Args:
         job: what to run.
         runs: folder of run folders.
-        named: the name was asked for: refuse if it is taken, rather than number it.
-        quiet: print nothing; by default a live table, or lines, go to standard error.
+        named: refuse a name that is taken, rather than number it.
+        quiet: print nothing; by default a live table or lines go to standard error.
         started: Unix seconds at which the command began; now, if not given.
-        json_output: progress as lines, since standard output is for a machine.
-        origin: from where it goes on; of another run, which is only read.
-        watch: called with the run folder several times a second; must not wait.
+        json_output: progress as lines, as a program reads the output.
+        origin: the checkpoint to start from, of another run, which is only read.
+        watch: called with the run folder several times a second; must not block.
 
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
@@ -168,16 +172,16 @@ def resume_run(
     started: float | None = None,
     json_output: bool = False,
 ) -> Run:
-    """Go on with a run of this machine, from its newest checkpoint to its end.
+    """Resume a run of this machine, from its newest checkpoint to its end.
 
     Args:
         path: its folder.
-        overrides: `section.key=value`, laid over the job as run.
-        changes: nested tables of values, laid over it after those.
+        overrides: `section.key=value`, changes of the job as run.
+        changes: nested tables of values, applied after those.
         quiet, started, json_output: as for `run_job`.
 
     Raises:
-        InstepError: it cannot go on, or a worker failed; the text says why.
+        InstepError: it cannot be resumed, or a worker failed; the text says why.
     """
     from instep.control.resume import changed, prepare
     from instep.store.run_folder import RunFolder
@@ -185,8 +189,8 @@ def resume_run(
     before = RunFolder(path)
     if before.joined:
         raise SpecError(
-            f"{before.path} is of processes that called instep.join, which instep resume cannot "
-            f"start. To go on: {before.way_on}"
+            f"the processes of {before.path} called instep.join, and instep resume cannot start "
+            f"them. To resume: {before.to_resume}"
         )
     job = changed(before, overrides, changes)
     check_job(job, resumed=True)
@@ -203,17 +207,17 @@ def resume(
     quiet: bool = False,
     **changes: Any,
 ) -> Run:
-    """Go on with a run on this machine, from its newest checkpoint, and return how it went.
+    """Resume a run on this machine from its newest checkpoint, and return the result.
 
     Args:
         run: its folder.
-        workers: processes that compute gradients; as many as it had last, if not given.
+        workers: processes that compute gradients; by default as many as it had last.
         quiet: print nothing.
         changes: of the job: `train={"epochs": 20}`, `recipe="moved.py:recipe"`. None
-            takes a key away, so that it has its default again: `stop={"target": None}`.
+            resets a key to its default: `stop={"target": None}`.
 
     Raises:
-        InstepError: it cannot go on, or a worker failed; the text says why.
+        InstepError: it cannot be resumed, or a worker failed; the text says why.
     """
     if workers is not None:
         changes["workers"] = workers
@@ -222,7 +226,7 @@ def resume(
 
 @dataclass(frozen=True)
 class _Audience:
-    """Who watches a run."""
+    """Who follows a run."""
 
     quiet: bool = False
     json_output: bool = False
@@ -232,7 +236,7 @@ class _Audience:
 def _conduct(
     job: JobSpec, folder: Path, origin: Origin, started: float | None, audience: _Audience
 ) -> Run:
-    """Run a job in its folder, from wherever it stands to its end."""
+    """Run a job in its folder, from `origin` to its end."""
     switchboard = open_switchboard(job)
     hosts = job.launch.hosts
     launcher = LAUNCHERS["hosts"](hosts) if hosts else LAUNCHERS["local"]()
@@ -241,21 +245,21 @@ def _conduct(
             launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
         began = started or time.time()
         over = _follow(job, folder, origin, switchboard, launcher, began, audience)
-    except RunError as error:  # there is no master any more; what was committed is there
+    except RunError as error:  # the master is lost; what was committed is in the folder
         with suppress(InstepError):
             finish(folder)
-        raise RunError(f"{error}{way_on(folder)}") from None
+        raise RunError(f"{error}{resume_hint(folder)}") from None
     finally:
         launcher.stop()
         switchboard.close()
     if over.failed is not None and refused(over.failed, folder, origin):
         remove_run_folder(folder)
-        raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+        raise failure(over.worker, over.failed, folder)
     try:
         summary = finish(folder, origin)
-    finally:  # what ended the run comes before what came of its report
+    finally:  # the cause of a failure matters more than an error in its report
         if over.failed is not None:
-            raise failure(over.worker if over.worker is not None else -1, over.failed, folder)
+            raise failure(over.worker, over.failed, folder)
     return Run(folder, summary, over.exit_code)
 
 
@@ -268,8 +272,8 @@ def _follow(
     began: float,
     audience: _Audience,
 ) -> Over:
-    """See to it that the run has a master and a host until it is over."""
-    from instep.client.live_run import seated
+    """Keep the run's master and hosts alive until it is over."""
+    from instep.client.running import published
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
 
@@ -279,31 +283,28 @@ def _follow(
     watchdog = MasterWatchdog(
         folder, switchboard, launcher, note, watch=audience.watch, hosts=hosts
     )
-    try:
-        with seated(folder, switchboard.endpoint):
-            return watchdog.serve()
-    finally:
-        watchdog.close()
+    with published(folder, switchboard.endpoint):
+        return watchdog.serve()
 
 
 def open_switchboard(job: JobSpec) -> Switchboard:
-    """Where the run's masters listen: on loopback, or where its hosts reach this machine.
+    """Where the run's masters listen: on loopback, or where the hosts reach this machine.
 
     Raises:
-        SpecError: that is no address of this machine, or other hosts cannot reach it.
+        SpecError: it is not an address of this machine, or other hosts cannot reach it.
     """
     if not job.launch.hosts:
         return Switchboard()
     address = job.launch.address
     try:
-        wild = address in WILDCARDS  # of which some are no names of IPv4
+        wild = address in WILDCARDS  # some are not IPv4
         found = "0.0.0.0" if wild else socket.gethostbyname(address or socket.gethostname())
         if found == "0.0.0.0":
             what = f"launch.address = {address!r}" if address else f"this machine's name, {found},"
             raise SpecError(
                 f"{what} means every address of this machine: the run would listen on all its "
-                "networks, and no host could be told where to call. Give the one address that the "
-                "hosts reach, such as 10.0.0.1."
+                "networks, and the hosts need one address to connect to. Give the address that "
+                "they reach, such as 10.0.0.1."
             )
         if not address and found.startswith("127."):
             raise SpecError(
@@ -319,17 +320,16 @@ def open_switchboard(job: JobSpec) -> Switchboard:
 
 
 def check_job(job: JobSpec, *, resumed: bool = False) -> None:
-    """What can be refused before any process starts.
+    """Refuse a job before any process starts.
 
     Args:
         job: to be run.
-        resumed: its model is in a checkpoint; what it once started from may be gone.
+        resumed: its model is in a checkpoint; the file it started from may be gone.
 
     Raises:
-        SpecError: a part by that name does not exist, or is not built yet; or
-            this is a process of another run.
-        CheckpointError: the model to start from is no sound safetensors file, or not as
-            it was saved.
+        SpecError: a part by that name does not exist, or not in this version; or this is a
+            process of another run.
+        CheckpointError: the model to start from is damaged, or not a safetensors file.
     """
     if ASKED in os.environ:
         raise SpecError(
@@ -346,11 +346,18 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         raise SpecError(
             f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."
         )
+    CODECS.check(job.sync.codec)
     if job.sync.codec != "none":
-        raise SpecError(
-            f"sync.codec = {job.sync.codec!r}: this version sends tensors as they are. "
-            "Leave the key out."
-        )
+        for key, clashes, why in (
+            ("train.determinism", job.train.determinism == "bits", _NO_BITS),
+            ("check.corruption", job.check.corruption, "gradients are not compared to the bit"),
+            ("train.precision", job.train.precision == "float16", "the scale of the loss changes"),
+        ):
+            if clashes:
+                raise SpecError(
+                    f"sync.codec = {job.sync.codec!r} does not go with the job's {key}: {why}. "
+                    "Leave one of the two out."
+                )
     if job.mesh.ranks > 1:
         raise SpecError(
             f"[mesh] asks for {job.mesh.ranks} ranks in a replica: this version keeps a replica "
@@ -364,11 +371,11 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         open_switchboard(job).close()
     model = None if resumed else start_file(job.start)
     if model is not None:
-        check_recorded(model)
+        check_hash(model)
 
 
 def about(job: JobSpec) -> dict[str, Any]:
-    """Fields of `run_started` that say where and how a run was made."""
+    """Fields of `run_started`: the command, the machine, the versions."""
     import psutil
 
     names = ("torch", "numpy", "safetensors")
@@ -388,7 +395,7 @@ def about(job: JobSpec) -> dict[str, Any]:
 
 
 def recipe_sha256(job: JobSpec) -> str:
-    """Of the recipe's file as it is now; empty where there is none."""
+    """Of the recipe's file as it is now; empty if there is none."""
     file = Path(job.recipe.rpartition(":")[0])
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
@@ -403,19 +410,19 @@ def _version(package: str) -> str:
 
 
 def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
-    """Write what a run leaves for people and machines, and return the summary.
+    """Write summary, report and trace of a run that has ended, and return the summary.
 
     Args:
         folder: of the run.
-        origin: from where it went on; where that is another run, its ledger is a part.
+        origin: where it started; if that is another run, its ledger does not begin at 1.
 
     Raises:
-        RunError: some of it cannot be written; or its ledger does not hold what it was to
-            train on, which is said once all of it is written.
+        RunError: a file cannot be written; or, once all are written: the ledger is not what
+            the job says.
     """
-    from instep.report.page import write_report
-    from instep.report.proof import prove
-    from instep.report.summary import summarise
+    from instep.report.figures.proof import prove
+    from instep.report.figures.summary import summarise
+    from instep.report.page.page import write_report
     from instep.report.timeline import write_trace
     from instep.store.run_folder import RunFolder
 
@@ -433,8 +440,8 @@ def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
         ) from None
     if run.outcome == "unfinished":
         raise RunError(
-            f"the run has ended, but how could not be written to {folder / 'events.jsonl'}, and "
-            "its report has gaps: the disk was full, or not to be written to."
+            f"the run has ended, but its end could not be written to {folder / 'events.jsonl'}, "
+            "and its report has gaps: the disk was full or read-only."
         )
     whole = origin.checkpoint is None or origin.checkpoint.is_relative_to(folder)
     if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
@@ -442,34 +449,40 @@ def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
     return summary
 
 
-def refused(word: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
-    """Whether a run was refused before it had trained anything: its folder tells nothing more.
+def refused(failed: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
+    """Whether a run was refused before it trained anything, so that its folder can be removed.
 
     Args:
-        word: why it failed.
+        failed: why it failed.
         folder: of the run.
-        origin: from where it went on.
+        origin: where it started.
     """
     from instep.events import LEDGER, read_records
 
-    kinds = ["SpecError", "RecipeError", "CheckpointError", *(() if word.step else ("DataError",))]
-    fresh = origin == BEGINNING and word.kind in kinds
+    kinds = [
+        "SpecError",
+        "RecipeError",
+        "CheckpointError",
+        *(() if failed.step else ("DataError",)),
+    ]
+    fresh = origin == BEGINNING and failed.kind in kinds
     return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
 
 
-def failure(worker: int, word: Failed, folder: Path) -> InstepError:
-    """The one error that a failed run ends with: the cause first, and where to read on."""
-    who = f"worker {worker}" if worker >= 0 else "the launcher"
-    log = f"worker-{worker}.log" if worker >= 0 else "host.log"
-    at = f" at step {word.step}" if word.step else ""
-    doing = f", in {word.phase}" if word.phase else ""
-    lines = [f"{who} failed{at}{doing}: {word.cause}"]
-    if word.where:
-        lines.append(f"  {word.where}: {word.line}")
-    if (folder / "logs" / log).exists():  # under torchrun, others keep the output
-        lines.append(f"  everything else: {folder / 'logs' / log}")
-    # what is wrong with the recipe is one error, whichever worker has found it first
-    kind = RecipeError if word.kind == RecipeError.__name__ else WorkerError
-    error = kind("\n".join(lines) + way_on(folder))
-    error.exit_code = word.exit_code
+def failure(worker: int | None, failed: Failed, folder: Path) -> InstepError:
+    """The one error that a failed run ends with: the cause first, then where to read more."""
+    who, log = "the launcher", "host.log"
+    if worker is not None and worker >= 0:
+        who, log = f"worker {worker}", f"worker-{worker}.log"
+    at = f" at step {failed.step}" if failed.step else ""
+    doing = f", in {failed.phase}" if failed.phase else ""
+    lines = [f"{who} failed{at}{doing}: {failed.cause}"]
+    if failed.where:
+        lines.append(f"  {failed.where}: {failed.line}")
+    if (folder / "logs" / log).exists():  # under torchrun the output is not in the folder
+        lines.append(f"  full log: {folder / 'logs' / log}")
+    # an error of the recipe is the same, whichever worker finds it first
+    kind = RecipeError if failed.kind == RecipeError.__name__ else WorkerError
+    error = kind("\n".join(lines) + resume_hint(folder))
+    error.exit_code = failed.exit_code
     return error

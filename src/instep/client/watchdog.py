@@ -1,10 +1,10 @@
-"""Keeps a run's master and its hosts alive until the run is over. The client's part of it.
+"""Keeps a run's master and hosts alive until the run is over: the client's watchdog.
 
-Either may be killed: it is brought up again, and the rest goes on meanwhile. So is a master
-that gives no sign of life for too long (`lease.py`): it is killed first, so that there are
-never two. One that ends by itself has said why, and that ends the run. The client is
-the one process of a run that must live; where it dies, all others end. Under `instep.join`
-process 0 has this part, in a thread, and there are no hosts.
+If a master or a host is killed, it is started again, and training continues meanwhile. A
+master that gives no sign of life for too long (`control/lease.py`) is killed first, so that
+there are never two. A master that ends by itself has said why, and that ends the run. The
+client is the one process that must live: if it dies, all others end. Under `instep.join`
+the watchdog is a thread of process 0, and there are no hosts.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from instep.errors import RunError
 from instep.launch.base import Launcher
 from instep.plain_file import read_plain
 from instep.store.folder import gone, host_log
-from instep.system.blame import as_error
-from instep.system.processes import on_signals, start_patiently
+from instep.system.causes import as_error
+from instep.system.processes import on_signals, start_with_retries
 
 LINGER_S = 2.0
-"""How long a master may take to end once it has said that the run has."""
+"""How long a master may take to end once the run is over."""
 
 LOOK_S = 0.05
-"""How often it is looked whether they live."""
+"""Seconds between two looks at the processes."""
 
 STUCK_S = 10.0
-"""How long a master may take to end a run that is to end now."""
+"""How long a master may take to end a run after a second interrupt."""
 
 MOST_RESTARTS, WITHIN_S = 10, 10.0
-"""A master that is killed more often within so long is given up."""
+"""A master that is killed more often within so many seconds is not replaced."""
 
 SHORT_S, LONGEST_PAUSE_S = 2.0, 1.0
-"""A master that lives no longer than the one was of no use; before the next there is a pause that
-grows up to the other."""
+"""After masters that lived no longer than the first, there is a pause before the next, which grows
+up to the second."""
 
 MOST_HANGS, WELL_S = 7, 10.0
-"""A master that was silent for too long so often, and never did its work for so long in between,
-is given up: whatever it waits for, the next waits for as well."""
+"""A master that hung so often, without working for so long in between, is not replaced: whatever it
+waits for, the next one waits for as well."""
 
 
 class MasterWatchdog:
-    """Sees a run to its end.
+    """Watches a run until its end.
 
     Args:
         run: its folder.
         switchboard: on which its masters listen.
-        launcher: has started the hosts; None where there are none.
+        launcher: has started the hosts; None if there are none.
         hosts: how many.
-        note: for each master, beside what the folder says.
+        note: for each master, in addition to what the folder says.
         watch: called with the folder at every look.
     """
 
@@ -89,20 +89,19 @@ class MasterWatchdog:
         self._hung = ""  # how the present one hangs, once it has been killed for that
         self._hangs = 0
         self._short_lives = 0  # of masters in a row that ended soon after their start
-        self._due: float | None = None  # when the next is brought up, while there is none
+        self._due: float | None = None  # when to start the next one, while there is none
         self._over = False
-        self._longest_s = 0.0  # that a master was silent, and went on
-        self._master = self._start()
+        self._longest_s = 0.0  # the longest silence of a master that continued
 
     def _start(self, why: str = "") -> subprocess.Popen[bytes]:
-        """Bring up a master; in place of another where it is said why that is gone."""
+        """Start a master; `why` says how the one before was lost."""
         now = time.monotonic()
         self._starts.append(now)
         listener = self._board.listener.fileno()
         self._close_signs()
         self._signs, signs = os.pipe()
         os.set_blocking(self._signs, False)
-        master = start_patiently(
+        master = start_with_retries(
             [sys.executable, "-P", "-m", "instep.control.master_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -128,11 +127,12 @@ class MasterWatchdog:
         return master
 
     def serve(self) -> Over:
-        """Wait for the run's end.
+        """Start a master, and wait for the run's end; no master is left then.
 
         Raises:
-            InstepError: the master cannot go on; the text says why.
+            InstepError: the master cannot continue; the text says why.
         """
+        self._master = self._start()
         endpoint = self._board.endpoint
         connection = MasterConnection(
             endpoint.address, Hello(token=endpoint.token, role="client", number=0, pid=0)
@@ -149,13 +149,14 @@ class MasterWatchdog:
                     if isinstance(message, Refused):
                         raise as_error(message)
                     if isinstance(message, HostWanted):
-                        self._bring_hosts(message.numbers)
+                        self._start_hosts(message.numbers)
                     self._pass_on(connection)
                     self._look_after(connection)
                     if self._watch is not None:
                         self._watch(self._run)
         finally:
             connection.close()
+            self._close()
 
     def _pass_on(self, connection: MasterConnection) -> None:
         while self._told < len(self._asked):
@@ -164,7 +165,7 @@ class MasterWatchdog:
             self._last_asked = time.monotonic()
         if self._told > 1 and time.monotonic() - self._last_asked > STUCK_S:
             self._last_asked = math.inf
-            self._master.kill()  # it does not do what it was told to; the next one will
+            self._master.kill()  # it does not end the run; the next one will
 
     def _look_after(self, connection: MasterConnection) -> None:
         for number in self._hosts:
@@ -178,14 +179,14 @@ class MasterWatchdog:
         code = self._master.poll()
         if code is None:
             return
-        message = connection.look(LOOK_S)  # its last word may have arrived
+        message = connection.look(LOOK_S)  # its last message may have arrived
         if message is not None:
             connection.put_back(message)
         elif code >= 0:
             log = self._run / "logs" / "master.log"
             if text := gone(self._run):
                 raise RunError(text)
-            raise RunError(f"the run's master failed: {_last_line(log)} Everything else: {log}")
+            raise RunError(f"the run's master failed: {_last_line(log)} Full log: {log}")
         else:
             why = self._hung or f"it was killed by {signal_name(code)}"
             now = time.monotonic()
@@ -197,12 +198,12 @@ class MasterWatchdog:
                 self._master = self._start(why)
 
     def _pause_s(self, lived_s: float) -> float:
-        """How long to wait before the next master: longer each time that one ends at once."""
+        """How long to wait before the next master: longer each time one ends early."""
         self._short_lives = self._short_lives + 1 if lived_s < SHORT_S else 0
         return 0.0 if self._short_lives < 3 else min(0.05 * 2**self._short_lives, LONGEST_PAUSE_S)
 
     def _watch_signs(self) -> None:
-        """Kill a master that gives no sign of life for too long; once dead, it is replaced."""
+        """Kill a master that gives no sign of life for too long; it is replaced then."""
         now = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             while os.read(self._signs, 1 << 16):
@@ -215,10 +216,10 @@ class MasterWatchdog:
             self._master.kill()
 
     def _check_restarts(self, why: str) -> None:
-        """Refuse to bring up a master again and again.
+        """Refuse to start masters again and again.
 
         Raises:
-            RunError: it would be of no use.
+            RunError: another one would not help.
         """
         if self._hangs >= MOST_HANGS:
             raise RunError(
@@ -240,8 +241,8 @@ class MasterWatchdog:
                 f"{self._run / 'logs' / 'master.log'}."
             )
 
-    def _bring_hosts(self, numbers: Iterable[int]) -> None:
-        """The master has none of these hosts any more, nor has one that took its place called."""
+    def _start_hosts(self, numbers: Iterable[int]) -> None:
+        """Start hosts that the master misses: they are gone, and no replacement has connected."""
         for number in numbers:
             if number not in self._hosts:
                 continue
@@ -251,11 +252,11 @@ class MasterWatchdog:
                 endpoint = replace(self._board.endpoint, host=number)
                 self._launcher.start(endpoint, self._run / "logs")
             else:
-                self._launcher.end_if_stopped(number)  # then it is wanted still, and has ended
+                self._launcher.end_if_stopped(number)  # then it will be started at the next request
 
-    def close(self) -> None:
-        """End the master, if it still runs; a second call does nothing."""
-        if self._over:  # it has said so, and is about to draw its last word
+    def _close(self) -> None:
+        """End the master, if it still runs."""
+        if self._over:  # it is about to print its last lines
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._master.wait(LINGER_S)
         if self._master.poll() is None:
@@ -270,7 +271,7 @@ class MasterWatchdog:
 
 
 def _last_line(log: Path) -> str:
-    """What a process said last before it ended."""
+    """The last line that a process printed."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = read_plain(log).decode(errors="replace").split("\n")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 6
+VERSION = 7
 """Of the messages below; both ends of a channel must have the same."""
 
 
@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process was when it ended, as far as it left word (`data/breadcrumb.py`)."""
+    """Where a process was when it ended, as far as it left word (`data/samples/last_read.py`)."""
 
     step: int = 0
     """The step that it computed; 0 before the first."""
@@ -260,6 +260,13 @@ class Form(Message, frozen=True):
     """Whether a rule had the run end with that checkpoint, so that no step follows."""
     marks: list[Mark] = []
     """Samples at which processes have ended; the same for all members."""
+    role: str = "worker"
+    """`worker`, or `server` for a member that holds parameters for the others."""
+    servers: tuple[int, ...] = ()
+    """Which of the members are servers; they have the last ranks."""
+    draining: tuple[int, ...] = ()
+    """Which of the members leave after this generation: they get no work, and hand over what they
+    own by the commit at which all leave it."""
 
 
 class Formed(Message, frozen=True):

@@ -1,5 +1,6 @@
-"""Who is a member, who does what, and when to stop: the master.
+"""The master: who is a member, who does what, and when to stop.
 
-`decide` is its mind, pure; `master` its shell, which receives, asks the mind and does what it
-says; `journal` is what survives it. What a worker computes is not known here.
+`decide` is a pure function over `state`; `master` is the shell that receives messages and
+carries its decisions out; `journal` keeps them, for the next master. Start with `state`.
+What a worker computes is not known here.
 """

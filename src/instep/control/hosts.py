@@ -1,10 +1,9 @@
-"""What the master knows of its hosts: who lives, who has which worker, and whom to give up.
+"""The hosts of a run: which are alive, which workers they have, and which are given up.
 
-A run on this machine has one host. One on several knows a process of another
-machine by its host's word only: the master asks the host to signal it, hears
-from the host that it has ended, and where the host itself is silent, counts
-the process as lost once it cannot commit any more (`comm/connection.py`, LEASE_S).
-What follows for the run is decided elsewhere.
+A run on this machine has one host. In a run on several, the master reaches a process of
+another machine through its host only: the host sends it signals and reports its end. If
+the host itself is silent, the process counts as lost once it cannot commit any more
+(`comm/connection.py`, LEASE_S). What follows for the run is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ GATHER_S = 10.0
 """How long the first workers wait for hosts that have not come."""
 
 QUIET_S = 0.6
-"""A host that says nothing for so long will hardly tell how a process of its has ended."""
+"""A host that is silent for so long will hardly report the end of its processes."""
 
 FIRST_HEARTBEAT_S = 60.0
-"""How long a host may take to import what workers need; it says nothing meanwhile."""
+"""How long a host may take to import what workers need; it is silent meanwhile."""
 
 BALANCE_S = 3.0
 """How long all hosts must have been there before a worker moves to one that has fewer."""
 
 LAST_S = 30.0
-"""How long those who alone hold the run's state are waited for; then it goes back."""
+"""How long workers that alone hold the run's state are waited for; then it goes back."""
 
 BACK_S = 2.0
-"""How long a host must have been there before workers are given up that may be back as well."""
+"""How long a host must be there before workers of another one are given up."""
 
 
 class Process(Protocol):
@@ -68,7 +67,7 @@ class _Host:
     since: float
     heard: float
     stopped: Collection[int] = ()
-    """Processes of its that were stopped, as it said last."""
+    """Its processes that were stopped, by its last heartbeat."""
 
 
 class Hosts:
@@ -76,7 +75,7 @@ class Hosts:
 
     Args:
         count: how many it has; 0 where all workers are on this machine.
-        send: says something to one of them.
+        send: sends a message to one of them.
         gather_s: how long the first that comes waits for the others.
     """
 
@@ -105,7 +104,7 @@ class Hosts:
 
     @property
     def missing(self) -> list[int]:
-        """Who is not there."""
+        """Numbers of the hosts that are not connected."""
         return [number for number in range(max(1, self.count)) if number not in self._there]
 
     @property
@@ -116,7 +115,7 @@ class Hosts:
     # ---- who comes, speaks and goes
 
     def turn(self, now: float) -> list[Peer]:
-        """The time; who has been silent for too long."""
+        """Let time pass; returns connections that have been silent for too long."""
         away, self._now = away_s(self._now or None, now), now
         for host in self._there.values():
             host.heard += away
@@ -129,7 +128,7 @@ class Hosts:
         ]
 
     def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
-        """A host is there; it ends what was given up while it was not.
+        """A host has connected; it kills what was given up meanwhile.
 
         Returns:
             Its former connection, where the same process had another.
@@ -139,26 +138,26 @@ class Hosts:
         self._left.pop(number, None)
         before = self._there.get(number)
         self._there[number] = _Host(peer, pid, now, now)
-        self._forget_starts(number)  # told on a connection that is lost, it may never have heard
+        self._forget_starts(number)  # it may not have got what was sent on a lost connection
         for host, given_up in self._given_up:
             if host == number:
                 self._send(peer, m.Signal(pid=given_up, signals=[signal.SIGKILL]))
         return before.peer if before is not None and before.pid == pid else None
 
     def fails(self, number: int) -> bool:
-        """A host has ended by itself; whether there is none left that has not."""
+        """A host has ended by itself; whether all have."""
         self._failed.add(number)
         return len(self._failed) >= max(1, self.count)
 
     def hears(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
-        """A host lives, and these processes of its were stopped."""
+        """A heartbeat of a host, with its processes that were stopped."""
         host = self._there.get(number)
         if host is not None and host.peer is peer:
             host.heard, host.stopped = now, stopped
             self._spoke.add((number, host.pid))
 
     def goes(self, number: int, peer: Peer) -> bool:
-        """A host's connection is lost; whether there is none by its number now."""
+        """A host's connection is lost; whether there is no other with its number."""
         host = self._there.get(number)
         if host is None or host.peer is not peer:
             return False
@@ -171,19 +170,19 @@ class Hosts:
         self._underway = {w: h for w, h in self._underway.items() if h != number}
 
     def _speaks(self, number: int) -> bool:
-        """Whether a host's process has shown before that it lives, on any connection."""
+        """Whether a host's process has sent a heartbeat before, on any connection."""
         return (number, self._there[number].pid) in self._spoke
 
     # ---- where workers are
 
     def ready(self, now: float) -> bool:
-        """Whether workers may be started: all hosts have come, or have had their time."""
+        """Whether workers may be started: all hosts have connected, or have timed out."""
         late = self._first is not None and now - self._first > self._gather_s
         self._ready |= late or (self._first is not None and not (self.several and self.missing))
         return self._ready
 
     def start(self, worker: int, log: str, placed: Iterable[int]) -> None:
-        """Have a worker started where the fewest are, unless it has just been.
+        """Start a worker on the host that has the fewest, unless that is under way.
 
         Args:
             worker: its number.
@@ -200,14 +199,14 @@ class Hosts:
             self._send(self._there[host].peer, m.StartWorker(number=worker, log=log))
 
     def started(self, worker: int, host: int) -> bool:
-        """A worker has come, or has ended before it could; whether it was to be started there."""
+        """A worker has connected, or ended before that; whether it was to be started there."""
         if self._underway.get(worker) != host:
             return not self.several
         del self._underway[worker]
         return True
 
     def crowded(self, placed: Mapping[int, int]) -> int | None:
-        """A worker that had better be on another host; None where they are spread evenly.
+        """A worker that should move to another host; None if they are spread evenly.
 
         Args:
             placed: worker to its host.
@@ -245,41 +244,41 @@ class Hosts:
 
     @property
     def all_quiet(self) -> bool:
-        """Whether it is the master that has been cut off, as far as can be seen."""
+        """Whether all are silent, so that it is likely the master that is cut off."""
         return self.several and all(map(self.is_quiet, range(self.count)))
 
     @property
     def can_do_without(self) -> bool:
-        """Whether a host is there, and has been for long enough, that could take others' work."""
+        """Whether a host has been there for long enough to take the work of others."""
         living = [n for n in self._there if not self.is_quiet(n)]
         return any(self._now - self._there[number].since > BACK_S for number in living)
 
     def give_up(self, host: int, pid: int) -> None:
-        """The run goes on without this process; it is ended once its host can be reached."""
+        """Continue without this process; it is killed once its host can be reached."""
         self._given_up.add((host, pid))
         self.signal(host, pid, signal.SIGKILL)
 
     def gave_up(self, host: int, pid: int) -> bool:
-        """Whether the run has gone on without this process."""
+        """Whether the run has continued without this process."""
         return (host, pid) in self._given_up
 
 
 class Far:
-    """A process of another machine: only its host can do something about it."""
+    """A process of another machine, reached through its host only."""
 
     def __init__(self, hosts: Hosts, host: int, pid: int) -> None:
         self._hosts, self.host, self.pid = hosts, host, pid
         self.killed_at: float | None = None
-        """When it was to be ended; from then on the master does not answer it."""
+        """When the master had it killed; from then on it gets no answers."""
 
     @property
     def ended(self) -> bool:
-        """Its host tells."""
+        """As its host reports."""
         return False
 
     @property
     def stopped(self) -> bool:
-        """Its host tells."""
+        """As its host reports."""
         return self._hosts.is_stopped(self.host, self.pid)
 
     def signal(self, number: int) -> None:
@@ -291,11 +290,11 @@ class Far:
         self._hosts.signal(self.host, self.pid, number)
 
     def is_lost(self, now: float, silent_s: float) -> bool:
-        """Whether it cannot commit any more, though nobody has seen its end.
+        """Whether it cannot commit any more, though its end is not known.
 
         Args:
             now: seconds, on the master's clock.
-            silent_s: how long it has not been heard.
+            silent_s: since its last heartbeat.
         """
         if self.killed_at is None or not self._hosts.can_do_without:
             return False
@@ -303,4 +302,4 @@ class Far:
         return quiet or now - self.killed_at > FLOOR_S
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to close."""

@@ -1,9 +1,8 @@
-"""What the master knows, on disk: so that another can go on where one was killed.
+"""The master's decisions on disk, so that another master can continue when one is killed.
 
-Every decision that changes the state is a row: when, what was heard, and the
-whole state after it, before anything is done about it. The next master takes
-up the last one. What the state means is `decide.py`'s affair. Beside it, what the members
-of the present generation have left for each other.
+Each decision that changes the state is a row: the time, the event, and the whole state
+after it. It is written before any action is taken. The next master continues from the
+last row. Beside them: the keys of the present generation (`keys.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from instep.control.news import News, State
+from instep.control.state import Event, State
 from instep.errors import RunError
 from instep.plain_file import check_plain
 from instep.store.folder import Origin, gone
@@ -25,7 +24,7 @@ FILE = "journal.sqlite"
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """What a session of a run began with."""
+    """The beginning of a session."""
 
     started: float
     """Unix seconds at which the user's command began."""
@@ -37,8 +36,8 @@ class Journal:
 
     Args:
         run: the run folder.
-        begin: of a session that begins now, whose journal is empty; None to go on with
-            the one that is there.
+        begin: of a new session, whose journal is empty; None to continue the one that is
+            there.
 
     Raises:
         RunError: it cannot be read or written.
@@ -56,7 +55,7 @@ class Journal:
             self._rows.execute("CREATE TABLE IF NOT EXISTS begin (begin BLOB)")
             self._rows.execute(
                 "CREATE TABLE IF NOT EXISTS decisions "
-                "(number INTEGER PRIMARY KEY, time REAL, news TEXT, state BLOB)"
+                "(number INTEGER PRIMARY KEY, time REAL, event TEXT, state BLOB)"
             )
             self._rows.execute("CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, value BLOB)")
             if begin is not None:
@@ -69,25 +68,25 @@ class Journal:
             raise self._unusable(error) from None
         if found is None:
             raise RunError(
-                f"{self._path} cannot be used: it is empty, or was removed while the run went on, "
-                "and what its master knew is lost."
+                f"{self._path} cannot be used: it is empty, or was removed during the run, "
+                "and the decisions of its master are lost."
             )
         self.begin = msgspec.msgpack.decode(found[0], type=Begin, dec_hook=_made)
 
-    def write(self, news: News, state: State) -> None:
-        """Keep a decision: what was heard, and what is known after it.
+    def write(self, event: Event, state: State) -> None:
+        """Keep a decision: the event, and the state after it.
 
         Raises:
             RunError: it cannot be written.
         """
-        row = (time.time(), repr(news), msgspec.msgpack.encode(state))
+        row = (time.time(), repr(event), msgspec.msgpack.encode(state))
         try:
-            self._rows.execute("INSERT INTO decisions (time, news, state) VALUES (?, ?, ?)", row)
+            self._rows.execute("INSERT INTO decisions (time, event, state) VALUES (?, ?, ?)", row)
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
     def keep(self, key: str, value: bytes) -> None:
-        """Keep what a member has left for the others.
+        """Keep a key.
 
         Raises:
             RunError: it cannot be written.
@@ -98,7 +97,7 @@ class Journal:
             raise self._unusable(error) from None
 
     def forget(self) -> None:
-        """Another generation: nobody looks for the keys of the one before.
+        """Remove all keys, for another generation.
 
         Raises:
             RunError: it cannot be written.
@@ -109,11 +108,11 @@ class Journal:
             raise self._unusable(error) from None
 
     def kept(self) -> list[tuple[str, bytes]]:
-        """What members have left for each other."""
+        """All keys, with their values."""
         return [(str(key), bytes(value)) for key, value in self._rows.execute("SELECT * FROM keys")]
 
     def last(self) -> State | None:
-        """What was known after the last decision; None where there was none."""
+        """The state after the last decision; None if there is none."""
         found = self._rows.execute(
             "SELECT state FROM decisions ORDER BY number DESC LIMIT 1"
         ).fetchone()

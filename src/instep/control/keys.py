@@ -1,7 +1,6 @@
-"""Where the members of one generation leave their addresses for each other.
+"""The keys under which the members of one generation exchange their addresses.
 
-The master's half of `comm/channel_store.py`: it knows what was left under
-which key, and who waits for one that nobody has left yet.
+The master's half of `comm/channel_store.py`.
 """
 
 from __future__ import annotations
@@ -10,25 +9,25 @@ from instep.comm.channel import Peer
 
 
 class Keys:
-    """Values by key, and who waits for them."""
+    """Values by key, and the connections that wait for one."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[Peer]] = {}
 
     def leave(self, key: str, value: bytes) -> list[Peer]:
-        """Keep a value; who has waited for it."""
+        """Keep a value; returns the connections that wait for it."""
         self._values[key] = value
         return self._waiting.pop(key, [])
 
     def find(self, key: str, peer: Peer) -> bytes | None:
-        """The value, or None where there is none: then the peer waits for it."""
+        """The value; None if it is not there yet: then the connection waits for it."""
         value = self._values.get(key)
         if value is None:
             self._waiting.setdefault(key, []).append(peer)
         return value
 
     def clear(self) -> None:
-        """Another generation: nobody looks for the keys of the one before."""
+        """Forget all keys, for another generation."""
         self._values.clear()
         self._waiting.clear()

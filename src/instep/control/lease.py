@@ -1,12 +1,11 @@
-"""Whether a process of this machine still does its work: a lease that each sign of life renews.
+"""A lease on a process of this machine, which each of its signs of life renews.
 
-A process that has ended is seen to have. One that was stopped, that waits for a disk which
-does not answer, or whose loop does not come round, is seen by its silence alone. How long is
-too long: 1.2 s where the system says that it was stopped, and otherwise ten seconds, or two
-and a half times its longest silence so far. Time in which it waits for a processor, in which
-data moves through it (a checkpoint is read), or in which whoever looks on was away itself,
-does not count: on a machine with too much to do nobody is blamed. Who watches whom, and what
-becomes of one that is silent, is said elsewhere.
+The exit of a process can be seen. A process that was stopped, that waits for a disk which
+does not answer, or whose loop hangs, shows it only by its silence. The timeout is 1.2 s if
+the system says that the process was stopped, otherwise ten seconds or two and a half times
+its longest silence so far. Time does not count in which it waits for a processor, in which
+it reads or writes much (a checkpoint), or in which its watchdog did not run itself: on an
+overloaded machine no process is blamed. Callers decide what follows.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.processes import stat_fields
 
 HUNG_S = 10.0
 """How long a process that runs may give no sign."""
@@ -29,14 +29,14 @@ MOST_S = 120.0
 """No process may be silent for longer, however long one was."""
 
 LOOK_S = FLOOR_S / 4
-"""Whoever looks more rarely was away itself: no more than this is counted at a time."""
+"""A watchdog that looks more rarely did not run itself: no more is counted at a time."""
 
 MOVED_BYTES = 1 << 16
-"""Who has read or written so much since it was looked at last gets something done."""
+"""A process that has read or written so much since the last look makes progress."""
 
 
 class Facts(NamedTuple):
-    """What the system tells of a process; all in all nothing, where it does not."""
+    """What the system says of a process; the defaults where it does not."""
 
     stopped: bool = False
     starved: bool = False
@@ -50,11 +50,10 @@ class Facts(NamedTuple):
 
 
 def facts_of(pid: int) -> Facts:
-    """What Linux tells; elsewhere nothing."""
+    """What Linux says; the defaults elsewhere."""
     state, cpu_s, waited_s, moved = "", 0.0, 0.0, 0
     folder = Path(f"/proc/{pid}")
-    with contextlib.suppress(OSError, IndexError):
-        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    state = "".join(stat_fields(pid)[:1])
     with contextlib.suppress(OSError, ValueError):
         cpu_s, waited_s = (int(n) / 1e9 for n in (folder / "schedstat").read_text().split()[:2])
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -64,14 +63,14 @@ def facts_of(pid: int) -> Facts:
 
 
 class Lease:
-    """One process, as whoever watches it sees it.
+    """One process, as its watchdog sees it.
 
     Args:
         pid: of a process on this machine.
         now: seconds on a steady clock.
         first_s: how long it may take to give its first sign.
-        longest_s: the longest silence that one like it came out of.
-        times: how often in a row one like it was lost for being silent; each doubles its time.
+        longest_s: the longest silence after which a predecessor went on.
+        times: how often in a row its predecessors were lost by silence; each doubles the timeout.
         look: asks the system.
     """
 
@@ -103,7 +102,7 @@ class Lease:
         self._facts = None
 
     def turn(self, now: float) -> str:
-        """The time; how it hangs, or an empty text where nothing is known against it."""
+        """Let time pass; returns how it hangs, or an empty text."""
         since_s = self._pass(now)
         if self._silent_s < LOOK_S:
             return ""
@@ -123,7 +122,7 @@ class Lease:
         return ""
 
     def _pass(self, now: float) -> float:
-        """Let time pass; how much of it whoever looks on has seen."""
+        """Let time pass; returns how much of it the watchdog has seen."""
         seen_s = min(now - self._looked, LOOK_S)
         self._looked = now
         self._silent_s += seen_s
@@ -141,7 +140,7 @@ class SignsOfLife:
     """The end of a pipe on which a process shows that it lives; never waits.
 
     Args:
-        pipe: a file descriptor to write to; below 0 for nobody.
+        pipe: a file descriptor to write to; below 0 for none.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -153,12 +152,12 @@ class SignsOfLife:
         """One sign.
 
         Raises:
-            BrokenPipeError: nobody is left who looks on.
+            BrokenPipeError: the watchdog has ended.
         """
         if self._pipe >= 0:
-            with contextlib.suppress(BlockingIOError):  # nobody has looked for long
+            with contextlib.suppress(BlockingIOError):  # the watchdog has not read for long
                 os.write(self._pipe, b".")
 
 
 NOBODY = SignsOfLife(-1)
-"""Who looks on where nobody does."""
+"""For a process that has no watchdog."""

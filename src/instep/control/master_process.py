@@ -1,9 +1,8 @@
-"""The master as a process of its own: killed, another like it goes on with its journal.
+"""The master as a process of its own: if it is killed, another continues from its journal.
 
-The client starts it (`watchdog.py`), and hands it the socket on which it
-listens, which outlives it, and a pipe on which it shows that it lives. Under
-`instep.join` process 0 is the client. What there is to do stands in the run folder; the
-rest comes as one line of JSON on standard input.
+The client starts it (`client/watchdog.py`). It hands over the socket to listen on, which
+outlives the process, and a pipe for signs of life. Under `instep.join` process 0 is the
+client. The job is in the run folder; the rest comes as a line of JSON on standard input.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from instep.control.lease import SignsOfLife
 from instep.control.master import Master
 from instep.errors import InstepError
 from instep.plain_file import plain
-from instep.report.live import View, make_view
-from instep.report.summary import committed_losses
+from instep.report.figures.summary import committed_losses
+from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
-from instep.system import blame
+from instep.system import causes
 from instep.system.output import Output
 from instep.system.processes import Watched, die_with_parent
 
 FLUSH_S = 1.0
-"""How long the last word may take to leave."""
+"""How long the last messages may take to be sent."""
 
 
 def main() -> int:
     """Be the master of a run until it is over, or this process is killed."""
     die_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the client is asked, and asks us
+        signal.signal(number, signal.SIG_IGN)  # the client gets them, and sends `Interrupt`
     note = json.loads(sys.stdin.readline())
     signs = SignsOfLife(note["signs"])
     signs.show()  # what follows reads the run's folder; before, there were imports
-    sys.stderr = output = Output(sys.stderr)  # whoever reads it may pause, and we must not
+    sys.stderr = output = Output(sys.stderr)  # a reader may pause, and the master must not
     run = Path(note["run"])
     board = Switchboard(listener=socket.socket(fileno=note["listener"]), token=note["token"])
     stale = None
@@ -88,6 +87,7 @@ def _serve(
             journal=journal,
             signs=signs,
             why=note["why"],
+            drains=job.sync.own_state,
         )
         master.serve()
         return master.stale
@@ -115,8 +115,8 @@ def _note(run: Path) -> None:
 
 
 def _tell(board: Switchboard, error: InstepError) -> None:
-    """Have the client end with an error of this process, also one that has yet to call."""
-    refused = blame.refused(error)
+    """Have the client end with an error of this process, also if it has yet to connect."""
+    refused = causes.refused(error)
     told: set[Peer] = set()
     deadline = time.monotonic() + FLUSH_S
     while time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def _tell(board: Switchboard, error: InstepError) -> None:
 
 
 def _flush(board: Switchboard) -> None:
-    """Wait until what was said last has left."""
+    """Wait until the last messages have been sent."""
     deadline = time.monotonic() + FLUSH_S
     with contextlib.suppress(OSError):
         while any(peer.unsent for peer in board.hub.peers()) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""Workers that hang and were asked where they stand, until they have answered or had their time.
+"""Asks a worker that hangs for its stack, and waits a moment for the answer.
 
-How a process is asked and its answer read is `stacks.py`'s; that it hangs,
-`watch.py`'s. Way in: `Questions`.
+How a process is asked and its answer read is in `system/stacks.py`, that it hangs in
+`watch.py`. Way in: `Questions`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from instep.control.hosts import Process
-from instep.control.news import Hung
-from instep.data.threads import ASK_READER
+from instep.control.state import Hung
+from instep.data.reading.threads import ASK_READER
 from instep.system.stacks import (
     ASK,
     deepest_line,
@@ -23,7 +23,7 @@ from instep.system.stacks import (
 )
 
 LAST_WORD_S = 0.4
-"""How long a process that hangs may take to tell where it stands."""
+"""How long a process that hangs may take to write its stack."""
 
 
 @dataclass
@@ -36,11 +36,11 @@ class _Asked:
     since_bytes: int
     """Of its log, when it was."""
     told: int = 0
-    """Length of its answer when the thread that reads was asked too; 0 before."""
+    """Length of its answer when the thread that reads was asked too; 0 before that."""
 
 
 class Questions:
-    """Those that are open.
+    """The workers that were asked and have not answered.
 
     Args:
         run: the run folder, with the logs of the workers.
@@ -57,7 +57,7 @@ class Questions:
         return worker in self._asked
 
     def ask(self, hung: Hung, process: Process, now: float) -> None:
-        """Have a worker's process tell where it stands; if it was stopped, it has to go on.
+        """Have a worker's process write its stack; if it was stopped, it is woken.
 
         Args:
             hung: the worker, and how it hangs.
@@ -71,7 +71,7 @@ class Questions:
         process.signal(signal.SIGCONT)
 
     def answered(self, now: float) -> list[Hung]:
-        """Who has answered, or has had its time, with what is known of where it stands."""
+        """Workers that have answered or timed out, with the line of code if it is known."""
         over = []
         for worker, asked in self._asked.items():
             stack = self._stack(asked)
@@ -84,7 +84,7 @@ class Questions:
         return [hung for worker in over for hung in self.close(worker)]
 
     def close(self, worker: int) -> list[Hung]:
-        """Wait no longer for a worker; what is known of it, if it was asked."""
+        """Wait no longer for a worker; returns what is known, if it was asked."""
         asked = self._asked.pop(worker, None)
         if asked is None:
             return []

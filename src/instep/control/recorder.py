@@ -1,8 +1,7 @@
-"""What the master writes of a run, each thing once, and what stands in it so far.
+"""Writes the run's events and step records, each once, and knows what is in them so far.
 
-Events and step records come from workers. One that calls again, because a
-master was lost, cannot know what that one had written, and says it again. Who
-says it again is the shell's affair (`master.py`), what follows its mind's.
+They come from workers. One that reconnects, because a master was lost, cannot know what
+that master had written, and sends it again; `master.py` knows which messages those are.
 Way in: `Recorder`.
 """
 
@@ -17,15 +16,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from instep.events import LEDGER, STEPS, Appender, EventLog, cut_torn_record, read_records
-from instep.report.live import View
+from instep.report.terminal.live import View
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
 
 _REMEMBERED = 500
-"""Events among which one that is told again is sought."""
+"""Events among which one that is sent again is looked for."""
 
 _LATELY = 100
-"""Step records of which a new master takes how long a step takes."""
+"""Step records from which a new master learns how long a step takes."""
 
 Records: TypeAlias = np.ndarray[Any, Any]
 """[any] of `STEPS`."""
@@ -36,17 +35,17 @@ class Pace(NamedTuple):
 
     steps: int
     step_s: float
-    """Each, all told."""
+    """Each, in total."""
     load_s: float
     """Of that, waiting for data."""
 
 
 class Recorder:
-    """The run's log and step records, and whoever looks at them.
+    """The run's log and step records, and the views that show them.
 
     Args:
         run: the run folder.
-        views: told of everything that is written.
+        views: shown everything that is written.
     """
 
     def __init__(self, run: Path, views: Sequence[View]) -> None:
@@ -59,14 +58,14 @@ class Recorder:
         self._last_begin: dict[int, float] = {}
 
     def take_up(self, folder: RunFolder, workers: Iterable[int]) -> Pace | None:
-        """Go on where a master was lost.
+        """Continue where a master was lost.
 
         Args:
             folder: what it has written.
-            workers: those that may say again what they have told it.
+            workers: those that may send again what it has written.
 
         Returns:
-            How long steps took of late; None where there was none.
+            How long the last steps took; None if there is none.
         """
         for worker in workers:
             mine = folder.steps_of(worker)
@@ -86,11 +85,11 @@ class Recorder:
 
     @property
     def reached(self) -> int:
-        """The last step that is committed, also where nobody who recorded it is left."""
+        """The last step that is committed, also if all workers that recorded it are lost."""
         return max(self.committed, last_step(self._run / "ledger.bin"))
 
     def in_flight(self, worker: int) -> int:
-        """The step that a worker was at, as far as is known; 0 if it is not."""
+        """The step that a worker is computing, as far as is known; 0 if it is not."""
         return self._last_step[worker] + 1 if worker in self._last_step else 0
 
     def record(self, worker: int, ledger: bytes, steps: bytes, *, again: bool) -> Pace | None:
@@ -100,7 +99,7 @@ class Recorder:
             worker: who.
             ledger: [any] of `LEDGER`, written already; for the views.
             steps: [any] of `STEPS`, as bytes.
-            again: whether another master may have heard of them.
+            again: whether another master may have written them.
 
         Returns:
             How many were new, and how long they took; None where none was.
@@ -117,22 +116,22 @@ class Recorder:
         return _pace(timed)
 
     def go_back(self, step: int) -> None:
-        """No worker has committed more than this any longer."""
+        """The run has gone back to this step."""
         self._last_step = dict.fromkeys(self._last_step, step)
 
     # ---- events
 
     def emit(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Something has happened."""
+        """Write an event."""
         event = self._log.emit(name, **fields)
         self.show(lambda view: view.event(event))
 
     def hear(self, name: str, fields: Mapping[str, Any], *, again: bool) -> bool:
-        """A worker tells of an event; whether it is news.
+        """Write a worker's event, unless it is there already; whether it was new.
 
         Args:
             name, fields: the event.
-            again: whether another master may have heard of it.
+            again: whether another master may have written it.
         """
         told = _as_told({"event": name, **fields})
         if again and told in self._told:
@@ -144,12 +143,12 @@ class Recorder:
     # ---- views
 
     def show_ledger(self) -> None:
-        """Show what was trained before this session."""
+        """Show the steps of earlier sessions."""
         before = read_records(self._run / "ledger.bin", LEDGER)
         self.show(lambda view: view.records(before, np.empty(0, STEPS)))
 
     def show(self, what: Callable[[View], None]) -> None:
-        """Tell every view; one that fails is let go, for a picture is not worth a run."""
+        """Update every view; one that fails is closed, so that the run does not fail with it."""
         for view in list(self._views):
             try:
                 what(view)
@@ -172,6 +171,6 @@ def _pace(timed: Records) -> Pace:
 
 
 def _as_told(event: Mapping[str, Any]) -> str:
-    """An event as a worker tells of it: whenever it was written, in one form."""
+    """An event as a worker sends it, without the time at which it was written."""
     plain = {key: value for key, value in event.items() if key != "time"}
     return json.dumps(plain, default=str, sort_keys=True)

@@ -1,9 +1,8 @@
-"""Going on with a run: what is checked and put right before its processes start again.
+"""Resuming a run: what is checked and repaired before its processes start again.
 
-A run goes on from its newest sound checkpoint, at whatever size: the next
-global batch is a function of the step alone. Steps that were committed after
-that checkpoint are trained again, so they are taken back from the ledger.
-Nothing here imports torch.
+A run resumes from its newest sound checkpoint, with any number of workers: the next global
+batch is a function of the step alone. Steps that were committed after that checkpoint are
+trained again, so they are removed from the ledger. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from instep.control.stop_rules import recorded
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.plain_file import plain
 from instep.spec import JobSpec, as_table
+from instep.state.intact import discard_newer, newest_intact
 from instep.state.manifest import Manifest, read_manifest
-from instep.state.sound import newest_sound, set_aside
 from instep.store.folder import ID, Origin, lock, numbered, run_id, unlock
 from instep.store.ledger import check_reaches, cut_back
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
 
 TIMEOUT_S = 10.0
-"""How long workers whose client was killed may take to let go of the ledger."""
+"""How long workers whose client was killed may take to close the ledger."""
 
 FIXED = {
     "name": "a run keeps its folder",
@@ -53,19 +52,19 @@ FIXED = {
     "train.precision": "every value is rounded by it",
     "train.max_grad_norm": "every step is scaled by it",
 }
-"""What may not change when a run goes on, and why."""
+"""What may not change when a run is resumed, and why."""
 
 FIXED_BITS = {
     "train.threads": "sums are cut among threads, and round otherwise",
     "train.device": "another kind of device rounds otherwise",
 }
-"""What else may not, where the bits must stay the same."""
+"""What else may not, if the bits must stay the same."""
 
 
 def changed(
     run: RunFolder, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
 ) -> JobSpec:
-    """The job of a run folder, with `section.key=value` and tables of changes laid over it.
+    """The job of a run folder, changed by `section.key=value` and by tables.
 
     It has the number of workers that the run was last scaled to, unless they give another.
 
@@ -101,7 +100,7 @@ def scaled_to(run: RunFolder) -> int:
 
 
 def check_changes(before: JobSpec, after: JobSpec) -> None:
-    """Refuse a change of what makes a run the run that it is.
+    """Refuse a change of what defines a run.
 
     Raises:
         SpecError: names the key, both values and the reason.
@@ -130,20 +129,20 @@ def _shown(value: Any) -> str:
 
 
 def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool = False) -> Origin:
-    """Choose where the run goes on, and take back what was committed after that.
+    """Choose the checkpoint to resume from, and undo what was committed after it.
 
     The caller holds the folder. From here on the folder is that of `job`.
 
     Args:
         folder: of the run.
-        job: as it will go on.
+        job: as it will be resumed.
         recipe_sha256: of the recipe's file as it is now.
-        at_its_end: take up a run that has all its steps too: to end it, or because
-            its length is not the job's business.
+        at_its_end: accept a run that has all its steps: to end it, or because the job does
+            not fix its length.
 
     Raises:
-        RunError: somebody still writes the ledger, or the folder cannot be written.
-        CheckpointError: no checkpoint can be believed, although there are some.
+        RunError: a process still writes the ledger, or the folder cannot be written.
+        CheckpointError: there are checkpoints, and none is sound.
         SpecError: the run is complete already, has used up its time or is to stop at a
             step that lies behind it; or the checkpoint is of another job.
     """
@@ -164,24 +163,24 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool 
 def go_back(
     folder: Path, job: JobSpec, check: Callable[[RunFolder, JobSpec, int], None] = lambda *_: None
 ) -> Origin:
-    """Go back to the newest checkpoint that can be believed: the ledger ends with its step again.
+    """Go back to the newest sound checkpoint: the ledger ends with its step again.
 
-    The model of an end that lies behind is taken away.
+    The model of an earlier end of the run is moved away.
 
     Args:
         folder: of the run.
-        job: as it goes on.
+        job: as it continues.
         check: given the run as it was left, the job and the step, before anything is
             changed; may raise.
 
     Raises:
-        RunError: somebody still writes the ledger, or the folder cannot be written.
-        CheckpointError: no checkpoint can be believed, although there are some.
+        RunError: a process still writes the ledger, or the folder cannot be written.
+        CheckpointError: there are checkpoints, and none is sound.
         SpecError: the checkpoint is of a job that cannot become this one.
     """
     with _nobody_writes(folder / "ledger.bin"):
         run = RunFolder(folder)
-        checkpoint, refused = newest_sound(folder / "checkpoints", partial(check_own, folder))
+        checkpoint, refused = newest_intact(folder / "checkpoints", partial(check_own, folder))
         step = size_bytes = 0
         if checkpoint is None and refused:
             raise CheckpointError(
@@ -195,7 +194,7 @@ def go_back(
         check(run, job, step)
         kept = _take_model_away(run, step)
         if checkpoint is not None:
-            set_aside(checkpoint)
+            discard_newer(checkpoint)
         cut_back(folder / "ledger.bin", size_bytes)
     warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused] + kept
     if (step or len(run.ledger)) and not run.named("run_started"):
@@ -259,7 +258,7 @@ def _job_of(checkpoint: Path, manifest: Manifest) -> JobSpec:
 
 
 def _check_ahead(run: RunFolder, job: JobSpec, step: int) -> None:
-    """Refuse to go on where no step would follow."""
+    """Refuse to resume where no step would follow."""
     _check_unfinished(run, job, step)
     _check_stop(run, job, step)
 
@@ -287,7 +286,7 @@ def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
 
 
 def _has_its_model(run: RunFolder, step: int) -> bool:
-    """Whether the model of the last step was saved; else the run goes on to do just that."""
+    """Whether the model of the last step was saved; else the run resumes to do just that."""
     saved = run.last("model_saved").get("step") == step
     return saved and (run.path / "model.safetensors").is_file()
 
@@ -296,7 +295,7 @@ def _check_time(run: RunFolder, job: JobSpec) -> None:
     limit_s = job.stop.time_limit_s
     if limit_s is not None and run.seconds >= limit_s:
         more = f"stop.time_limit={2 * limit_s:g}"
-        way = f"{run.way_on} and {more}" if run.joined else f"{run.way_on} --set {more}"
+        way = f"{run.to_resume} and {more}" if run.joined else f"{run.to_resume} --set {more}"
         raise SpecError(
             f"{run.path} has taken {readable_seconds(run.seconds)}, and stop.time_limit is "
             f"{readable_seconds(limit_s)}. To train longer: {way}"
@@ -305,7 +304,7 @@ def _check_time(run: RunFolder, job: JobSpec) -> None:
 
 @contextmanager
 def _nobody_writes(ledger: Path) -> Iterator[None]:
-    """Wait for a worker that outlives its master by a moment, and keep others away."""
+    """Wait for a worker that outlives its master by a moment, and lock the ledger."""
     if not ledger.exists():
         yield
         return

@@ -1,11 +1,10 @@
-"""Who gives no sign of life in a run whose workers nobody can replace.
+"""Finds workers that give no sign of life, in a run whose workers cannot be replaced.
 
 Under `instep.join`, and on GPUs, a worker that is stopped or hangs ends the run: the others
-would wait for it without end. As that cannot be undone there is more patience than where
-another takes its place (`watch.py`), and only signs of life count, not what gets done: a loop
-of the user's own may compute, compile or download for as long as it likes. Where all are
-silent at once, as after Ctrl-Z, somebody may wake them. Pure: times are given, and nothing is
-done about anybody.
+would wait for it without end. As this cannot be undone, the timeouts are longer than where
+workers are replaced (`watch.py`), and only signs of life count, not progress: a loop of the
+user's own may compute, compile or download for any time. Where all are silent at once, as
+after Ctrl-Z, a user may wake them. Pure: times are given, and no action is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ALL_SILENT_S = 600.0
 """How long all workers may give none."""
 
 LIVES_S = FLOOR_S
-"""Who was heard so recently lives; signs come five times a second."""
+"""A worker whose last sign of life is not older is alive; they come five times a second."""
 
 
 class Silent(NamedTuple):
@@ -32,18 +31,18 @@ class Silent(NamedTuple):
 
     worker: int
     seconds: float
-    """Since it was heard last."""
+    """Since its last sign of life."""
     all: bool
-    """Whether nobody else was heard either."""
+    """Whether all other workers were silent too."""
 
     def cause(self, pid: int, node: str, *, stopped: bool, joined: bool) -> str:
-        """What is to be said of it.
+        """The cause to report.
 
         Args:
-            pid: of its process; 0 where that is not known.
-            node: the name of its machine; empty where that is not known.
+            pid: of its process; 0 if it is not known.
+            node: the name of its machine; empty if it is not known.
             stopped: whether the system says that its process does not run.
-            joined: whether others than instep started it.
+            joined: whether another program than instep started it.
         """
         where = f" (pid {pid}{f' on {node}' if node else ''})" if pid else ""
         long = readable_seconds(self.seconds)
@@ -54,14 +53,13 @@ class Silent(NamedTuple):
             if stopped
             else ": it may be stopped, or native code keeps the interpreter's lock"
         )
-        return f"{how}. Nobody can take its place {'under instep.join' if joined else 'on GPUs'}."
+        return f"{how}. It cannot be replaced {'under instep.join' if joined else 'on GPUs'}."
 
 
 class Silence:
     """For how long each worker has given no sign of life.
 
-    Only time that was seen to pass counts: where whoever looks on was away itself, as on a
-    machine that slept, nobody is blamed for it.
+    Only time in which this one ran itself counts: after a machine slept, no worker is blamed.
     """
 
     def __init__(self) -> None:
@@ -75,12 +73,12 @@ class Silence:
         self._heard[worker], self._alone_s[worker], self._all_s = now, 0.0, 0.0
 
     def leaves(self, worker: int) -> None:
-        """Nothing more is expected of a worker."""
+        """No more signs of life are expected of a worker."""
         self._heard.pop(worker, None)
         self._alone_s.pop(worker, None)
 
     def turn(self, now: float) -> Silent | None:
-        """The time; who was silent for too long, if anybody was."""
+        """Let time pass; returns a worker that was silent for too long, if there is one."""
         seen_s = min(now - self._looked, LOOK_S) if self._looked is not None else 0.0
         self._looked = now
         silent = [worker for worker, heard in self._heard.items() if now - heard > LIVES_S]

@@ -1,13 +1,11 @@
-"""When a run has trained enough, or too badly to go on: the rules of `[stop]`, decided.
+"""The rules of `[stop]`: when a run has trained enough, or too badly to continue.
 
-`Rules.hear` is told the figures of each committed step and each validation,
-in order, and says which rule fires, if any. What it remembers follows from
-what it heard and from nothing else: no clock, socket or worker is in it. So
-the step at which a rule fires is the same at any number of workers, and after
-a restart it is brought up to date by hearing the run's own records again
-(`recorded`, `Rules.replay`). Two rules are not here: the time limit needs a clock, and
-stands in `decide.py`; a loss that is no finite number is seen by every worker alike, and
-ends the run without a question (`stopping.py`).
+`Rules.hear` gets the figures of each committed step and each validation, in order, and
+returns the rule that fires, if any. Its state follows from these figures alone, without
+clock, socket or worker. So a rule fires at the same step with any number of workers, and
+after a restart the run's own records are evaluated again (`recorded`, `Rules.replay`).
+Two rules are not here: the time limit needs a clock, and is in `decide.py`; a loss that is
+not finite is seen by every worker alike, and ends the run at once (`stopping.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from instep.comm.messages import Figures
 from instep.spec import StopSpec
 
 _ROUNDING = 1e-6
-"""Relative: so near its target, a metric has reached it. In float32, 57/60 is 0.949999988."""
+"""Relative: a metric so near its target has reached it. In float32, 57/60 is 0.949999988."""
 
 _NOTHING = 1e-6
 """Of the first mean of the losses: what is smaller is no size of which a rise may be a multiple."""
@@ -64,7 +62,7 @@ class Rules:
         self._waited = 0  # validations since
 
     def hear(self, figures: Figures) -> Fired | None:
-        """Take in what a step or a validation gave; says which rule fires, the first if several."""
+        """Evaluate the figures of a step or a validation; returns the rule that fires first."""
         causes = []
         if figures.loss is not None:
             causes += [self._rise(figures.loss, figures.step)]
@@ -75,7 +73,7 @@ class Rules:
         return Fired(found[0], figures.step, found[1], figures.loss is None) if found else None
 
     def replay(self, figures: Iterable[Figures]) -> list[Fired | None]:
-        """Hear again, in order, what was heard before; returns which rule each of them fires."""
+        """Evaluate earlier figures again, in order; returns the rule that each of them fires."""
         return [self.hear(each) for each in figures]
 
     # ---- of a step
@@ -145,28 +143,28 @@ class Rules:
 
 
 class Judge:
-    """Which figures the rules have heard, and what those fired; some are told again.
+    """Evaluates each figure once, though some are sent again.
 
     Args:
         spec: the rules.
-        heard: figures of the run before, in order.
+        heard: earlier figures of the run, in order.
     """
 
     def __init__(self, spec: StopSpec, heard: Iterable[Figures] = ()) -> None:
         heard, self._rules, self._by_metric = list(heard), Rules(spec), spec.by_metric
         told = list(zip(heard, self._rules.replay(heard), strict=True))
-        # a step's figures, and those of its validation, may be told again
+        # a step's figures, and those of its validation, may be sent again
         self._judged = {(each.step, each.loss is None): fired for each, fired in told[-2:]}
 
     def hear(self, figures: Figures, *, again: bool) -> Fired | None:
         """Let the rules decide on committed figures.
 
         Args:
-            figures: of a step or its validation; told again where a member was lost after it.
-            again: whether a master that was lost may have heard them.
+            figures: of a step or its validation; sent again if a member was lost after it.
+            again: whether a master that was lost may have evaluated them.
 
         Returns:
-            What they fire, or fired when they were told first.
+            What they fire, or fired when they were evaluated first.
         """
         asked = figures.step, figures.loss is None
         older = again and asked < max(self._judged, default=asked)  # long answered
@@ -192,7 +190,7 @@ class Judge:
 def recorded(
     steps: np.ndarray[Any, Any], validations: Iterable[Mapping[str, Any]], until: int
 ) -> list[Figures]:
-    """What a run's own files say that the rules heard, in the order in which they did.
+    """The figures in a run's own files, in the order in which the rules evaluated them.
 
     Args:
         steps: [records] of `events.STEPS`, in any order, of one course: each worker's

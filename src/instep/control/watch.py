@@ -1,13 +1,11 @@
-"""Who hangs: learnt from what workers show of themselves, with no limit set by anybody.
+"""Finds workers that hang, by timeouts learnt from their heartbeats: no user sets any.
 
-A worker that computes tells a few times a second what it is at, how much it
-has got done, and for how long a processor was busy with it. It hangs when it
-falls silent (stopped, or held inside native code), or when it goes on talking
-and gets nothing done (an endless loop, a read that never ends). How long is
-too long follows from how long steps take, and from how long the same thing
-took before. Who waits for others, or for a disk, does not hang; a read that
-keeps a processor busy does not wait for a disk. Pure: times are given, and
-nothing is done about anybody.
+A heartbeat says a few times a second what a worker is doing, how much it has done, and
+for how long a processor was busy with it. A worker hangs when it falls silent (stopped, or
+inside native code), or when its heartbeats show no progress (an endless loop, a read that
+never ends). The timeouts follow from how long steps take, and how long the same activity
+took before. A worker that waits for others, or for a disk, does not hang; a read that keeps
+a processor busy does not wait for a disk. Pure: times are given, and no action is taken.
 """
 
 from __future__ import annotations
@@ -21,39 +19,38 @@ from instep.comm.messages import READING, Heartbeat
 from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
 
 STILL_S = 0.5
-"""Who has not been heard for so long may stand still as others do."""
+"""A worker without a heartbeat for so long may be stopped together with others."""
 
 WAITING = frozenset(["joining", "exchange", "saving"])
-"""What a worker is at while it can do nothing, and is not to blame."""
+"""Activities in which a worker waits for others, and is not to blame."""
 
 OF_A_STEP = frozenset(["forward", "backward", "update"])
-"""What a worker is at in every step, and computes. A read is not among them: a store may stall."""
+"""Activities of every step in which a worker computes. A read is none: a store may stall."""
 
 BLAMED_S = UNKNOWN_S / STEPS
-"""No more is learnt from a read that was given up: a loop has no end, and later ones are to be
-found."""
+"""At most so much is learnt from a read that was ended: it may be an endless loop."""
 
 _UNHEARD = Heartbeat(step=0, phase="joining", progress=0)
-"""Who was told to form a group, and has not been heard since."""
+"""Stands for a worker that was sent `Form`, and has sent no heartbeat since."""
 
 _GETTING_READY = Heartbeat(phase="recipe")
-"""Who has introduced itself, and has not been heard since."""
+"""Stands for a worker that has connected, and has sent no heartbeat since."""
 
 FORGET = 0.98
-"""How the longest stretch that was seen fades with each step that is committed."""
+"""The factor by which the longest duration seen shrinks with each committed step."""
 
 FORGET_BUSY = 0.9995
-"""The same, of the longest for which a processor was busy: one slow sample in a thousand stays."""
+"""The same, of the longest busy time: one slow sample in a thousand steps is remembered."""
 
 
 def away_s(before: float | None, now: float) -> float:
-    """How long whoever looks on was away itself since it looked last; 0.0 for a moment."""
+    """How long the watchdog itself did not run since its last look; 0.0 for a moment."""
     gap_s = now - before if before is not None else 0.0
     return gap_s if gap_s > FLOOR_S / 4 else 0.0
 
 
 def _done(heartbeat: Heartbeat) -> tuple[int, str, int]:
-    """What changes where something gets done."""
+    """What changes when a worker makes progress."""
     return heartbeat.step, heartbeat.phase, heartbeat.progress
 
 
@@ -74,34 +71,34 @@ class Hang(NamedTuple):
 
 @dataclass
 class _Seen:
-    """What a worker has shown of itself."""
+    """What is known of a worker."""
 
     heard: float
-    """When it was heard last."""
+    """When its last heartbeat came."""
     since: float
-    """When it got something done last, as far as is known."""
+    """When it made progress last, as far as is known."""
     heartbeat: Heartbeat | None = None
     cpu_s: float = 0.0
-    """What it had used when it got something done last."""
+    """What it had used when it made progress last."""
     steps: int = 0
     """That its process has committed."""
     ready: bool = True
-    """Whether it has all that it needs but the others."""
+    """Whether it is built."""
     given_up_s: float = 0.0
-    """How long it had been busy with a read when it was said to hang; 0.0 if it was not."""
+    """How long it had been busy with a read when it was found to hang; 0.0 if it was not."""
 
     @property
     def busy_s(self) -> float:
-        """How long a processor has been busy with it since it got something done last."""
+        """How long a processor has been busy with it since its last progress."""
         return max(0.0, self.heartbeat.cpu_s - self.cpu_s) if self.heartbeat else 0.0
 
     @property
     def has_read(self) -> bool:
-        """Whether it has come to the end of a step's reads, though it may not have told of it."""
+        """Whether it has finished the reads of a step, though it may not have reported it."""
         return self.steps > 0 or (self.heartbeat is not None and self.heartbeat.steps > 0)
 
     def reads_busily(self, now: float) -> bool:
-        """Whether it is at what may wait, and has kept a processor busy with it instead."""
+        """Whether it does something that may wait, and keeps a processor busy with it instead."""
         if (
             self.heartbeat is None
             or self.heartbeat.phase in OF_A_STEP
@@ -116,7 +113,7 @@ class Watch:
     """Learns from the steps and heartbeats of a run's workers."""
 
     step_s: float | None = None
-    """How long a step takes, all told; None before there was one."""
+    """How long a step takes in total; None before the first."""
     load_s: float = 0.0
     """How long a worker waits for the data of a step."""
     _stretches: dict[str, float] = field(default_factory=dict)
@@ -126,10 +123,10 @@ class Watch:
     """Step and phase of a busy read with which a worker was lost; until it commits."""
     _now: float | None = None
     _all_still: bool = False
-    """Whether all ready workers stood still at once when it was looked last."""
+    """Whether all ready workers were stopped at once at the last look."""
 
     def turn(self, now: float) -> None:
-        """The time; where the watcher itself was away for long, nobody is blamed for it."""
+        """Let time pass; where the watchdog itself did not run for long, no worker is blamed."""
         away = away_s(self._now, now)
         self._now = now
         for seen in self._seen.values():
@@ -137,18 +134,17 @@ class Watch:
             seen.since += away
 
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
-        """A worker shows itself from now on; one that gets ready takes as long as it takes, but
-        for its reads."""
+        """Expect heartbeats of a worker; before it is ready only its reads have a timeout."""
         self.leaves(worker)
         self._seen[worker] = _Seen(now, now, ready=ready)
 
     def forms(self, worker: int, now: float) -> None:
-        """A worker was told to form a group; when it was heard last stays what it was."""
+        """A worker was sent `Form`; the time of its last heartbeat stays."""
         before = self._seen.get(worker, _Seen(now, now))
         self._seen[worker] = _Seen(before.heard, now, cpu_s=before.cpu_s, steps=before.steps)
 
     def leaves(self, worker: int) -> None:
-        """Nothing more is expected of a worker; a read that it was lost with is learnt from."""
+        """Expect no more of a worker; a read during which it was lost is learnt from."""
         seen = self._seen.pop(worker, None)
         if seen is None or seen.heartbeat is None or not seen.given_up_s:
             return
@@ -158,13 +154,13 @@ class Watch:
             _raise_to(self._busy, phase, min(seen.given_up_s, BLAMED_S))
 
     def hears(self, worker: int, heartbeat: Heartbeat, now: float) -> None:
-        """A worker lives, and is at this."""
+        """A heartbeat has come."""
         seen = self._seen.get(worker)
         if seen is None:
             return
         before, silent = seen.heartbeat, now - seen.heard
         goes_on = silent > STILL_S or before is None or _done(before) != _done(heartbeat)
-        if self._all_still and goes_on:  # who is the first is not ahead of the others
+        if self._all_still and goes_on:  # the first to wake up is not ahead of the others
             self._all_still = False
             seen.since += silent
             for other in self._seen.values():
@@ -182,7 +178,7 @@ class Watch:
         seen.heartbeat = heartbeat
 
     def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
-        """A worker has committed so many steps, of so many seconds each, and of these for data."""
+        """A worker has committed steps, of so many seconds each, `load_s` of these for data."""
         first = self.step_s is None
         self.load_s = load_s if first else 0.8 * self.load_s + 0.2 * load_s
         self.step_s = seconds if self.step_s is None else 0.8 * self.step_s + 0.2 * seconds
@@ -227,8 +223,8 @@ class Watch:
                 about one that is silent while it gets ready.
         """
         found: list[Hang] = []
-        excused: list[Hang] = []  # where all stand still at once, as a rule it is none of them
-        loops: dict[int, float] = {}  # whoever keeps a processor busy does not stand still
+        excused: list[Hang] = []  # where all stop at once, the cause is hardly one of them
+        loops: dict[int, float] = {}  # one that keeps a processor busy is not stopped
         still = {worker for worker, seen in self._seen.items() if now - seen.heard > STILL_S}
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
@@ -248,7 +244,7 @@ class Watch:
         still |= {hang.worker for hang in all_of_them}
         ready = {worker for worker, seen in self._seen.items() if seen.ready}
         named = all_of_them
-        if ready <= still:  # of those who loop, one at a time: the others hold what was trained
+        if ready <= still:  # of those that loop, one at a time: the others hold the state
             longest = max(loops, key=loops.__getitem__, default=None)
             named = [hang for hang in all_of_them if hang in found or hang.worker == longest]
         self._all_still = bool(all_of_them) and not named
@@ -257,7 +253,7 @@ class Watch:
         return named
 
     def _may_hang(self, seen: _Seen, at: Heartbeat) -> bool:
-        """Whether it is to get something done; of who gets ready that is known of reads only."""
+        """Whether it must make progress; before it is ready that holds for its reads only."""
         return at.phase not in WAITING if seen.ready else at.phase == READING
 
     def _is_silent(self, seen: _Seen, seconds: float, is_stopped: Callable[[], bool]) -> bool:

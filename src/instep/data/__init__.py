@@ -1,12 +1,15 @@
-"""Samples, in an order that depends on nothing but the job.
+"""Which samples make a global batch, which worker computes them, and how they are read.
 
-Which samples make a global batch is a pure function (`order.py`), who computes
-which part of it is another (`balance.py`); `loader.py` has them ready when the
-step wants them, and `sources.py` reads the files that people have on disk.
-Nothing here knows of networks, ranks or models.
+The samples of a step are a pure function of the job (`order.py`), and so is each worker's part
+(`balance.py`). `loader.py` is the way in: it has batches ready when the step wants them.
 
-To add a source: write a function that returns a map-style dataset, then add its
-line to `SOURCES`. Importing this package does not import torch.
+- `reading/`: how slices become batches, in this process or in others;
+- `samples/`: what single samples held, and which of them cannot be read;
+- `sources/`: datasets from files on disk;
+- `torch_loader.py`: what is kept of a `DataLoader` that the user gave.
+
+Nothing here knows networks, ranks or models. To add a source: write a function that returns a
+map-style dataset, then add its line to `SOURCES`. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -22,4 +25,4 @@ SOURCES = Registry(
         "text": "instep.data.sources:text",
     },
 )
-"""Datasets that can be read from a user's disk, by name."""
+"""Datasets that can be read from the disk, by name."""

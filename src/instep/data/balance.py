@@ -1,7 +1,7 @@
-"""Who computes which micro-batches of a step: a contiguous share for each worker.
+"""Which worker computes which micro-batches of a step: a contiguous range for each.
 
-Pure arithmetic. What a micro-batch holds is fixed by the job (`order.py`), so
-dealing them differently never changes a global batch.
+Pure arithmetic. The job fixes what a micro-batch holds (`order.py`), so another assignment
+never changes a global batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import isfinite
 
 
 def deal(micro_batches: int, workers: int, speeds: Sequence[float] | None = None) -> list[range]:
-    """Deal micro-batches to workers, evenly or by speed.
+    """Assign micro-batches to workers, evenly or by speed.
 
     Args:
         micro_batches: 0 or more.
@@ -26,7 +26,7 @@ def deal(micro_batches: int, workers: int, speeds: Sequence[float] | None = None
         `workers` ranges of micro-batch numbers that follow each other and cover
         all. Without speeds their lengths differ by one at most, and with
         `micro_batches >= workers` none is empty. With speeds, the last worker
-        is done as early as any deal allows; a slow one may get nothing.
+        finishes as early as any assignment allows; a slow one may get nothing.
     """
     if speeds is None:
         bounds = [micro_batches * number // workers for number in range(workers + 1)]
@@ -37,12 +37,12 @@ def deal(micro_batches: int, workers: int, speeds: Sequence[float] | None = None
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
-@lru_cache(maxsize=64)  # a run asks for the same deal step after step
+@lru_cache(maxsize=64)  # the same in most steps of a run
 def _counts(micro_batches: int, speeds: tuple[float, ...]) -> list[int]:
-    """First what all can do in the least time there could be, then each to who is done first."""
-    whole = sum(speeds)
-    counts = [int(micro_batches * speed / whole) for speed in speeds]
-    # with one more: until when, how many, who; of two that end at once, who has less goes first
+    """First what all can do in the shortest possible time, then one each to the first to finish."""
+    total = sum(speeds)
+    counts = [int(micro_batches * speed / total) for speed in speeds]
+    # with one more: finish time, count, worker; of two that finish at once, the smaller count
     next_ = [((n + 1) / speeds[i], n + 1, i) for i, n in enumerate(counts)]
     heapq.heapify(next_)
     for _ in range(micro_batches - sum(counts)):

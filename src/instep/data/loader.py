@@ -1,9 +1,9 @@
-"""Batches, ready when the step wants them.
+"""Batches, ready when the step wants them: the way in to reading data.
 
-A worker says which slices of which epoch it wants; the loader has them read a
-few slices ahead. What a batch holds depends on the seed and the slice alone
-(`fetch.py`), where it is read is chosen by measuring (`choose.py`). The loader
-knows nothing of workers and steps.
+A worker says which slices of which epoch it wants; the loader reads a few slices ahead. What
+a batch holds depends on the seed and the slice alone (`reading/fetch.py`), and where it is
+read is chosen by measuring (`reading/choose.py`). The loader knows nothing of workers and
+steps.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from instep.comm.messages import Mark
-from instep.data.choose import FINGERPRINT, answers, choose
-from instep.data.contents import Chosen, Record
-from instep.data.fetch import Augment, Collate, Fetch, Slice
-from instep.data.fingerprint import Fingerprint
-from instep.data.readers import Ahead, Inline, Reader
-from instep.data.template import Say
-from instep.data.unreadable import Read, Skipped
+from instep.data.reading.choose import FINGERPRINT, choose, handler
+from instep.data.reading.fetch import Augment, Collate, Fetch, Slice
+from instep.data.reading.readers import Ahead, Inline, Reader
+from instep.data.reading.template import Say
+from instep.data.samples.contents import Record, Selection
+from instep.data.samples.fingerprint import Fingerprint
+from instep.data.samples.unreadable import Read, Skipped
 
 __all__ = ["Loader", "Read", "Skipped", "Slice"]
 
 
 class Loader:
-    """Reads a dataset slice by slice, ahead of who trains on it.
+    """Reads a dataset slice by slice, ahead of training.
 
-    Construct it in the main thread, before process groups, threads and CUDA: it
-    may fork loader processes. Construct all there are before anything is read in
-    this process (`begin`): processes get the datasets as they are by then.
+    Construct it in the main thread, before process groups, threads and CUDA: it may fork
+    loader processes. Construct all loaders before anything is read in this process (`begin`):
+    loader processes get the datasets as they are at that moment.
 
     Args:
         dataset: map-style; see `Fetch` for its batched forms.
@@ -40,18 +40,18 @@ class Loader:
         augment: (sample, generator) to sample, with a generator keyed by
             (seed, epoch, index).
         processes: loader processes; 0 reads in this process, `"auto"` measures.
-        unreadable: `"skip"` leaves out samples that cannot be read, `"stop"` raises.
-        name: `training` or `validation`, for whoever asks what a process that died was reading.
-        marks: samples at which processes have ended before.
+        unreadable: `"skip"` skips samples that cannot be read, `"stop"` raises.
+        name: `training` or `validation`; names what a process was reading when it died.
+        marks: samples at which processes have died before.
         worker_init: called in each loader process with its number, before it reads.
-        seen_as: what `get_worker_info().dataset` is there; the dataset itself if None.
-        contents: which samples' contents are recorded where `read` is asked for that.
-        say: takes a sentence at each fork of a process that failed and is tried again.
+        info_dataset: `get_worker_info().dataset` there; the dataset itself if None.
+        contents: which samples' contents `read` records in its `record`.
+        say: called with a sentence at each fork that failed and is retried.
 
     Raises:
         DataError: the dataset is empty or not map-style, or its first sample
-            cannot be read and is not to be left out; with no process to read
-            it, `begin` finds that.
+            cannot be read and is not to be skipped; without loader processes
+            `begin` raises that.
         SpecError: processes are asked for where the system cannot fork.
     """
 
@@ -76,7 +76,7 @@ class Loader:
         name: str = "training",
         marks: Iterable[Mark] = (),
         worker_init: Callable[[int], Any] | None = None,
-        seen_as: Any = None,
+        info_dataset: Any = None,
         contents: Literal["off", "sample", "all"] = "off",
         say: Say = lambda text: None,
     ) -> None:
@@ -91,28 +91,32 @@ class Loader:
         )
         self._fetch.mark(marks)
         if contents != "off":
-            self._fetch.chosen = Chosen(self._fetch.samples, seed, contents)
+            self._fetch.selection = Selection(self._fetch.samples, seed, contents)
         self.mode, self.why, self._pool = choose(
-            self._fetch, processes, worker_init, say, dataset if seen_as is None else seen_as
+            self._fetch,
+            processes,
+            worker_init,
+            say,
+            dataset if info_dataset is None else info_dataset,
         )
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False
 
     def begin(self) -> None:
-        """Read the first sample, where it will be read; all loaders have been made.
+        """Read the first sample, where samples will be read; all loaders have been made.
 
         Raises:
-            DataError: it cannot be read, and is not to be left out.
+            DataError: it cannot be read, and is not to be skipped.
         """
         if self._pool is None:
             self._fetch(Slice(0, 0, 1))
 
     def fingerprint(self) -> Fingerprint:
-        """By what the dataset is known again; read where samples are read."""
-        if self._pool is None:
-            return Fingerprint.of(answers(self._fetch)(FINGERPRINT))
-        return Fingerprint.of(self._pool.take(self._pool.submit(FINGERPRINT)))
+        """What the dataset is recognised by; read where samples are read."""
+        pool = self._pool
+        plain = pool.take(pool.submit(FINGERPRINT)) if pool else handler(self._fetch)(FINGERPRINT)
+        return Fingerprint.from_plain(plain)
 
     @property
     def samples(self) -> int:
@@ -121,7 +125,7 @@ class Loader:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds that the thread which reads ahead has used; may be asked by any thread.
+        """CPU seconds that the thread which reads ahead has used; any thread may call it.
 
         0.0 where the slices are read by the thread that takes them, or by processes.
         """
@@ -134,40 +138,32 @@ class Loader:
         return self._pool.pids if self._pool else []
 
     def mark(self, marks: Iterable[Mark]) -> None:
-        """Leave samples out, or be careful with them, from the next `read` on (`Fetch.mark`)."""
+        """Skip samples, or read them alone, from the next `read` on (`Fetch.mark`)."""
         self._fetch.mark(marks)
 
-    def load(self, slices: Iterable[Slice]) -> Generator[Any]:
-        """The batch of each slice, in order; None for an empty slice.
+    def read(self, slices: Iterable[Slice], record: Record | None = None) -> Generator[Read]:
+        """The batch of each slice, in order, and which of its samples were skipped.
 
-        `slices` is asked for more in the caller's thread, a few ahead. Closing
-        the generator ends the reading ahead; so does `close`.
+        Closing the generator ends the reading ahead; so does `close`.
+
+        Args:
+            slices: iterated in the caller's thread, a few ahead.
+            record: takes the contents of samples as they are handed out.
 
         Raises:
             DataError: at the batch that could not be made, naming the sample,
                 the cause and the user's line.
         """
-        return self._opened(read.batch for read in self.read(slices))
-
-    def read(self, slices: Iterable[Slice], record: Record | None = None) -> Generator[Read]:
-        """The same, and with each batch which samples of its slice are not in it.
-
-        Args:
-            slices: asked for more a few ahead.
-            record: takes the contents of samples as they are handed out.
-        """
         assert not self._closed, "the loader is closed"
-        return self._opened(self._reads(slices, record))
-
-    def _opened(self, batches: Generator[Any]) -> Generator[Any]:
-        self._open.add(batches)
-        return batches
+        reads = self._reads(slices, record)
+        self._open.add(reads)
+        return reads
 
     def close(self) -> None:
-        """End what reads ahead, and wait for it; a second call does nothing."""
+        """End all reading ahead, and wait for it; a second call does nothing."""
         self._closed = True
-        for batches in list(self._open):
-            batches.close()
+        for reads in list(self._open):
+            reads.close()
         if self._pool:
             self._pool.close()
 

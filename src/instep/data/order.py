@@ -1,14 +1,14 @@
 """Which samples a step takes: a keyed permutation computed position by position.
 
 The order of an epoch is a function of (seed, epoch) and never stored: a small
-Feistel network over a grid of `rows * columns >= samples` cells says which
-sample stands at a position, and the few cells that are no sample are walked
-over (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So a
-batch out of a billion samples costs as much as one out of a thousand, at any
-place of the epoch, for any number of workers.
+Feistel network over a grid of `rows * columns >= samples` cells gives the
+sample at a position, and the few cells without a sample are skipped (Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains"). So a batch out of a
+billion samples costs as much as one out of a thousand, at any position of the
+epoch, for any number of workers.
 
-This is a shuffle, not encryption. It knows nothing of datasets or torch. `key`
-is the one mixer of integers behind every keyed draw in instep.
+This is a shuffle, not encryption. It knows no datasets and no torch. `key` is
+the mixer of integers behind every keyed draw in instep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = 1 << 40
 """Samples that one order can hold."""
 
 BLOCK = 1024
-"""Positions computed at once and kept: they take numpy hardly longer than one batch does."""
+"""Positions computed together and cached: numpy takes hardly longer than for one batch."""
 
 _FEW, _ROUNDS_FOR_FEW, _ROUNDS = 256, 16, 6
 """A small grid mixes slowly: 6 rounds leave the orders of 30 samples visibly uneven, 16 do not."""
@@ -44,11 +44,11 @@ def key(seed: int, *parts: int) -> int:
 
     Args:
         seed: of the job; like `parts`, any integer, taken modulo 2**64.
-        parts: what the draw is for, such as epoch and sample. Their number and
-            their order matter.
+        parts: the purpose of the draw, such as epoch and sample. Their number and
+            order matter.
 
     Returns:
-        A key of 63 bits, at least 0: fit for every seed and for int64. The
+        A key of 63 bits, at least 0: valid as any seed and as int64. The
         mixer is the finaliser of SplitMix64 (Steele et al. 2014).
     """
     state = _mixed(seed)
@@ -79,7 +79,7 @@ class Order:
         self.seed = seed
         rows = isqrt(samples - 1) + 1
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-samples // rows))
-        self._kept = (-1, -1, np.empty(0, dtype=np.int64))  # epoch, block, what stands there
+        self._cached = (-1, -1, np.empty(0, dtype=np.int64))  # epoch, block, its samples
 
     def indices(self, epoch: int, first: int, stop: int) -> Indices:
         """The samples at positions [first, stop) of an epoch.
@@ -91,17 +91,17 @@ class Order:
 
         Returns:
             [stop - first] int64. Over the whole epoch every sample of
-            `0..samples-1` stands once; another epoch or seed has another order.
+            `0..samples-1` occurs once; another epoch or seed has another order.
         """
         assert 0 <= first <= stop <= self.samples, f"positions {first} to {stop}"
         number = first // BLOCK
         begin = number * BLOCK
         if stop > begin + BLOCK:
             return self._computed(epoch, first, stop)
-        kept_epoch, kept_number, block = self._kept  # read once: threads may share an order
-        if (kept_epoch, kept_number) != (epoch, number):
+        cached_epoch, cached_number, block = self._cached  # read once: threads may share an order
+        if (cached_epoch, cached_number) != (epoch, number):
             block = self._computed(epoch, begin, min(begin + BLOCK, self.samples))
-            self._kept = (epoch, number, block)
+            self._cached = (epoch, number, block)
         return block[first - begin : stop - begin].copy()
 
     def _computed(self, epoch: int, first: int, stop: int) -> Indices:
@@ -128,7 +128,7 @@ def _round_keys(start: int, rounds: int) -> tuple[np.uint64, ...]:
 
 
 def _shifted(values: Words, by: Words, round_key: np.uint64, size: np.uint64) -> Words:
-    """`values`, below `size`, each moved round the circle by a hash of its partner in `by`."""
+    """`values`, below `size`, each rotated modulo `size` by a hash of its partner in `by`."""
     words = by + round_key
     words *= _SPREAD
     words ^= words >> _HALF
@@ -140,7 +140,7 @@ def _shifted(values: Words, by: Words, round_key: np.uint64, size: np.uint64) ->
 
 
 class Position(NamedTuple):
-    """Where the global batch of a step stands: positions [first, stop) of `epoch`."""
+    """The global batch of a step: positions [first, stop) of `epoch`."""
 
     epoch: int
     first: int
@@ -166,7 +166,7 @@ def position(step: int, samples: int, global_batch: int) -> Position:
 
 
 def micro_batch(first: int, stop: int, number: int, of: int) -> tuple[int, int]:
-    """Part `number`, from 0, of positions [first, stop) cut into `of` even parts.
+    """Part `number`, from 0, of positions [first, stop) split into `of` even parts.
 
     Returns:
         (first, stop) of the part. The parts are contiguous, follow each other

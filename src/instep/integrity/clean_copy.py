@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from instep.state.snapshot import Packer, Snapshot, tied_names
+from instep.state.snapshot import Snapshot, tied_names
 from instep.worker.committed import Commit, CommittedState
 
 
@@ -20,7 +20,7 @@ class CleanCopy:
     """
 
     def __init__(self, state: CommittedState) -> None:
-        self._state, self._pack = state, Packer()
+        self._state = state
         self._kept: Snapshot | None = None
         self._last: Commit | None = None
 
@@ -31,7 +31,7 @@ class CleanCopy:
 
     def keep(self) -> None:
         """Copy the state of the last commit, in place of the copy there was."""
-        live = self._state.capture(self._pack)
+        live = self._state.capture()
         before = self._kept.tensors if self._kept is not None else {}
         tensors = {
             group: _copied(tensors, before.get(group, {}))

@@ -1,7 +1,7 @@
 """Looks out for silent corruption: a machine that computes, or remembers, something wrong.
 
 Three looks, all cheap. Each worker sees whether its parameters are still what
-its last update made them (`state/digest.py:Watch`). Now and then all compare
+its last update made them (`state/digest.py:MemoryWatch`). Now and then all compare
 a digest of their whole state. And now and then each computes one micro-batch
 of another a second time, and the gradients' digests are compared. The digests
 travel in the notes of the step; who is wrong is decided in `repeats.py`.
@@ -42,7 +42,7 @@ from instep.integrity.repeats import (
     repeats_of,
 )
 from instep.spec import TrainSpec
-from instep.state.digest import Watch, combined, digests
+from instep.state.digest import MemoryWatch, combined, digests
 from instep.worker.dealing import Speeds
 from instep.worker.observed import Observed
 from instep.worker.passes import Pass, Share, parts_of
@@ -121,7 +121,7 @@ class CorruptionCheck:
         self._model, self._optimizer = model, update.optimizer
         self._copy = copy or CleanCopy(observed.state)
         self._right = -1  # the last step whose state is known to be right; -1 if none is
-        self._watch = Watch(model.named_parameters(), WATCH_SHARE)
+        self._watch = MemoryWatch(model.named_parameters(), WATCH_SHARE)
         self._doubts = 0
         self._hearing: Hearing | None = None
         self._nobody_has_a_copy = self._going_back = False
@@ -136,7 +136,7 @@ class CorruptionCheck:
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
         self._kept = False  # whether a copy was made in this generation
-        self._watch.take()
+        self._watch.record()
 
     def over(self) -> None:
         """The generation is over; a second call does nothing."""
@@ -236,7 +236,7 @@ class CorruptionCheck:
         Raises:
             WorkerError: they are not, and nobody could take this worker's place.
         """
-        changed = self._watch.look()
+        changed = self._watch.find_change()
         if changed is None:
             return
         how = "it is not what the last update made it"
@@ -301,7 +301,7 @@ class CorruptionCheck:
 
     def committed(self) -> None:
         """Parameters have moved, and now stay as they are until the next step has its gradients."""
-        self._watch.take()
+        self._watch.record()
 
     # ---- who it is
 

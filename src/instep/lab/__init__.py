@@ -2,5 +2,5 @@
 
 `chaos` breaks a run and has it judged, `replay` computes recorded steps again, `determinism`
 compares two numbers of workers, `contents` reads recorded samples again, `netlab` emulates
-hosts. All of it stands on runs as any client starts them.
+hosts. It starts runs as any client does, and knows nothing of how workers train.
 """

@@ -1,43 +1,40 @@
-"""Does to a run what was drawn, each thing when it is due.
+"""Carries out injections in a run, each when it is due.
 
-A `Breaker` looks at a run's files every few milliseconds, as anybody could. It
-knows nothing of the roles' insides: it reads the log and the ledger, sends
-signals (`roster.py`), and parts a network (`parting.py`). What is drawn is
-`injections.py`'s. To add a kind of injection, say in `Breaker._turn` how it is
-done. Way in: `Breaker`.
+A `Breaker` looks at a run's files every few milliseconds, as any program could. It reads the
+log and the ledger, sends signals (`run_processes.py`) and partitions a network
+(`partitions.py`); it knows nothing of what happens inside the processes. `injections.py`
+draws what to break. To add a kind, say in `Breaker._turn` how to do it. Way in: `Breaker`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from instep.errors import RunError
 from instep.lab.injections import Injection
-from instep.lab.parting import Parting
-from instep.lab.roster import Known, Roster, send
+from instep.lab.partitions import Partitions
+from instep.lab.run_processes import Known, Processes, send
 from instep.lab.verdict import Fall, Injected, judge
-from instep.report.summary import finite
+from instep.plain_file import replace_plain
+from instep.report.figures.summary import finite
 from instep.store.folder import numbered
 from instep.store.ledger import last_step
 from instep.store.run_folder import RunFolder
+from instep.system.processes import has_ended
 
 LOOK_S = 0.005
-"""How often the run is looked at."""
+"""Seconds between two looks at the run."""
 
 TIMEOUT_S = 60.0
-"""How long a process of the role may be awaited, a hang go unnoticed, a recovery take."""
+"""How long to wait for a process of the role, for a hang to be noticed, for a recovery."""
 
 _TRY_S, _RECORDS_S = 0.05, 0.25
 _ENDED = "the run ended before"
@@ -52,14 +49,14 @@ class Plan:
     seed: int
     partitions: int = 0
     roles: tuple[str, ...] = ()
-    """Whose processes are killed and stopped; all that the run has, if none are given."""
+    """Roles whose processes are killed and stopped; empty: all that the run has."""
 
     over_s: float = 0.0
     """Above 0: spread over so many seconds, rather than over the steps of the run."""
 
     @property
     def injections(self) -> int:
-        """How many things there are to break."""
+        """How many things to break."""
         return self.kills + self.hangs + self.partitions
 
 
@@ -67,17 +64,17 @@ Say = Callable[[str], None]
 
 
 class Breaker:
-    """Does to a run what was drawn, each thing when it is due.
+    """Carries out injections in a run, each when it is due.
 
     Args:
         run: the run folder.
         injections: in the order in which they are due.
         plan: what was asked for.
-        say: told of each.
+        say: prints a line for each.
         begin: the step from which on they are spread.
         steps: of the whole run.
-        timeout_s: how long a process of a role may be awaited, and a hang go unnoticed.
-        parting: of its network, where partitions are drawn.
+        timeout_s: how long to wait for a process of a role, and for a hang to be noticed.
+        network: to be partitioned, if partitions are drawn.
     """
 
     def __init__(
@@ -90,25 +87,26 @@ class Breaker:
         begin: int = 0,
         steps: int = 0,
         timeout_s: float = TIMEOUT_S,
-        parting: Parting | None = None,
+        network: Partitions | None = None,
     ) -> None:
-        self.roster, self.falls = Roster(run), list[Fall]()
+        self.processes, self.falls = Processes(run), list[Fall]()
         self.injected: list[Injected] = []
         self._run, self._plan, self._say = run, plan, say
         self._begin, self._steps = begin, steps
         self._timeout_s, self._left = timeout_s, deque(injections)
-        self._total, self._parting = len(injections), parting
+        self._total, self._network = len(injections), network
         self._since = 0.0  # when the first step was seen
         self._due_at: float | None = None
         self._step, self._moved = 0, time.monotonic()
         self._try_at = self._asked = 0.0
-        self._hanging: dict[int, Known] = {}  # place in `injected`, and who
-        self._file = _free_name(run)
+        self._hanging: dict[int, Known] = {}  # by place in `injected`
+        files = (run / f"{name}.json" for name in numbered("chaos"))  # it may be broken again
+        self._file = next(file for file in files if not file.exists())
 
-    def serve(self, goes_on: Callable[[], bool]) -> None:
-        """Break what is due for as long as the run goes on; leaves nothing hanging."""
+    def serve(self, running: Callable[[], bool]) -> None:
+        """Break what is due until `running` is false; leaves no process stopped."""
         try:
-            while goes_on():
+            while running():
                 self._turn()
                 time.sleep(LOOK_S)
         finally:
@@ -121,7 +119,7 @@ class Breaker:
 
     @property
     def settled(self) -> bool:
-        """Whether all is done, and recovered from, as far as it ever will be."""
+        """Whether everything is done and the run has recovered, or had the time to."""
         if self._left or self._hanging:
             return False
         done = [each.time for each in self.injected if not each.missed]
@@ -138,20 +136,20 @@ class Breaker:
         if self._step and not self._since:
             self._since = time.time()
         self._release()
-        if self._parting is not None:
-            self._parting.serve()
+        if self._network is not None:
+            self._network.serve()
         if not self._left or not self._is_due(self._left[0]) or time.time() < self._try_at:
             return
-        if self._left[0].kind == "partition":
-            self._part(self._left[0])
+        injection = self._left[0]
+        if injection.kind == "partition":
+            self._partition(injection)
             return
-        self.roster.listen()
+        self.processes.update()
         hanging = {each.pid for each in self._hanging.values()}
-        there = self.roster.of(self._left[0].role)
-        if free := [each for each in there if each.pid not in hanging] or there:
-            self._strike(self._left[0], free)
-        else:
-            self._wait_for_one()
+        there = self.processes.of(injection.role)
+        there = [each for each in there if each.pid not in hanging] or there
+        if not (there and self._signal(injection, there)):
+            self._wait_for_process(injection)
 
     def _look(self) -> None:
         step = last_step(self._run / "ledger.bin")
@@ -161,7 +159,7 @@ class Breaker:
             self._step, self._moved = step, time.monotonic()
 
     def _is_due(self, injection: Injection) -> bool:
-        """Whether its moment has come: its step or time, and then its delay."""
+        """Whether its step or time has come, and then its delay is over."""
         now = time.time()
         if self._due_at is None:
             if self._plan.over_s:
@@ -174,63 +172,58 @@ class Breaker:
             self._due_at = now + injection.delay_s
         return now >= self._due_at
 
-    def _strike(self, injection: Injection, there: Sequence[Known]) -> None:
+    def _signal(self, injection: Injection, there: Sequence[Known]) -> bool:
+        """Kill or stop one of these processes; False if it has ended."""
         target = there[min(len(there) - 1, int(injection.pick * len(there)))]
-        number = signal.SIGSTOP if injection.kind == "hang" else signal.SIGKILL
+        hang = injection.kind == "hang"
         self._look()
-        if not send(target, number):
-            self._wait_for_one()
-            return
-        done = Injected(
-            kind=injection.kind,
-            role=target.role,
-            number=target.number,
-            pid=target.pid,
-            step=self._step,
-            time=time.time(),  # no step that this process took part in ends after it
-        )
-        if injection.kind == "hang":
+        if not send(target, signal.SIGSTOP if hang else signal.SIGKILL):
+            return False
+        if hang:
             self._hanging[len(self.injected)] = target
-        self._take(done)
-
-    def _part(self, injection: Injection) -> None:
-        assert self._parting is not None
-        self._look()
-        moment = time.time()  # whatever ends later may already be without the hosts
-        away = self._parting.part(injection.pick, injection.hold_s)
-        self._take(
+        # no step that this process took part in ends after `time`
+        self._took(
             Injected(
                 kind=injection.kind,
-                role=injection.role,
+                role=target.role,
+                number=target.number,
+                pid=target.pid,
                 step=self._step,
-                time=moment,
-                hosts=tuple(away),
+                time=time.time(),
             )
         )
+        return True
 
-    def _wait_for_one(self) -> None:
-        """Nobody of that role is there: it is being replaced, or there is none."""
-        injection = self._left[0]
+    def _partition(self, injection: Injection) -> None:
+        assert self._network is not None
+        self._look()
+        step, moment = self._step, time.time()  # a later step may already be without the hosts
+        hosts = tuple(self._network.begin(injection.pick, injection.hold_s))
+        kind, role = injection.kind, injection.role
+        self._took(Injected(kind=kind, role=role, step=step, time=moment, hosts=hosts))
+
+    def _wait_for_process(self, injection: Injection) -> None:
+        """No process of that role is there: it is being replaced, or there is none."""
         assert self._due_at is not None
         self._try_at = time.time() + _TRY_S
         if time.time() - self._due_at > self._timeout_s:
             missed = f"there was no {injection.role} process for {self._timeout_s:g} s"
-            self._take(Injected(kind=injection.kind, role=injection.role, missed=missed))
+            self._took(Injected(kind=injection.kind, role=injection.role, missed=missed))
 
-    def _take(self, done: Injected) -> None:
+    def _took(self, done: Injected) -> None:
         self._left.popleft()
         self._due_at = None
         self.injected.append(done)
-        text = done.missed or f"{_told(done)} at step {done.step}"
+        text = done.missed or f"{_what(done)} at step {done.step}"
         self._say(f"{len(self.injected)} of {self._total}: {text}")
         self.write({})
 
     def _release(self) -> None:
-        """Wake processes that nobody has noticed to hang; forget those that are gone."""
+        """Continue stopped processes that the run did not notice; forget those that ended."""
         for place, known in list(self._hanging.items()):
-            # with a worker that is stopped no step is committed; without the others some are
+            # with a worker that is stopped no step is committed; with another role some are
             noticed = known.role == "worker" and self._step >= self.injected[place].step + 2
-            if noticed or not _lives(known.pid):
+            if noticed or has_ended(known.pid):
                 del self._hanging[place]
             elif time.time() - self.injected[place].time > self._timeout_s:
                 released = send(known, signal.SIGCONT)
@@ -238,10 +231,10 @@ class Breaker:
                 del self._hanging[place]
 
     def _end(self) -> None:
-        """Wake all that still hang, heal the network; what has not been done could not be."""
+        """Continue every stopped process, heal the network; note what could not be done."""
         self._look()
-        if self._parting is not None:
-            self._parting.heal()
+        if self._network is not None:
+            self._network.heal()
         for known in self._hanging.values():
             send(known, signal.SIGCONT)
         self._hanging.clear()
@@ -259,33 +252,16 @@ class Breaker:
             "falls": [asdict(fall) for fall in self.falls],
             **(verdict or {"each": [asdict(each) for each in self.injected]}),
         }
-        beside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps(finite(text), indent=2) + "\n", encoding="utf-8")
-            beside.replace(self._file)
+            replace_plain(self._file, json.dumps(finite(text), indent=2) + "\n")
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise RunError(f"{self._file} cannot be written: {error.strerror}.") from None
 
 
-def _told(done: Injected) -> str:
-    """What was done to whom."""
+def _what(done: Injected) -> str:
     if done.kind == "partition":
-        one = len(done.hosts) == 1
         numbers = ", ".join(map(str, done.hosts))
-        return f"cut off host{'' if one else 's'} {numbers}"
+        return f"cut off host{'' if len(done.hosts) == 1 else 's'} {numbers}"
     whose = {"loader": "of worker ", "spare": "of host "}.get(done.role, "")
     what = "stopped" if done.kind == "hang" else "killed"
     return f"{what} {done.role} {whose}{done.number} (pid {done.pid})"
-
-
-def _lives(pid: int) -> bool:
-    with suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _free_name(run: Path) -> Path:
-    """`chaos.json`, or numbered where the run was broken before."""
-    files = (run / f"{name}.json" for name in numbered("chaos"))
-    return next(file for file in files if not file.exists())

@@ -1,8 +1,8 @@
-"""A run that is broken on purpose: who breaks it, and what is left to judge.
+"""Breaks a run on purpose and has it judged: `instep chaos`.
 
-A job is run twice, once left alone and once broken; a run that has ended is
-repeated; one that is going on is broken as it is. The breaking itself is
-`breaker.py`'s, the verdict `lab/verdict.py`'s. Nothing here imports torch.
+A job is run twice, once undisturbed and once broken; a run that has ended is repeated and
+broken; a run that is going on is broken as it is. `breaker.py` carries out the injections,
+`verdict.py` judges. Nothing here imports torch.
 Way in: `break_job`, `break_again`, `break_running`.
 """
 
@@ -25,10 +25,10 @@ from instep.client.submit import check_job, run_job
 from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError
 from instep.lab.breaker import Breaker, Plan, Say
 from instep.lab.injections import Injection, check_long_enough, draw
-from instep.lab.parting import check_can_part, on_emulated_hosts
+from instep.lab.partitions import check_can_partition, on_emulated_hosts
 from instep.lab.replay import changes_since, stretches
-from instep.lab.roster import roles_of
-from instep.lab.trial import Progress, folder_for_runs
+from instep.lab.run_processes import roles_of
+from instep.lab.temporary_runs import Progress, folder_for_runs
 from instep.lab.verdict import Verdict, judge
 from instep.spec import JobSpec
 from instep.store.folder import ID, lock, numbered, unlock
@@ -36,35 +36,35 @@ from instep.store.run_folder import RunFolder
 from instep.system.processes import on_signals
 
 STUCK_S = 120.0
-"""After how long without a step a run is given up, if that is longer than the undisturbed took."""
+"""Seconds without a step after which a run is given up, unless the undisturbed one took longer."""
 
 GRACE_S = 15.0
-"""How long a run that is asked to stop may take, before it is told, and then killed."""
+"""How long a run may take to stop after each signal, before the next one; the last is SIGKILL."""
 
 SUFFIXES = ("undisturbed", "disturbed")
-"""What the two runs of a job are called, after its name."""
+"""Suffixes of the names of the two runs of a job."""
 
 
 def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
-    """Run a job undisturbed, then the same job disturbed, and judge.
+    """Run a job undisturbed, then disturbed, and judge.
 
     Args:
         job: to run twice.
         runs: folder of run folders.
         plan: what to break.
-        say: told what is being done.
+        say: prints a line of progress.
 
     Raises:
-        SpecError: the job is too short for so much.
+        SpecError: the job is too short for so many injections.
         InstepError: the undisturbed run failed.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; no process is left.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; every process was ended.
     """
     if plan.partitions:
-        check_can_part(job)
+        check_can_partition(job)
     check_job(job)
     if job.train.steps and not plan.over_s:
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
-    say("running it undisturbed")
+    say("running the job undisturbed")
     done = run_job(_named(job, SUFFIXES[0]), runs, named=False, quiet=True, watch=Progress(say))
     if done.exit_code == INTERRUPTED:
         raise KeyboardInterrupt
@@ -74,127 +74,120 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
 def break_again(
     undisturbed: RunFolder, runs: Path, plan: Plan, say: Say, *, name: str = ""
 ) -> Verdict:
-    """Run the job of a run that has ended once more, disturbed, and judge it by that run.
+    """Run the job of an ended run again, disturbed, and judge it by comparison with that run.
 
     Args:
         undisturbed: a run that has ended.
         runs, plan, say: as for `break_job`.
-        name: of the disturbed run, before its suffix; that run's own if not given.
+        name: of the disturbed run, without its suffix; default: that of the ended run.
 
     Raises:
-        SpecError: the job is too short for so much, or that run cannot be repeated.
+        SpecError: the job is too short for so many injections, or that run cannot be repeated.
         KeyboardInterrupt: as for `break_job`.
     """
     check_can_be_repeated(undisturbed)
     job = _repeated(undisturbed)
     if plan.partitions:
-        check_can_part(job)
+        check_can_partition(job)
     if not plan.over_s:
         check_long_enough(undisturbed.last_step, plan.injections, _longer(job, plan))
     for text in changes_since(undisturbed, undisturbed.last_step):
-        say(f"mind: {text}")
+        say(f"note: {text}")
     injections = _drawn(plan, undisturbed)
-    say(f"running it again, to break it {plan.injections} times")
+    say(f"running the job again, to break it {plan.injections} times")
     with ExitStack() as stack:
-        plain, parting = job, None
+        plain, network = job, None
         if plan.partitions:
-            job, parting = stack.enter_context(on_emulated_hosts(job))
+            job, network = stack.enter_context(on_emulated_hosts(job))
         check_job(job)
         program = stack.enter_context(_running(_named(job, SUFFIXES[1], name), runs))
         steps, limit_s = undisturbed.last_step, max(STUCK_S, undisturbed.seconds)
-        breaker = Breaker(program.folder, injections, plan, say, steps=steps, parting=parting)
-        breaker.serve(lambda: program.goes_on and breaker.still_s < limit_s)
+        breaker = Breaker(program.folder, injections, plan, say, steps=steps, network=network)
+        breaker.serve(lambda: program.is_running and breaker.still_s < limit_s)
         program.check_began()
-        stuck_s = breaker.still_s if program.goes_on else 0.0
+        stuck_s = breaker.still_s if program.is_running else 0.0
         program.stop()
         left = _outlived(breaker)
-    if parting is not None:  # its hosts are gone: it goes on, if anybody wants that, without them
+    if network is not None:  # the emulated hosts are gone: a resumed run is to do without them
         _rewrite_job(program.folder, plain)
     return _judged(program.folder, undisturbed, breaker, left=left, stuck_s=stuck_s)
 
 
 def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
-    """Break a run that is going on, and judge how it took that; it goes on afterwards.
+    """Break a run that is going on, and judge how it recovered; it continues afterwards.
 
     Args:
         run: the run.
         plan, say: as for `break_job`.
 
     Raises:
-        SpecError: too few of its steps are left, others started its processes, or its network is
-            to be parted.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; the run goes on.
+        SpecError: too few of its steps are left, others started its processes, or partitions
+            are asked for.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; the run continues.
     """
     check_own(run)
     if plan.partitions:
         raise SpecError(
-            f"--partitions {plan.partitions}: {run.path} is going on, and a run moves to a network "
-            "that can be parted only from its beginning. Give the job file, or leave it out."
+            f"--partitions {plan.partitions}: {run.path} is going on, and a run can be put on "
+            "emulated hosts only from its start. Give the job file, or leave --partitions out."
         )
-    ready = run.last("worker_ready")
-    last = int(ready.get("last_step") or 0)
+    last = run.planned_steps or 0
     if not last and not plan.over_s:
-        raise SpecError(f"{run.path} has not said how long it is. Give --over SECONDS.")
+        raise SpecError(f"the length of {run.path} is not known yet. Give --over SECONDS.")
     if not plan.over_s:
         left = last - run.last_step
-        check_long_enough(left, plan.injections, "Give --over SECONDS, or ask for less.")
+        check_long_enough(left, plan.injections, "Give --over SECONDS, or ask for fewer.")
     breaker = Breaker(run.path, _drawn(plan, run), plan, say, begin=run.last_step, steps=last)
     with folder_for_runs("instep-chaos-"):
-        breaker.serve(lambda: not breaker.settled and is_going_on(run.path))
-    return _judged(run.path, None, breaker, going_on=is_going_on(run.path))
+        breaker.serve(lambda: not breaker.settled and is_running(run.path))
+    return _judged(run.path, None, breaker, going_on=is_running(run.path))
 
 
 def check_own(run: RunFolder) -> None:
-    """Refuse runs whose processes others started, or that are on another machine.
+    """Refuse runs whose processes instep did not start, or that run on another machine.
 
     Raises:
-        SpecError: it is one.
+        SpecError: says which.
     """
     if run.joined:
         raise SpecError(
-            f"{run.path} is of processes that called instep.join: nobody replaces them, so a "
-            "kill ends the run. instep chaos breaks runs of instep run."
+            f"the processes of {run.path} called instep.join: they are not replaced, so a kill "
+            "ends the run. instep chaos breaks runs that instep run started."
         )
     there, here = (run.last("run_started").get("host") or {}).get("name"), platform.node()
-    if is_going_on(run.path) and there not in (None, here):
+    if is_running(run.path) and there not in (None, here):
         raise SpecError(
-            f"{run.path} is going on on {there}, and this is {here}: its processes are out of "
-            "reach. Break it there."
+            f"{run.path} is running on {there}, and this is {here}: its processes cannot be "
+            "reached. Run instep chaos there."
         )
 
 
 def check_can_be_repeated(run: RunFolder) -> None:
-    """Refuse runs whose result the job alone does not give again.
+    """Refuse runs whose result the job alone does not reproduce.
 
     Raises:
         SpecError: says why not.
-        RunError: it has no end, or failed.
+        RunError: it has not ended, or failed.
     """
     check_own(run)
     if run.outcome not in ("completed", "stopped") or not run.last_step:
         raise RunError(
-            f"{run.path} is {run.outcome}: a disturbed run is held against one that has come to "
-            f"its end. To end it: {run.way_on}"
+            f"{run.path} is {run.outcome}: a disturbed run is compared with a completed one. "
+            f"To complete it: {run.to_resume}"
         )
-    if (
-        len({stretch.job.train.steps or stretch.job.train.passes for stretch in _stretches(run)})
-        > 1
-    ):
+    trains = [stretch.job.train for stretch in stretches(run, 0, run.last_step)]
+    if len({train.steps or train.passes for train in trains}) > 1:
         raise SpecError(
-            f"{run.path} was resumed with another length, which one run from the beginning does "
-            "not give again. Give the job file instead."
+            f"{run.path} was resumed with another length, which one run from the beginning cannot "
+            "reproduce. Give the job file instead."
         )
 
 
-def _stretches(run: RunFolder) -> Iterator[Any]:
-    return stretches(run, 0, run.last_step)
-
-
-def is_going_on(folder: Path) -> bool:
-    """Whether another process has the run folder for itself.
+def is_running(folder: Path) -> bool:
+    """Whether another process holds the lock of the run folder.
 
     Raises:
-        RunError: the folder cannot be asked.
+        RunError: the lock cannot be tried.
     """
     try:
         with (folder / ID).open("ab") as file:
@@ -210,11 +203,11 @@ def _drawn(plan: Plan, run: RunFolder) -> list[Injection]:
     """What to break in a run like this one."""
     there = roles_of(run)
     if not there:
-        raise SpecError(f"{run.path} tells of no process yet. Try again in a moment.")
+        raise SpecError(f"{run.path} has not logged a process yet. Try again in a moment.")
     if absent := [role for role in plan.roles if role not in there]:
         raise SpecError(
-            f"--roles {','.join(plan.roles)}: {run.path} tells of no {absent[0]} process that "
-            f"could be killed. It has: {', '.join(there)}."
+            f"--roles {','.join(plan.roles)}: {run.path} has no {absent[0]} process that could be "
+            f"killed. It has: {', '.join(there)}."
         )
     return draw(plan.kills, plan.hangs, plan.roles or there, plan.seed, plan.partitions)
 
@@ -233,10 +226,10 @@ def _named(job: JobSpec, suffix: str, name: str = "") -> JobSpec:
 
 
 def _longer(job: JobSpec, plan: Plan) -> str:
-    """How the job is made long enough, as far as that can be told."""
+    """How to make the job long enough."""
     if job.train.steps:
         return f"Lengthen it: --set train.steps={4 * plan.injections}"
-    return f"Lengthen it: --set train.epochs={4 * job.train.passes}, or more, or ask for less."
+    return f"Lengthen it: --set train.epochs={4 * job.train.passes}, or more, or ask for fewer."
 
 
 def _judged(folder: Path, undisturbed: RunFolder | None, breaker: Breaker, **more: Any) -> Verdict:
@@ -251,31 +244,31 @@ def _rewrite_job(folder: Path, plain: JobSpec) -> None:
 
 
 def _outlived(breaker: Breaker) -> list[int]:
-    """Processes of a run that has ended; they get a moment to go."""
-    breaker.roster.listen()
-    for pid in breaker.roster.alive():
+    """Pids of a run that has ended which are still alive after a moment."""
+    breaker.processes.update()
+    for pid in breaker.processes.alive():
         with suppress(psutil.Error):
             psutil.Process(pid).wait(5.0)
-    return breaker.roster.alive()
+    return breaker.processes.alive()
 
 
 @contextmanager
 def _running(job: JobSpec, runs: Path) -> Iterator[_Program]:
-    """`instep run` as a program of its own; ended with the context, however that ends."""
+    """`instep run` as a program of its own; it ends with the context."""
     name = next(name for name in numbered(job.name) if not (runs / name).exists())
     with folder_for_runs("instep-chaos-") as place:
-        file, said = place / "job.toml", place / "said"
+        file, errors = place / "job.toml", place / "errors"
         file.write_text(spec_file.dump(job), encoding="utf-8")
         command = ["run", str(file), "--runs", str(runs), "--name", name, "--json"]
-        with said.open("wb") as out:
+        with errors.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "instep", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=out,
-                start_new_session=True,  # Ctrl-C is ours; it is told below
+                start_new_session=True,  # Ctrl-C reaches only us; `stop` passes it on
             )
-        program = _Program(process, (runs / name).resolve(), said)
+        program = _Program(process, (runs / name).resolve(), errors)
         try:
             yield program
         finally:
@@ -283,26 +276,26 @@ def _running(job: JobSpec, runs: Path) -> Iterator[_Program]:
 
 
 class _Program:
-    """A run that another process conducts."""
+    """A run in another process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, said: Path) -> None:
-        self._process, self.folder, self._said = process, folder, said
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, errors: Path) -> None:
+        self._process, self.folder, self._errors = process, folder, errors
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         return self._process.poll() is None
 
     def check_began(self) -> None:
-        """Refuse to judge what has never been a run."""
+        """Refuse to judge a run that never began."""
         if not (self.folder / "events.jsonl").exists():
-            words = self._said.read_text(errors="replace").strip().rpartition("instep: ")[2]
-            raise WorkerError(f"the disturbed run did not begin: {words}")
+            why = self._errors.read_text(errors="replace").strip().rpartition("instep: ")[2]
+            raise WorkerError(f"the disturbed run did not begin: {why}")
 
     def stop(self) -> None:
-        """End the run, if it still goes on: asked first, then told, then killed."""
-        with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes
+        """End the run, if it is still going on: SIGTERM, SIGTERM again, SIGKILL."""
+        with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes behind
             for ask in (self._process.terminate, self._process.terminate, self._process.kill):
-                if not self.goes_on:
+                if not self.is_running:
                     return
                 ask()
                 with suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""Were samples, as they were handed to training, what a plain read of the dataset gives?
+"""Did training get the same samples that a plain read of the dataset gives?
 
-While a run trains, its workers record the contents of some samples, or of all
-(`check.content`). Here the recipe's function is called as a worker calls it, and
-each of those samples is read with `dataset[index]`: no loader, no thread, no other
-process. Random transforms are given the generators that they had.
+While a run trains, its workers record hashes of some samples, or of all (`check.content`).
+Here the recipe's function is called as a worker calls it, and each of those samples is read
+with `dataset[index]`, without a loader, thread or other process. Random transforms get the
+same generators. Way in: `compare`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from instep.data import keyed
-from instep.data.blame import told
-from instep.data.contents import Chosen, content_of
-from instep.data.fetch import set_keyed
 from instep.data.order import Order
+from instep.data.reading import generators
+from instep.data.reading.fetch import seed_for_sample
+from instep.data.samples.contents import Selection, content_of
+from instep.data.samples.unreadable import describe_error
 from instep.errors import RunError
 from instep.events import CONTENTS, read_records
 from instep.recipe.build import call, load_function
@@ -30,7 +30,7 @@ _SHOWN = 5
 
 
 class Wrong(NamedTuple):
-    """A sample that was not what a plain read gives."""
+    """A sample that differs from a plain read."""
 
     epoch: int
     """Counts from 0."""
@@ -41,21 +41,21 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ContentProof:
-    """What came of the comparison."""
+    """The result of the comparison."""
 
     due: int
     """Samples of committed steps whose content should have been recorded."""
     recorded: int
-    """Of those, how many were."""
+    """How many of those were recorded."""
     compared: int
-    """Recorded samples that were read again and could be compared; of uncommitted steps too."""
+    """Recorded samples that were read again and compared; also those of uncommitted steps."""
     wrong: tuple[Wrong, ...]
     unrepeatable: tuple[int, ...]
-    """Indices of samples of which two plain reads differ: nothing can be said of them."""
+    """Indices of samples whose two plain reads differ, so that they cannot be compared."""
 
     @property
     def exact(self) -> bool:
-        """Whether none was found wrong, and there was something to compare."""
+        """Whether something was compared, and none of it was wrong."""
         return not self.wrong and self.compared > 0
 
     @property
@@ -64,8 +64,8 @@ class ContentProof:
         if not self.compared and self.unrepeatable:
             return (
                 f"none of the {readable_count(len(self.unrepeatable))} samples could be compared: "
-                "each of them differs between two plain reads, as the dataset draws from a "
-                "generator that no key reaches."
+                "two plain reads of each differ, as the dataset uses a generator that instep does "
+                "not seed."
             )
         if not self.compared:
             return (
@@ -81,11 +81,11 @@ class ContentProof:
         )
 
     def as_table(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """The result as plain data."""
         return {**asdict(self), "wrong": [each._asdict() for each in self.wrong]}
 
     def lines(self) -> list[str]:
-        """The same for a person."""
+        """The result for a person."""
         due, recorded = readable_count(self.due), readable_count(self.recorded)
         lines = [
             f"content {recorded} of {due} chosen samples recorded as they were handed to a step; "
@@ -99,19 +99,19 @@ class ContentProof:
         if self.unrepeatable:
             lines.append(
                 f"content {plural(len(self.unrepeatable), 'sample')} could not be compared: two "
-                "plain reads differ, as the dataset draws from a generator that no key reaches"
+                "plain reads differ, as the dataset uses a generator that instep does not seed"
             )
         return lines
 
 
 def compare(run: RunFolder, most: int | None = None) -> ContentProof:
-    """Read what was recorded once more, plainly.
+    """Read the recorded samples again, plainly, and compare.
 
     Call it in a process that has not read from the dataset.
 
     Args:
         run: its folder.
-        most: samples to compare; a keyed choice where more were recorded. None: all.
+        most: samples to compare; a choice by the seed if more were recorded. None: all.
 
     Raises:
         RunError: the run has no recipe that can be called again.
@@ -137,7 +137,7 @@ def compare(run: RunFolder, most: int | None = None) -> ContentProof:
                 continue
             why = f"was {content:016x} and is {found:016x}"
         except Exception as error:
-            why = f"cannot be read: {told(error)}"
+            why = f"cannot be read: {describe_error(error)}"
         wrong.append(Wrong(epoch, index, why))
     return ContentProof(
         due=due,
@@ -159,7 +159,7 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
     samples, which = run.epoch_samples, run.spec.check.content
     if which == "off" or not samples:
         return 0, 0
-    chosen, order = Chosen(samples, run.spec.seed, which), Order(samples, run.spec.seed)
+    chosen, order = Selection(samples, run.spec.seed, which), Order(samples, run.spec.seed)
     due = recorded = 0
     for epoch in run.audit.epochs:
         indices = order.indices(epoch.epoch, 0, min(epoch.expected, samples))
@@ -172,16 +172,16 @@ def _coverage(run: RunFolder, rows: Records) -> tuple[int, int]:
 def _dataset(run: RunFolder) -> Any:
     if run.joined:
         raise RunError(
-            f"{run.path} was trained inside a program of its own (instep.join), so there is no "
-            "function to call for its dataset."
+            f"the processes of {run.path} called instep.join, so there is no recipe function to "
+            "call for its dataset."
         )
     job = run.spec
     return call(load_function(job.recipe), job.arguments, job.seed).train
 
 
 def _plainly(dataset: Any, seed: int, epoch: int, index: int) -> int:
-    with keyed.kept():
-        set_keyed(seed, epoch, index)
+    with generators.preserved():
+        seed_for_sample(seed, epoch, index)
         if hasattr(dataset, "__getitem__"):
             return content_of(dataset[index])
         return content_of(dataset.__getitems__([index])[0])

@@ -1,9 +1,9 @@
-"""Whether a recipe gives the same bits at any number of workers: tried, not believed.
+"""Does a recipe give the same bits on any number of workers? `instep run --check-determinism`.
 
-A few steps are trained at two sizes, each in a folder that is thrown away, and
-everything that they have saved is compared byte by byte. Where something
-differs, a third run on the first size tells whether two runs of one size agree.
-Imports no torch.
+A few steps are trained on two numbers of workers, in a temporary folder, and everything
+that they saved is compared byte by byte. If something differs, a third run on the first
+number shows whether two runs on the same number agree. Imports no torch. Way in:
+`check_determinism`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from instep.client.submit import run_job
-from instep.errors import INTERRUPTED, InstepError, RunError, SpecError
-from instep.lab.trial import folder_for_runs, without_folder
+from instep.errors import RunError, SpecError
+from instep.lab.temporary_runs import folder_for_runs, run_quietly
 from instep.spec import JobSpec, StopSpec
 from instep.state.compare import checkpoint_of, differences, saved
 from instep.store.run_folder import RunFolder
 
 STEPS = 3
-"""Steps of each run: the first two find what one pass does, the third what a step carries on."""
+"""Steps of each run: the first two show what one pass does, the third what a step carries over."""
 
 
 class Difference(NamedTuple):
@@ -40,34 +39,34 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What came of the trial."""
+    """The result of the check."""
 
     sizes: tuple[int, int]
     steps: int
     tensors: int
-    """Compared after each step."""
+    """Tensors compared after each step."""
     difference: Difference | None
     repeatable: bool
-    """Whether two runs on the first size agree; tried only where the sizes differ."""
+    """Whether two runs on the first size agree; tested only if the sizes differ."""
 
 
 def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
-    """Train a few steps of a job at two sizes to the bit, and compare.
+    """Train a few steps of a job on two numbers of workers, and compare to the bit.
 
     Args:
-        job: trained with `determinism = "bits"`, whatever it says itself.
-        say: told what is being done.
+        job: trained with `determinism = "bits"`, whatever it says.
+        say: prints a line of progress.
 
     Raises:
-        SpecError: the job cannot run on two workers.
+        SpecError: the job has no work for two workers.
         InstepError: a run failed; the text says why, with the end of the worker's output.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; nothing is left behind.
     """
     sizes = (1, job.workers if job.workers > 1 else 2)
     if sizes[1] > job.train.micro_batches:
         raise SpecError(
-            f"train.micro_batches = {job.train.micro_batches}: to compare two sizes there must "
-            "be work for two workers. Set train.micro_batches to 2 or more."
+            f"train.micro_batches = {job.train.micro_batches}: to compare one worker with two, "
+            "there must be work for two. Set train.micro_batches to 2 or more."
         )
     with folder_for_runs("instep-check-") as runs:
         first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))
@@ -92,22 +91,16 @@ def _trained(job: JobSpec, workers: int, runs: Path, say: Callable[[str], None])
         stop=StopSpec(non_finite=False),
         checkpoint=msgspec.structs.replace(job.checkpoint, every=1, keep_last=STEPS),
     )
-    try:
-        done = run_job(small, runs, named=False, quiet=True)
-    except InstepError as error:
-        error.args = (without_folder(str(error), runs),)
-        raise
-    if done.exit_code == INTERRUPTED:
-        raise KeyboardInterrupt  # the signal was the run's, and means the whole check
-    check_length(RunFolder(done.path))
-    return done.path
+    run = run_quietly(small, runs)
+    check_length(run)
+    return run.path
 
 
 def check_length(run: RunFolder) -> None:
-    """Refuse to judge a run that ended before the steps that are compared, or its own length.
+    """Refuse to judge a run that ended before the compared steps, or before its own length.
 
     Raises:
-        RunError: it did.
+        RunError: says how far it came.
     """
     due = min(STEPS, int(run.last("worker_ready")["last_step"]))
     if run.last_step < due:
@@ -135,8 +128,8 @@ def _losses(run: Path) -> dict[int, float]:
     return dict(zip(steps["step"].tolist(), steps["loss"].tolist(), strict=True))
 
 
-def words(comparison: Comparison) -> list[str]:
-    """What came of it, in a few lines."""
+def lines(comparison: Comparison) -> list[str]:
+    """The result for a person, in a few lines."""
     sizes = f"{comparison.sizes[0]} and {comparison.sizes[1]} workers"
     found = comparison.difference
     if found is None:
@@ -163,8 +156,8 @@ def words(comparison: Comparison) -> list[str]:
         ]
     return [
         *lines,
-        f"two runs on {comparison.sizes[0]} worker differ too: {where} draws from something that "
+        f"two runs on {comparison.sizes[0]} worker differ too: {where} depends on something that "
         "the job's seed does not set.",
-        "Look for a generator of its own without a seed, the time, the order of a set, or a "
-        "kernel that adds in any order.",
+        "Look for a generator without a seed, the time, the order of a set, or a kernel that adds "
+        "in any order.",
     ]

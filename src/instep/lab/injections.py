@@ -1,7 +1,7 @@
-"""What is to be broken in a run, whose process, and when: drawn from a seed.
+"""What to break in a run, in which process, and when: drawn from a seed.
 
-Pure: it knows no processes and no clock. `chaos.py` makes what is drawn here
-happen. To add a kind, give it a number in `draw`, and in `breaker.py` a way to do it.
+Pure: it knows no processes and no clock. `breaker.py` carries out what is drawn here. To add
+a kind, give it a number in `draw`, and say in `breaker.py` how to do it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from instep.errors import SpecError, near_miss
 Kind = Literal["kill", "hang", "partition"]
 
 WEIGHTS = {"worker": 6, "loader": 2, "master": 1, "host": 1, "spare": 1}
-"""How often each role is struck, beside the others: as often as there are such processes, about."""
+"""How often each role is chosen, relative to the others: about as often as it has processes."""
 
 LAST = 0.92
-"""Up to which share of the run's steps, or time, something is broken: the rest is to recover."""
+"""Nothing is broken after this share of the run's steps, or time: the rest is for recovery."""
 
 _IN_A_STEP_S = 0.05
 _IN_A_RECOVERY_S = 0.6
 _CLOSE = 0.2
-"""Share of the injections that follow the one before while the run still recovers from it."""
+"""Share of the injections that come while the run still recovers from the one before."""
 
 HOLD_S = 1.0, 5.0
-"""For how long a network is parted: from a lease that has hardly run out to one long gone."""
+"""Least and most seconds of a partition: a lease just expired, or expired long ago."""
 
 NETWORK = "network"
-"""What a partition breaks, where others break a process of a role."""
+"""The role of a partition, which breaks no process."""
 
 STEPS_EACH = 2
-"""Steps of the run that there must be for each injection."""
+"""Steps that a run needs for each injection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,26 @@ class Injection:
     role: str
     """Of the process: a key of `WEIGHTS`; or `NETWORK`."""
     pick: float
-    """Which of the processes of that role, or of the ways to part: from 0 to 1, in their order."""
+    """Which process of that role, or which partition: from 0 to 1, in their order."""
     at: float
     """Share of the steps, or of the time, after which it is due."""
     delay_s: float
-    """From then on, so that it falls anywhere within a step, or into a recovery."""
+    """From then on, so that it comes anywhere within a step, or during a recovery."""
     hold_s: float = 0.0
-    """Of a partition: until the network is whole again."""
+    """Of a partition: until the network is healed."""
 
 
 MOST = 100_000
-"""Of anything that may be asked for."""
+"""Injections of one kind."""
 
 
 def draw(
     kills: int, hangs: int, roles: Sequence[str], seed: int, partitions: int = 0
 ) -> list[Injection]:
-    """So many kills, hangs and partitions, in the order in which they are due.
+    """Draw so many kills, hangs and partitions, in the order in which they are due.
 
-    The same seed, numbers and roles give the same injections. About one in five
-    comes so soon after the one before that the run is still recovering.
+    The same seed, numbers and roles give the same injections. About one in five comes so
+    soon after the one before that the run is still recovering.
     """
     rng = random.Random(seed)
     known = sorted(roles)
@@ -85,10 +85,10 @@ def draw(
 
 
 def check_roles(asked: Sequence[str]) -> None:
-    """Refuse roles that nothing has.
+    """Refuse unknown roles.
 
     Raises:
-        SpecError: names the role, and those that there are.
+        SpecError: names the role, and the known ones.
     """
     for role in asked:
         if role not in WEIGHTS:
@@ -96,7 +96,7 @@ def check_roles(asked: Sequence[str]) -> None:
 
 
 def check_numbers(kills: int, hangs: int, partitions: int, over_s: float = 0.0) -> None:
-    """Refuse numbers of injections that cannot be.
+    """Refuse impossible numbers of injections.
 
     Raises:
         SpecError: one is below 0, or all are 0.
@@ -107,23 +107,23 @@ def check_numbers(kills: int, hangs: int, partitions: int, over_s: float = 0.0) 
     if not 0 <= over_s < float("inf"):
         raise SpecError(f"--over {over_s:g}: needs to be a number of seconds, at least 0.")
     if not kills + hangs + partitions:
-        raise SpecError("--kills 0 and nothing else: there is nothing to break. Ask for something.")
+        raise SpecError("--kills 0: there is nothing to break. Give --hangs or --partitions.")
 
 
 def check_long_enough(steps: int, injections: int, longer: str) -> None:
-    """Refuse a run that is over before all can have happened.
+    """Refuse a run that is too short for so many injections.
 
     Args:
-        steps: of the run, or those that it still has.
-        injections: how many there are to be.
-        longer: how it could be made longer, given the steps that are wanted.
+        steps: of the run, or those that are left.
+        injections: how many are asked for.
+        longer: a sentence on how to make it longer.
 
     Raises:
-        SpecError: says how many steps there are, and how many are wanted.
+        SpecError: says how many steps there are, and how many are needed.
     """
     wanted = STEPS_EACH * injections
     if steps < wanted:
         raise SpecError(
-            f"{steps} steps are too few to break something {injections} times: {wanted} are "
-            f"wanted. {longer}"
+            f"{steps} steps are too few to break something {injections} times: at least {wanted} "
+            f"are needed. {longer}"
         )

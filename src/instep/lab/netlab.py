@@ -7,11 +7,10 @@
 Each host is a namespace with one interface, `eth0`; this machine itself is the
 host `outside`. All are joined by a bridge in a namespace of its own, so that no
 firewall of this machine looks at them. A partition moves ports to other
-bridges: links stay up, neighbours stay known, packets go nowhere and nobody is
-told. Everything about a network is in the kernel, so another process can find
-it and change it. File system, clock, CPU and process numbers are shared: this
-emulates a network, not machines. It knows nothing of runs. From the shell it is
-`benchmarks/netlab.py`. Way in: `Network`.
+bridges: links stay up, neighbours stay known, packets vanish and no error is reported.
+The kernel holds everything about a network, so another process can find and change it.
+File system, clock, CPU and process ids are shared: this emulates a network, not
+machines. It knows nothing of runs. `benchmarks/netlab.py` is its command line. Way in: `Network`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from instep.errors import SpecError
+from instep.system.processes import stat_fields
 
 OUTSIDE = "outside"
 """This machine, as a host of the network."""
@@ -50,11 +50,11 @@ _Result = TypeVar("_Result")
 
 
 class NetworkError(SpecError):
-    """The machine does not do what a network needs, or there is no such host."""
+    """This machine cannot have such a network, or there is no such host."""
 
 
 class Traffic(NamedTuple):
-    """What one host's interface has counted since it was made, Ethernet headers included."""
+    """Counters of one host's interface since it was made, Ethernet headers included."""
 
     sent_bytes: int
     received_bytes: int
@@ -74,15 +74,15 @@ def bits_per_s(rate: str | float) -> float:
 class Network:
     """Hosts h1, h2, ... with the addresses 198.18.K.1, 198.18.K.2, ...; `outside` is 198.18.K.254.
 
-    K is the first that no other network on this machine has. The addresses are those that
-    are set aside for benchmarks (RFC 2544), so that nothing real is hidden.
+    K is the first number that no other network on this machine has. The addresses are
+    reserved for benchmarks (RFC 2544), so they hide no real host.
 
     Args:
         hosts: how many, 1 to 200.
         rate: of each host's link, each way: "100mbit", or bits per second; None for no limit.
 
     Raises:
-        NetworkError: this user or this machine cannot have namespaces; nothing is left behind.
+        NetworkError: this user or this machine cannot make namespaces; nothing is left behind.
     """
 
     def __init__(self, hosts: int, *, rate: str | float | None = None) -> None:
@@ -91,7 +91,7 @@ class Network:
         limit = None if rate is None else bits_per_s(rate)
         self.hosts = [f"h{number}" for number in range(1, hosts + 1)]
         self.not_set: list[str] = []
-        """Offloads that could not be switched off; with them the counters miss some headers."""
+        """Offloads that could not be switched off; the counters then miss some headers."""
         self._programs: list[subprocess.Popen[Any]] = []
         self._number = _take_a_number()
         pid = os.getpid()
@@ -109,7 +109,7 @@ class Network:
 
     @classmethod
     def find(cls, number: int | None = None) -> Network:
-        """A network that another process has made; of several, `number` K says which."""
+        """A network that another process made; `number` K chooses among several."""
         names = [n for n in networks() if number is None or n.split("-")[1] == str(number)]
         if len(names) != 1:
             known = ", ".join(networks()) or "none"
@@ -134,10 +134,10 @@ class Network:
         return f"198.18.{self._number}.{self._index(host)}"
 
     def run(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command in a host; it is killed, at the latest, when the network is removed.
+        """Start a command in a host; removing the network kills it.
 
         Args:
-            host: also `outside`: then the command is simply started.
+            host: `outside` starts the command on this machine itself.
             command: the process returned is the command itself, not a shell around it.
             options: of `subprocess.Popen`.
         """
@@ -148,13 +148,13 @@ class Network:
         return program
 
     def socket(self, host: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-        """A new IPv4 socket of this process that lives in a host."""
+        """A new IPv4 socket of this process in a host's namespace."""
         self._index(host)
         space = None if host == OUTSIDE else self._space(host)
         return _inside(space, lambda: socket.socket(socket.AF_INET, kind))
 
     def traffic(self, host: str) -> Traffic:
-        """What the kernel has counted at a host's interface; what a partition drops was sent."""
+        """The counters of a host's interface; packets that a partition drops count as sent."""
         link = self._root_link if host == OUTSIDE else "eth0"
         self._index(host)
         shown = _call("ip", *self._at(host), "-j", "-s", "link", "show", link)
@@ -165,12 +165,12 @@ class Network:
     # ---- breaking it
 
     def partition(self, *groups: Iterable[str]) -> None:
-        """From now on packets pass only inside a group; the others vanish, both ways, unanswered.
+        """From now on packets pass only inside a group; others vanish, both ways.
 
         Args:
-            groups: hosts, `outside` among them; those not named are one more group. What a
-                former partition or cut did is undone. A packet that already waits in a slow
-                link's queue (up to 50 ms) still arrives.
+            groups: hosts, and perhaps `outside`; the hosts not named form one more group. Ends a
+                former partition or cut. A packet that already waits in a slow link's queue (up
+                to 50 ms) still arrives.
         """
         given = [list(group) for group in groups]
         named = [host for group in given for host in group]
@@ -182,18 +182,18 @@ class Network:
         self._plug([rest, *given])
 
     def cut(self, *hosts: str) -> None:
-        """Each of these hosts hears nobody and is heard by nobody, until `heal`; others stay."""
+        """Cut each of these hosts off from all others, until `heal`; the others do not change."""
         for host in hosts:
             self._index(host)
         bridges = [f"alone-{host}" for host in hosts]
         self._move(zip(hosts, bridges, strict=True))
 
     def heal(self) -> None:
-        """Everybody reaches everybody. Rates stay."""
+        """Undo partitions and cuts; rates stay."""
         self._plug([[*self.hosts, OUTSIDE]])
 
     def slow(self, host: str, rate: str | float | None) -> None:
-        """Set the rate of a host's link, each way; None takes the limit away."""
+        """Set the rate of a host's link, each way; None removes the limit."""
         index, limit = self._index(host), None if rate is None else bits_per_s(rate)
         own = self._root_link if host == OUTSIDE else "eth0"
         for at, link in ((self._at(host), own), (self._at("switch"), f"port{index}")):
@@ -204,10 +204,10 @@ class Network:
             what = f"tbf rate {limit:.0f}bit burst {burst} latency 50ms"
             _call("tc", *at, "qdisc", "replace", "dev", link, "root", *what.split())
 
-    # ---- its end
+    # ---- removing it
 
     def remove(self) -> None:
-        """End every process in the hosts and take everything away; safe to call twice."""
+        """End every process in the hosts and remove the network; safe to call twice."""
         remove(self.name)
         for program in self._programs:
             if program.poll() is None:
@@ -250,7 +250,7 @@ class Network:
         self.heal()
 
     def _set_up(self, host: str) -> None:
-        """A fixed hardware address, known for ever to all: so that silence stays silence."""
+        """Set up an interface; fixed neighbour entries, so that a partition gives no ARP errors."""
         link = self._root_link if host == OUTSIDE else "eth0"
         others = [each for each in [*self.hosts, OUTSIDE] if each != host]
         lines = [] if host == OUTSIDE else ["link set lo up"]
@@ -271,7 +271,7 @@ class Network:
         self._move((h, f"group{number}") for number, group in enumerate(groups) for h in group)
 
     def _move(self, places: Iterable[tuple[str, str]]) -> None:
-        """Put the port of each host on the bridge of this name, made if it is not there."""
+        """Put the port of each host on the bridge of this name, made if it does not exist."""
         wanted = [(f"port{self._index(host)}", bridge) for host, bridge in places]
         at = self._at("switch")
         there = {link["ifname"]: link.get("master") for link in json.loads(
@@ -285,7 +285,7 @@ class Network:
 
 
 def remove(name: str) -> None:
-    """End every process in a network's hosts, and take the network away, whoever made it."""
+    """End every process in a network's hosts, and remove the network."""
     spaces = [match[0] for match in _namespaces() if match[1] == name]
     deadline = time.monotonic() + 10
     while pids := [pid for space in spaces for pid in _processes(space)]:
@@ -300,11 +300,11 @@ def remove(name: str) -> None:
 
 
 def clean(*, living: bool = False) -> list[str]:
-    """Remove the networks whose creator has ended; with `living` all; the names of those."""
+    """Remove the networks whose creator has ended, or with `living` all; returns their names."""
     removed = [name for name in networks() if living or not creator_lives(name)]
     for name in removed:
         remove(name)
-    for link in json.loads(_call("ip", "-j", "link")):  # whoever made it died before the next line
+    for link in json.loads(_call("ip", "-j", "link")):  # its creator died before it named it
         loose = re.fullmatch(r"nl\d+-(\d+)", link["ifname"])
         if loose and not Path(f"/proc/{loose[1]}").exists():
             _call("ip", "link", "del", link["ifname"], may_fail=True)
@@ -312,7 +312,7 @@ def clean(*, living: bool = False) -> list[str]:
 
 
 def why_not() -> str | None:
-    """A sentence that says why this process can have no network; None where it can."""
+    """Why this process cannot have a network, in a sentence; None if it can."""
     try:
         Network(1, rate="1mbit").remove()
     except NetworkError as error:
@@ -321,7 +321,7 @@ def why_not() -> str | None:
 
 
 def _take_a_number() -> int:
-    """The first K that is free; its link in this machine's own namespace stands for it."""
+    """The first free K; its link in this machine's own namespace reserves it."""
     for number in range(256):
         link = f"netlab{number}"
         try:
@@ -334,12 +334,12 @@ def _take_a_number() -> int:
             continue
         return number
     raise NetworkError(
-        "256 networks are there already; `netlab.clean()` removes those of ended processes."
+        "there are 256 networks already; `netlab.clean()` removes those of ended processes."
     )
 
 
 def _loose_end(number: int) -> str:
-    """The other end of that link, until it is plugged in: it tells whose it is."""
+    """The other end of that link until it is plugged in; the name holds its creator's pid."""
     return f"nl{number}-{os.getpid()}"
 
 
@@ -354,17 +354,14 @@ def networks() -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in the kernel's ticks: so that a number used twice is told."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    """When a process started, in the kernel's ticks: it tells two users of one pid apart."""
+    return "".join(stat_fields(pid)[19:20])
 
 
 def creator_lives(name: str) -> bool:
     """Whether the process that made a network has not ended."""
     _, _, pid, started = name.split("-")
-    try:
-        return _started(int(pid)) == started
-    except OSError:
-        return False
+    return _started(int(pid)) == started
 
 
 def _processes(space: str) -> list[int]:

@@ -1,9 +1,9 @@
-"""Recorded steps computed again on one process, and compared with what the run wrote down.
+"""Computes recorded steps again on one process, and compares them with the record.
 
-A replay is a run of one worker in a folder that is thrown away. It begins at a
-checkpoint that the run kept, or at the beginning, and ends with the step asked
-for. The recorded run is only read, also while it is going on. What came of it
-is judged by `lab/replayed.py`. Nothing here imports torch. Way in: `replay`.
+A replay is a run of one worker in a temporary folder. It begins at a checkpoint that the
+run kept, or at the beginning, and ends with the step asked for. The recorded run is only
+read, and may still be going on. `comparison.py` compares the results. Nothing
+here imports torch. Way in: `replay`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from instep import spec_file
-from instep.client.submit import about, recipe_sha256, run_job
+from instep.client.submit import about, recipe_sha256
 from instep.control.resume import check_own
-from instep.errors import INTERRUPTED, CheckpointError, InstepError, RunError, SpecError
-from instep.lab.replayed import Replayed, judge
-from instep.lab.trial import Progress, folder_for_runs, without_folder
+from instep.errors import CheckpointError, RunError, SpecError
+from instep.lab.comparison import Replayed, judge
+from instep.lab.temporary_runs import Progress, folder_for_runs, run_quietly
 from instep.spec import CheckpointSpec, JobSpec, LaunchSpec, ReportSpec, StopSpec
 from instep.state.compare import checkpoint_of
-from instep.state.export import asked_for, check_target, copy_own
+from instep.state.export import check_target, copy_own, writing_to
+from instep.state.intact import check
 from instep.state.manifest import published
-from instep.state.sound import check
 from instep.store.folder import Origin
 from instep.store.run_folder import RunFolder
 
@@ -38,26 +38,26 @@ class Stretch(NamedTuple):
     after: int
     last: int
     job: JobSpec
-    """As that session had it: its length may have been another."""
+    """As in that session; other sessions may have had another length."""
 
 
 def replay(
     run: RunFolder, step: int, say: Callable[[str], None], *, to: Path | None = None
 ) -> Replayed:
-    """Compute a committed step again, with those before it back to a checkpoint.
+    """Compute a committed step again, and the steps before it back to a checkpoint.
 
     Args:
-        run: the recorded one.
+        run: the recorded run.
         step: counts from 1.
-        say: told what is being done.
+        say: prints a line of progress.
         to: where to write the model after that step, as safetensors.
 
     Raises:
-        SpecError: the run has no such step, or was of processes that others started; or `to`
-            is a file that the run needs.
+        SpecError: the run has no such step, or others started its processes; or `to` is a file
+            that the run needs.
         RunError: the steps could not be computed to the last one, or `to` not be written.
         InstepError: the run of one worker failed; the text says why.
-        KeyboardInterrupt: Ctrl-C or SIGTERM came; there is no answer, and nothing is left.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; nothing is left behind.
     """
     if to is not None:
         check_target(to, run.path, run.spec.start.model)
@@ -68,7 +68,7 @@ def replay(
         computed, at = [], origin
         for number, stretch in enumerate(stretches(run, origin.step, step)):
             while at.step < stretch.last:
-                say(_words_of(at.step, stretch.last, origin))
+                say(_progress(at.step, stretch.last, origin))
                 done = _computed(stretch, at, folder / f"{number}-{at.step}", say)
                 if done.last_step <= at.step:
                     raise RunError(
@@ -80,24 +80,23 @@ def replay(
         if origin.checkpoint is None:
             warnings += _other_start(run, computed[0])
         if to is not None:
-            with asked_for(to):
+            with writing_to(to):
                 copy_own(computed[-1].path / "model.safetensors", to)
         found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
-        said = (*refused, *warnings, *found.warnings)
-        return replace(found, warnings=said, model=to)
+        return replace(found, warnings=(*refused, *warnings, *found.warnings), model=to)
 
 
 def check_step(run: RunFolder, step: int) -> None:
-    """Refuse what cannot be computed again.
+    """Refuse a step that cannot be computed again.
 
     Raises:
-        SpecError: the run has no such step, or was of processes that others started.
+        SpecError: the run has no such step, or others started its processes.
         RunError: it has no committed step at all.
     """
     if run.joined:
         raise SpecError(
-            f"{run.path} is of processes that called instep.join: what they trained stands in "
-            "their script, which instep replay cannot start."
+            f"the processes of {run.path} called instep.join: their script says what they train, "
+            "and instep replay cannot start it."
         )
     if step < 1:
         raise SpecError(f"--step {step}: steps count from 1.")
@@ -111,10 +110,10 @@ def check_step(run: RunFolder, step: int) -> None:
 
 
 def stretches(run: RunFolder, after: int, last: int) -> Iterator[Stretch]:
-    """Which job computed the steps (`after`, `last`] that count, in order.
+    """Which job computed the steps (`after`, `last`], in order.
 
-    A session that went on from step r took back whatever was beyond it, so a step
-    is of the last session that began before it. Neighbours with the same job are one.
+    A session that resumed from step r discarded the steps after r, so a step belongs to the
+    last session that began before it. Neighbours with the same job are one stretch.
     """
     begun = [(int(e.get("resumed_step") or 0), _job(run, e)) for e in run.named("run_started")]
     edges = sorted({after, last, *(step for step, _ in begun if after < step < last)})
@@ -130,10 +129,10 @@ def stretches(run: RunFolder, after: int, last: int) -> Iterator[Stretch]:
 
 
 def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
-    """What one session trained, for one worker: the job of the run, with what may change."""
+    """The job of one session, for one worker: that of the run, with what a resume may change."""
     table = started.get("job")
-    told = table if isinstance(table, dict) else {}
-    parts = {key: told[key] for key in ("train", "stop", "data") if key in told}
+    logged = table if isinstance(table, dict) else {}
+    parts = {key: logged[key] for key in ("train", "stop", "data") if key in logged}
     session = spec_file.build({"recipe": run.spec.recipe, **parts}, source=str(run.path))
     given = session if parts else run.spec
     device = str(run.last("worker_ready").get("device") or given.train.device).partition(":")[0]
@@ -151,7 +150,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
 
 
 def _origin(run: RunFolder, step: int, folder: Path) -> tuple[Origin, list[str]]:
-    """The newest sound checkpoint before a step, and why newer ones cannot be believed."""
+    """The newest intact checkpoint before a step, and what is wrong with newer ones."""
     refused = []
     for number, checkpoint in published(run.path / "checkpoints"):
         if number >= step:
@@ -167,7 +166,7 @@ def _origin(run: RunFolder, step: int, folder: Path) -> tuple[Origin, list[str]]
 
 
 def _copy_of(checkpoint: Path, folder: Path) -> Path:
-    """One of our own: a run that is going on may delete its checkpoint at any moment."""
+    """Our own copy: a run that is going on may delete its checkpoint at any moment."""
     try:
         return Path(shutil.copytree(checkpoint, folder / "from" / checkpoint.name))
     except (OSError, shutil.Error) as error:
@@ -177,24 +176,12 @@ def _copy_of(checkpoint: Path, folder: Path) -> Path:
 def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], None]) -> RunFolder:
     last, job = stretch.last, stretch.job
     train = msgspec.structs.replace(job.train, stop_after_steps=last, validate_every=last)
-    try:
-        done = run_job(
-            msgspec.structs.replace(job, train=train),
-            runs,
-            named=False,
-            quiet=True,
-            watch=Progress(say, last),
-            origin=at,
-        )
-    except InstepError as error:
-        error.args = (without_folder(str(error), runs),)
-        raise
-    if done.exit_code == INTERRUPTED:
-        raise KeyboardInterrupt  # the signal was the run's, and means the whole replay
-    return RunFolder(done.path)
+    return run_quietly(
+        msgspec.structs.replace(job, train=train), runs, watch=Progress(say, last), origin=at
+    )
 
 
-def _words_of(step: int, last: int, origin: Origin) -> str:
+def _progress(step: int, last: int, origin: Origin) -> str:
     if step > origin.step:
         where = f"step {step}"
     elif origin.checkpoint is None:
@@ -206,7 +193,7 @@ def _words_of(step: int, last: int, origin: Origin) -> str:
 
 
 def changes_since(run: RunFolder, step: int) -> list[str]:
-    """What is not as it was when the steps up to this one were computed: it may give other bits."""
+    """What has changed since the steps up to this one were computed, and may give other bits."""
     begun = [e for e in run.named("run_started") if (e.get("resumed_step") or 0) < step]
     now = about(run.spec)
     found = []
@@ -227,6 +214,6 @@ def changes_since(run: RunFolder, step: int) -> list[str]:
 
 
 def _other_start(run: RunFolder, computed: RunFolder) -> list[str]:
-    """Whether the file that the model starts from is another one by now."""
+    """A warning if the file that the model starts from has changed."""
     was, given = (each.last("model_loaded").get("sha256") for each in (run, computed))
     return [] if was == given else [f"{run.spec.start.model} has changed since the run."]

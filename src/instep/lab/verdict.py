@@ -1,57 +1,57 @@
-"""Does a run that was broken on purpose end as if nothing had been: the answer of `instep chaos`.
+"""Did a run that was broken on purpose end as if nothing had happened? `instep chaos`.
 
-A pure function of two run folders and of what was broken when. The breaking is
-`lab/chaos.py`'s. What must hold: the run came to its end, with the bits of the
-undisturbed one, each sample once, and after each injection all workers committed
-a step again. Way in: `judge`.
+A pure function of two run folders and of what was broken when; `chaos.py` does the
+breaking. What must hold: the run completed, with the bits of the undisturbed run, each
+sample was used once, and after each injection all workers committed a step again.
+Way in: `judge`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from instep.events import STEPS, read_records
-from instep.lab.replayed import TOLERANCE
-from instep.report.proof import Proof, prove
-from instep.report.recovery import computed_twice, quantiles, recoveries
-from instep.report.summary import finite, loss_per_step
-from instep.store.run_folder import Floats, RunFolder
-from instep.units import readable_seconds
-from instep.words import plural
+from instep.lab.comparison import agree
+from instep.report.figures.proof import Proof, fault_counts, prove
+from instep.report.figures.recovery import computed_twice, quantiles, recoveries
+from instep.report.figures.summary import finite, loss_per_step
+from instep.store.run_folder import RunFolder
+from instep.units import readable_count, readable_seconds
+from instep.words import command, plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
-    """One thing that was broken, or was to be."""
+    """One thing that was broken, or could not be."""
 
     kind: str
     """`kill`, `hang`, or `partition`."""
     role: str
     """Of the process; `network` for a partition."""
     number: int = -1
-    """Of the worker, the host, or the worker whose loader process it was."""
+    """Of the worker, the host, or the worker that the loader process belongs to."""
     pid: int = 0
     step: int = 0
-    """The last that was committed then."""
+    """The last committed step at that time."""
     time: float = math.nan
-    """Unix seconds; NaN where it was not done."""
+    """Unix seconds; NaN if it was not done."""
     released: bool = False
-    """Of a hang: nobody noticed it, so it was ended by whoever began it."""
+    """Of a hang: the run did not notice it, so `instep chaos` ended it."""
     hosts: tuple[int, ...] = ()
-    """Of a partition: those cut off from the others and from the master."""
+    """Of a partition: the hosts cut off from the others and from the master."""
     missed: str = ""
     """Why it could not be done; empty if it was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """The ledger was seen to end at an earlier step than before: some are computed again."""
+    """The ledger ended at an earlier step than before: some steps are computed again."""
 
     time: float
     before: int
@@ -62,26 +62,17 @@ class Fall:
 class Verdict:
     """What became of a run that was broken on purpose."""
 
-    run: Path
-    outcome: str
-    cause: str
-    """Of a run that failed."""
-
-    steps: int
-    workers: int
-    bits: bool
-    undisturbed: Path | None
-    """The run that it is compared with; None where there is none."""
+    run: RunFolder
+    undisturbed: RunFolder | None
+    """The run that it is compared with, if there is one."""
 
     going_on: bool
-    """Whether the run goes on after the breaking; then it is judged as far as it got."""
+    """Whether the run continues after the injections; then it is judged as far as it got."""
 
     injected: tuple[Injected, ...]
     recovery_s: tuple[float, ...]
-    """Of each injection, until all workers had committed a step; NaN where none followed."""
+    """For each injection that was made, until all workers had committed a step; or NaN."""
 
-    parameters_sha256: str | None
-    wanted_sha256: str | None
     losses: int
     """Steps whose losses were compared."""
 
@@ -89,23 +80,25 @@ class Verdict:
     """The first step with another loss: undisturbed, disturbed."""
 
     proof: Proof
-    wanted_samples: str | None
-    """Of the undisturbed run's samples, as the audit hashes them."""
-
     twice: tuple[int, ...]
-    """Steps computed again after a worker had recorded them as committed, or the ledger had."""
+    """Steps computed again after a worker or the ledger had recorded them as committed."""
 
     gone_back: tuple[int, ...]
-    """Of these, those that the run took back when nobody was left and it went to a checkpoint."""
+    """Of these, the steps discarded when no worker was left and the run used a checkpoint."""
 
     deepest: int
-    """Steps lost at once where it did not go back to a checkpoint."""
+    """Most steps lost at once without going back to a checkpoint."""
 
     left: tuple[int, ...]
-    """Processes that outlived the run."""
+    """Pids that outlived the run."""
 
     stuck_s: float
-    """Above 0: it was given up after so long without a step."""
+    """Above 0: the run was given up after so long without a step."""
+
+    @property
+    def bits(self) -> bool:
+        """Whether the run promises the same bits; else losses agree to `TOLERANCE`."""
+        return self.run.spec.train.determinism == "bits"
 
     @property
     def done(self) -> list[Injected]:
@@ -113,55 +106,50 @@ class Verdict:
         return [each for each in self.injected if not each.missed]
 
     @property
-    def missed(self) -> list[Injected]:
-        """What was to be broken and could not be."""
-        return [each for each in self.injected if each.missed]
-
-    @property
     def faults(self) -> list[str]:
         """What does not hold, a sentence each without its full stop."""
-        return [
-            *self._of_the_end(),
-            *self._of_the_result(),
-            *self._of_the_samples(),
-            *self._of_the_breaking(),
-        ]
+        return [*self._of_the_end(), *self._of_the_result(), *self._of_the_injections()]
 
     def _of_the_end(self) -> Iterator[str]:
-        if not self.going_on and self.outcome not in ("completed", "stopped"):
-            why = f": {self.cause.rstrip('.')}" if self.cause else ""
-            yield f"the run ended at step {self.steps} ({self.outcome}){why}"
+        if not self.going_on and not self._well:
+            cause = str(self.run.last("worker_failed").get("cause") or "")
+            why = f": {cause.rstrip('.')}" if cause else ""
+            yield f"the run ended at step {self.run.last_step} ({self.run.outcome}){why}"
         if self.stuck_s:
             yield f"no step was committed for {readable_seconds(self.stuck_s)}, so it was given up"
         if self.left:
             yield f"processes outlived the run: {', '.join(map(str, self.left))}"
 
+    @property
+    def _well(self) -> bool:
+        return self.run.outcome in ("completed", "stopped")
+
     def _of_the_result(self) -> Iterator[str]:
-        if self.bits and self.undisturbed and self.parameters_sha256 != self.wanted_sha256:
-            mine, theirs = (str(each)[:12] for each in (self.parameters_sha256, self.wanted_sha256))
+        found, wanted = _sha256(self.run), _sha256(self.undisturbed)
+        if self.bits and self.undisturbed and found != wanted:
+            mine, theirs = str(found)[:12], str(wanted)[:12]
             yield f"the parameters have the SHA-256 {mine}..., and undisturbed {theirs}..."
         if self.other_loss:
-            step, wanted, found = self.other_loss
-            yield f"the loss of step {step} is {found!r}, and undisturbed {wanted!r}"
-
-    def _of_the_samples(self) -> Iterator[str]:
+            step, loss, mine_ = self.other_loss
+            yield f"the loss of step {step} is {mine_!r}, and undisturbed {loss!r}"
         if not self.proof.exact:
             yield self.proof.fault.rstrip(".")
-        elif self.wanted_samples not in (None, self.proof.audit.sha256):
+        elif self.undisturbed and self.undisturbed.audit.sha256 != self.proof.audit.sha256:
             yield "it used other samples than the undisturbed run"
         if self.deepest > 1:
             yield f"{self.deepest} committed steps were lost at once without going to a checkpoint"
 
-    def _of_the_breaking(self) -> Iterator[str]:
-        if self.missed:
-            count, total = len(self.missed), len(self.injected)
-            yield f"{count} of {total} injections could not be made: {self.missed[0].missed}"
+    def _of_the_injections(self) -> Iterator[str]:
+        missed = [each.missed for each in self.injected if each.missed]
+        if missed:
+            count, total = len(missed), len(self.injected)
+            yield f"{count} of {total} injections could not be made: {missed[0]}"
         released = sum(each.released for each in self.injected)
         if released:
-            yield f"{plural(released, 'hang')} not noticed, and ended from outside"
+            yield f"{plural(released, 'hang')} not noticed by the run, and ended by instep chaos"
         still = sum(math.isnan(seconds) for seconds in self.recovery_s)
-        if still and (self.going_on or self.outcome not in ("completed", "stopped")):
-            yield f"after {still} injections no step of all {self.workers} workers followed"
+        if still and (self.going_on or not self._well):
+            yield f"after {still} injections no step of all {self.run.team} workers followed"
 
     @property
     def holds(self) -> bool:
@@ -169,51 +157,102 @@ class Verdict:
         return not self.faults
 
     def recovery_of(self, role: str, kind: str = "kill") -> dict[str, float]:
-        """`median`, `p90`, `p99`, `worst` seconds of one sort of injection."""
+        """`median`, `p90`, `p99`, `worst` seconds for one kind of injection into one role."""
         both = zip(self.done, self.recovery_s, strict=True)
         return quantiles(
             np.array([s for each, s in both if (each.role, each.kind) == (role, kind)])
         )
 
     @property
-    def sorts(self) -> list[tuple[str, str]]:
+    def _sorts(self) -> list[tuple[str, str]]:
         """(kind, role) of what was broken, each once, in order."""
         return sorted({(each.kind, each.role) for each in self.done})
 
     def as_table(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON; what is not known is None."""
-        seconds = iter(self.recovery_s)
-        injections = [
-            {**asdict(each), "recovery_s": None if each.missed else next(seconds)}
-            for each in self.injected
-        ]
+        """The verdict as plain data, for JSON; None for what is not known."""
+        seconds, audit = iter(self.recovery_s), self.proof.audit
         table = {
-            "run": str(self.run),
-            "undisturbed": str(self.undisturbed) if self.undisturbed else None,
+            "run": str(self.run.path),
+            "undisturbed": str(self.undisturbed.path) if self.undisturbed else None,
             "holds": self.holds,
             "faults": self.faults,
-            "outcome": self.outcome,
-            "steps": self.steps,
-            "workers": self.workers,
-            "determinism": "bits" if self.bits else "order",
+            "outcome": self.run.outcome,
+            "steps": self.run.last_step,
+            "workers": self.run.team,
+            "determinism": self.run.spec.train.determinism,
             "injections": len(self.injected),
             "injected": len(self.done),
-            "parameters_sha256": self.parameters_sha256,
-            "undisturbed_parameters_sha256": self.wanted_sha256,
+            "parameters_sha256": _sha256(self.run),
+            "undisturbed_parameters_sha256": _sha256(self.undisturbed),
             "losses_compared": self.losses,
-            "samples": self.proof.audit.used,
-            "repeated_samples": self.proof.audit.repeated + self.proof.audit.stray,
-            "missing_samples": self.proof.audit.missing,
-            "samples_sha256": self.proof.audit.sha256,
+            "samples": audit.used,
+            "repeated_samples": audit.repeated + audit.stray,
+            "missing_samples": audit.missing,
+            "samples_sha256": audit.sha256,
             "steps_done_twice": len(self.twice),
             "of_these_gone_back": len(self.gone_back),
             "recovery_s": {
-                f"{kind} {role}": self.recovery_of(role, kind) for kind, role in self.sorts
+                f"{kind} {role}": self.recovery_of(role, kind) for kind, role in self._sorts
             },
-            "each": injections,
+            "each": [
+                {**asdict(each), "recovery_s": None if each.missed else next(seconds)}
+                for each in self.injected
+            ],
         }
         cleaned: dict[str, Any] = finite(table)
         return cleaned
+
+    def lines(self) -> Iterator[str]:
+        """The verdict for a person; the last line is the next command."""
+        counted = Counter(f"{each.kind} {each.role}" for each in self.done)
+        sorts = ", ".join(f"{sort} {count}" for sort, count in sorted(counted.items()))
+        yield f"broken  {len(self.done)} of {len(self.injected)} times" + (sorts and f": {sorts}")
+        steps = plural(self.run.last_step, "step")
+        yield f"run     {self.run.path}: {self.run.outcome}, {steps}"
+        yield from self._result_lines()
+        audit = self.proof.audit
+        yield f"samples {readable_count(audit.used)} used, {fault_counts(audit)}"
+        back = len(self.gone_back)
+        more = f", {back} of them after going back to a checkpoint" if back else ""
+        again = plural(len(self.twice), "step")
+        yield f"twice   {again} computed again that a worker had already committed{more}"
+        for kind, role in self._sorts:
+            found = self.recovery_of(role, kind)
+            shown = ", ".join(f"{name} {readable_seconds(s)}" for name, s in found.items())
+            yield f"paused  {kind} {role}: {shown or 'no step of all workers followed'}"
+        yield from (f"fault   {fault}" for fault in self.faults)
+        yield f"verdict {self._conclusion()}"
+        yield f"next    {self._next()}"
+
+    def _result_lines(self) -> Iterator[str]:
+        sha256 = str(_sha256(self.run))
+        if self.undisturbed is None:
+            why = "the run is going on" if self.going_on else "there is no other run"
+            why += "; a step of it can be replayed" if self.bits else ""
+            yield f"hash    nothing to compare with: {why}"
+            return
+        if not self.bits:
+            yield f"hash    {sha256[:12]}, not compared: determinism = 'order' allows other bits"
+        elif sha256 == str(_sha256(self.undisturbed)):
+            yield f"hash    {sha256}: the same as undisturbed"
+        if self.other_loss is None:
+            how = "the same bits as undisturbed" if self.bits else "the same to rounding"
+            yield f"losses  of {plural(self.losses, 'step')}: {how}"
+
+    def _conclusion(self) -> str:
+        if not self.holds:
+            return "does not hold"
+        if self.undisturbed is None:
+            return "holds, as far as can be said without an undisturbed run"
+        return "holds: the same result as undisturbed" if self.bits else "holds, to rounding"
+
+    def _next(self) -> str:
+        run = self.run.path
+        if self.undisturbed is not None:
+            return command("report", run, str(self.undisturbed.path))
+        if self.bits and self.run.last_step:
+            return command("replay", run, f"--step {self.run.last_step}")
+        return command("report", run)
 
 
 def judge(
@@ -230,49 +269,37 @@ def judge(
 
     Args:
         run: that run, ended or going on.
-        undisturbed: another of the same job that was left alone, or None.
+        undisturbed: another run of the same job that was left alone, or None.
         injected: what was broken, in the order of time.
         falls: of its ledger, as they were seen.
         going_on: whether it has not ended, and need not have.
-        left: processes of it that lived on after its end.
+        left: pids of it that lived on after its end.
         stuck_s: above 0 if it was given up after so long without a step.
     """
-    bits = run.spec.train.determinism == "bits"
     raw = read_records(run.path / "steps.bin", STEPS)
     formed = [float(e["time"]) for e in run.generations]
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
-    meant = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
-    gone_back = {
-        step for f in falls if f.after in back for step in range(f.after + 1, f.before + 1)
-    }
-    lost = {step for f in falls for step in range(f.after + 1, f.before + 1)}
+    intended = {*back, *(e["clean_step"] for e in run.named("corruption_found"))}
+    lost = {f: set(range(f.after + 1, f.before + 1)) for f in falls}
     full = np.array([_members_at(run, moment) for moment in moments])
-    stood = np.full(len(moments), np.nan)
+    recovery_s = np.full(len(moments), np.nan)
     for workers in np.unique(full):
         then = np.flatnonzero(full == workers)
-        stood[then] = recoveries(raw, formed, [moments[n] for n in then], int(workers))
-    count, other = _losses(run, undisturbed, bits=bits) if undisturbed else (0, None)
+        recovery_s[then] = recoveries(raw, formed, [moments[n] for n in then], int(workers))
+    count, other = _losses(run, undisturbed) if undisturbed else (0, None)
     return Verdict(
-        run=run.path,
-        outcome=run.outcome,
-        cause=str(run.last("worker_failed").get("cause") or ""),
-        steps=run.last_step,
-        workers=run.team,
-        bits=bits,
-        undisturbed=undisturbed.path if undisturbed else None,
+        run=run,
+        undisturbed=undisturbed,
         going_on=going_on,
         injected=tuple(injected),
-        recovery_s=tuple(stood.tolist()),
-        parameters_sha256=_sha256(run),
-        wanted_sha256=_sha256(undisturbed) if undisturbed else None,
+        recovery_s=tuple(recovery_s.tolist()),
         losses=count,
         other_loss=other,
         proof=prove(run),
-        wanted_samples=undisturbed.audit.sha256 if undisturbed else None,
-        twice=tuple(sorted(lost | computed_twice(raw, formed))),
-        gone_back=tuple(sorted(gone_back)),
-        deepest=max((f.before - f.after for f in falls if f.after not in meant), default=0),
+        twice=tuple(sorted(computed_twice(raw, formed).union(*lost.values()))),
+        gone_back=tuple(sorted(set().union(*(s for f, s in lost.items() if f.after in back)))),
+        deepest=max((len(s) for f, s in lost.items() if f.after not in intended), default=0),
         left=tuple(left),
         stuck_s=stuck_s,
     )
@@ -284,26 +311,18 @@ def _members_at(run: RunFolder, moment: float) -> int:
     return len(before[-1]["members"]) if before else run.spec.workers
 
 
-def _sha256(run: RunFolder) -> str | None:
-    return run.last("model_saved").get("parameters_sha256")
+def _sha256(run: RunFolder | None) -> str | None:
+    return run.last("model_saved").get("parameters_sha256") if run else None
 
 
-def _losses(
-    run: RunFolder, undisturbed: RunFolder, *, bits: bool
-) -> tuple[int, tuple[int, float, float] | None]:
+def _losses(run: RunFolder, undisturbed: RunFolder) -> tuple[int, tuple[int, float, float] | None]:
     """In how many steps the losses were compared, and the first where they differ."""
     (steps, found), (wanted_steps, wanted) = (loss_per_step(each) for each in (run, undisturbed))
     both, mine, theirs = np.intersect1d(steps, wanted_steps, return_indices=True)
     one, other = found[mine], wanted[theirs]
-    differs = np.flatnonzero(~_agree(one, other, bits=bits))
+    bits = run.spec.train.determinism == "bits"
+    differs = np.flatnonzero(~agree(one, other, bits=bits))
     if not len(differs):
         return len(both), None
     at = differs[0]
     return len(both), (int(both[at]), float(other[at]), float(one[at]))
-
-
-def _agree(one: Floats, other: Floats, *, bits: bool) -> Any:
-    if not bits:
-        return np.isclose(one, other, rtol=TOLERANCE, atol=0.0, equal_nan=True)
-    same = one.astype("<f8").view("<i8") == other.astype("<f8").view("<i8")
-    return same | (np.isnan(one) & np.isnan(other))

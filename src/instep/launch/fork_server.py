@@ -46,7 +46,7 @@ from instep.comm.messages import (
     Welcome,
 )
 from instep.control.lease import Lease
-from instep.data.breadcrumb import Pages, leave_in
+from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
 from instep.system.environment import END, SETTINGS
@@ -55,11 +55,10 @@ from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
     SPARE,
     Watched,
-    call_itself,
     die_with_parent,
-    exit_code_of,
     is_stopped,
     machine,
+    name_process,
 )
 from instep.system.stacks import send
 
@@ -260,10 +259,10 @@ class Server:
             signal.signal(END, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._connection.close()
-            name = call_itself(SPARE)
+            name = name_process(SPARE)
             left = _hear_of_workers(theirs, server)
             os.close(theirs)
-            call_itself(name)
+            name_process(name)
             for each in (self._wake_read, self._wake_write):
                 os.close(each)
             Server(
@@ -353,7 +352,7 @@ class Server:
             return
         self._late.pop(order.number, None)
         if pid:
-            self._pages.give(page, pid)
+            self._pages.assign(page, pid)
             self._workers[pid] = order.number
             self._tell_spare(pid, order.number)
             return
@@ -365,7 +364,7 @@ class Server:
             self._connection.close()
             os.close(self._life)
             _redirect(Path(order.log))
-            leave_in(page)
+            use_page(page)
             self._memory_files.keep_only(memory)
             from instep.system import host_memory
             from instep.worker.process import main as work
@@ -417,7 +416,7 @@ class Server:
             number = self._workers.pop(pid, None)
             self._given_up.discard(pid)
             if number is not None:
-                self._tell_end(number, pid, exit_code_of(status))
+                self._tell_end(number, pid, os.waitstatus_to_exitcode(status))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
                 self._have_a_spare()
@@ -431,7 +430,7 @@ class Server:
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
         """To the master first: where this server is killed in between, its spare tells again."""
-        place = self._pages.take(pid)
+        place = self._pages.collect(pid)
         self._memory_files.ended(number)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)

@@ -15,7 +15,7 @@ from instep.errors import RunError
 from instep.plain_file import plain
 from instep.store.folder import host_log
 from instep.system.environment import END, SETTINGS
-from instep.system.processes import end_group, is_stopped, start_patiently
+from instep.system.processes import end_group, is_stopped, start_with_retries
 
 TIMEOUT_S = 5.0
 """How long a fork server may take to end its workers and itself, before it is killed."""
@@ -45,7 +45,7 @@ class LocalLauncher:
         with open(host_log(logs, endpoint.host), "ab", opener=plain) as log:
             command = [*self._before, sys.executable, "-P", "-m", "instep.launch.fork_server"]
             try:
-                self._process = start_patiently(
+                self._process = start_with_retries(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=log,

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.data import keyed
-from instep.data.given import Given, taken_apart
+from instep.data.reading import generators
+from instep.data.torch_loader import LoaderParts, unpack_loader
 from instep.errors import InstepError, RecipeError, SpecError, near_miss
 from instep.recipe import tuning
 from instep.spec import StartSpec
-from instep.system.blame import sentence
+from instep.system.causes import sentence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,9 @@ class Recipe:
     parameters: Callable[[nn.Module], Any] | None = None
     """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
 
-    given: dict[str, Given] = field(default_factory=dict, init=False, repr=False, compare=False)
+    given: dict[str, LoaderParts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """How `train` and `validate` are read; a `DataLoader` in their place is taken apart."""
 
     def __new__(cls, **given: Any) -> Recipe:
@@ -183,9 +185,9 @@ def _check_metrics(metrics: Any) -> None:
         )
 
 
-def _apart(name: str, given: Any) -> Given:
+def _apart(name: str, given: Any) -> LoaderParts:
     try:
-        return taken_apart(given)
+        return unpack_loader(given)
     except ValueError as error:
         raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
 
@@ -228,7 +230,7 @@ def set_generators(number: int) -> None:
     `torch.manual_seed` makes a traceback for each sort of device that is absent.
     The generators of GPUs are set where they exist by now.
     """
-    keyed.set_from(number)
+    generators.seed_all(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
 

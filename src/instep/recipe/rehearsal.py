@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from instep.data.keyed import kept
 from instep.data.loader import Loader, Slice
+from instep.data.reading.generators import preserved
 from instep.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -73,5 +73,5 @@ def try_validation(forward: Forward, loader: Loader, samples: int) -> None:
         model = copy.deepcopy(forward.model)
     except Exception:  # whatever a user's module cannot be copied for: then the validation tells
         return
-    with kept(), forward.on(model.eval(), forward.precision):
+    with preserved(), forward.on(model.eval(), forward.precision):
         forward.measure(read.batch, read.size)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from instep.errors import SpecError, near_miss
 from instep.spec import StartSpec
-from instep.state.header import check_header
 from instep.state.manifest import FOLDER, read_manifest
+from instep.state.model_file import check_header
 from instep.store.folder import ID
 
 IN_A_FOLDER = "model.safetensors"

@@ -15,15 +15,12 @@ from typing import Any
 import numpy as np
 
 from instep.errors import SpecError
-
-Records = np.ndarray[Any, np.dtype[Any]]
+from instep.store.run_folder import Records, step_ends
 
 FLUSH_S, SPEED_S = 2.0, 1.0
 """Seconds between flushes to disk, and between points of the throughput curve."""
 OVERLAP = 10_000
-"""A step that arrives this many steps behind the newest is taken for a repetition."""
-
-_PARTS = ("load_s", "forward_s", "backward_s", "wait_s", "wire_s", "update_s", "save_s")
+"""A step that arrives this many steps behind the newest is treated as a repetition."""
 
 
 class TensorBoardWriter:
@@ -56,7 +53,7 @@ class TensorBoardWriter:
         self._since: float | None = None  # Unix seconds of that point
 
     def event(self, event: dict[str, Any]) -> None:
-        """Write the metrics of a validation; other events leave no curve."""
+        """Write the metrics of a validation; other events have no curve."""
         if event["event"] == "validated":
             for name, value in event["metrics"].items():
                 if isinstance(value, int | float):
@@ -71,7 +68,7 @@ class TensorBoardWriter:
         """
         if not len(steps):
             return
-        ends = steps["begin"] + sum(steps[part].astype(np.float64) for part in _PARTS)
+        ends = step_ends(steps)
         numbers, where = np.unique(steps["step"], return_index=True)
         oldest = int(numbers[-1]) - OVERLAP
         for step, place in zip(numbers.tolist(), where.tolist(), strict=True):
@@ -107,7 +104,7 @@ class TensorBoardWriter:
         self._writer.write(first.SerializeToString())
 
     def tick(self, now: float) -> None:
-        """Hand what was written to the file system, every two seconds (`now`, any origin)."""
+        """Flush to disk, every two seconds (`now`: seconds, from any origin)."""
         if self._writer is not None and now - self._flushed >= FLUSH_S:
             self._flushed = now
             self._writer.flush()

@@ -59,7 +59,7 @@ def _instants(folder: RunFolder, origin_s: float) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A viewer's arguments hold text and whole numbers; JSON has no NaN."""
+    """Viewers accept text and whole numbers as arguments; JSON has no NaN."""
     return value if isinstance(value, (int, str)) else str(value)
 
 

@@ -1,8 +1,13 @@
-"""What outlives a failure: checkpoints, and the model that a run ends with.
+"""What is saved of a run: checkpoints, and the model that it ends with.
 
-Way in: `snapshot.py` turns live state into named tensors and plain JSON,
-`save.py` puts it on disk while training goes on, `load.py` takes it back
-after checking every byte; `restore.py` puts it into a live model. `manifest.py`,
-`header.py`, `sound.py` and `retain.py` import no torch.
-Nothing here pickles or unpickles, and nothing knows of workers or networks.
+Way in, to write: `snapshot.py` and `packing.py` turn live state into named tensors and plain
+JSON, and `save.py` writes that to the disk while training continues (`staging.py` is one file
+of it; `retention.py` says which checkpoints are kept). To read: `intact.py` finds the newest
+checkpoint of which every byte is right, `load.py` reads it, `restore.py` puts it into a live
+model. `manifest.py` and `model_file.py` say what the files are; `broadcast.py` copies state
+from a peer's memory, `export.py` the model out of a checkpoint; `compare.py` and `digest.py`
+compare states.
+
+Nothing here pickles or unpickles, or knows workers and networks. `manifest.py`, `intact.py`,
+`model_file.py`, `retention.py`, `export.py` and `compare.py` import no torch.
 """

@@ -1,7 +1,7 @@
-"""Two checkpoints held against each other, byte by byte, tensor by tensor.
+"""Compare two checkpoints, tensor by tensor and byte by byte.
 
-It reads whole files and imports no torch. That they are sound is not asked
-here: `sound.py` does. Way in: `differences`.
+It reads whole files and imports no torch. It does not check that they are intact:
+`intact.py` does. Way in: `differences`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, deserialize
 
-from instep.state.header import spans
+from instep.errors import CheckpointError
 from instep.state.manifest import SUFFIX, folder_name, read_manifest
 
 
@@ -48,8 +49,11 @@ def saved(checkpoint: Path) -> Iterator[tuple[str, Kept]]:
 
 
 def _read(file: Path) -> Kept:
-    data = file.read_bytes()
-    return {name: (span.kind, data[span.start : span.stop]) for name, span in spans(file).items()}
+    try:
+        tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    return {name: (entry["dtype"], entry["data"]) for name, entry in tensors}
 
 
 _FLOATS = {"F32": "<f4", "F64": "<f8"}

@@ -1,9 +1,9 @@
-"""A digest of a tensor's bits, made about as fast as they can be read.
+"""A digest of a tensor's bits, computed about as fast as they can be read.
 
-Two tensors with other bits have, as good as always, other digests; with one
-flipped bit, always. It withstands faults of the machine, not forgers. The
-same bits give the same digest on every machine and device. Way in: `digests`
-for tensors, `combined` for what it gave, `Watch` for memory that must not change.
+Tensors with different bits almost always have different digests; with one flipped bit,
+always. It detects faults of the machine, not forgery. The same bits give the same digest on
+every machine and device. Way in: `digests` for tensors, `combined` for several digests,
+`MemoryWatch` for memory that must not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _COLUMNS = 512
-"""Words are added up in so many columns, which stay in the cache; only the sums are mixed."""
+"""Words are summed in this many columns, which stay in the cache; only the sums are mixed."""
 
 _STEP, _FIRST, _SECOND = (
     np.uint64(number)
@@ -29,7 +29,7 @@ Words: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """A digest of each tensor's values, from 0 below 2 to the 64.
+    """A digest of each tensor's values, from 0 to below 2**64.
 
     Args:
         tensors: dense or sparse, of any type and layout in memory, on any device.
@@ -45,9 +45,9 @@ def combined(several: Sequence[int]) -> int:
 
 
 def _mixed(words: Words) -> Words:
-    """Each word to one that depends on its place, and on all of its bits in each of its own.
+    """Mix each word with its index, so that every bit of the result depends on all of its bits.
 
-    A mere sum would not see two flips of a word's highest bit.
+    A plain sum would not detect two flips of a word's highest bit.
     """
     mixed = words + np.arange(1, words.shape[-1] + 1, dtype=np.uint64) * _STEP
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -59,7 +59,7 @@ def _mixed(words: Words) -> Words:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Words:
-    """[columns] uint64: the words of a tensor, every so many of them added up."""
+    """[columns] uint64: the sum of every 512th word of a tensor."""
     if tensor.layout != torch.strided:
         whole = tensor.coalesce()
         parts = digests([whole.indices(), whole.values()])
@@ -96,18 +96,17 @@ def _column_sums_by_torch(flat: Tensor, rows: int) -> Words:
 # ---- memory that must not change
 
 _PIECE = 1 << 17
-"""Words of a piece: it is looked at whole or not at all."""
-
+"""Words of a piece, which is checked as a whole."""
 
 _ALWAYS = 1 << 15
-"""Words that are looked at each time, whatever it costs: some 50 millionths of a second."""
+"""Words that are checked each time, whatever it costs: about 50 us."""
 
 _RECENT = 8
-"""Of so many turns the costs are remembered."""
+"""The number of turns whose costs are remembered."""
 
 
 class Piece(NamedTuple):
-    """Some of a tensor's memory."""
+    """A part of a tensor's memory."""
 
     name: str
     """Of the tensor."""
@@ -115,16 +114,14 @@ class Piece(NamedTuple):
     """[words] int64, or the last bytes [up to 7] uint8; numpy's on the CPU, for it is quicker."""
 
 
-class Watch:
-    """Whether named tensors still are what they were when they were last written.
+class MemoryWatch:
+    """Detects changes of named tensors since they were last written.
 
-    Not all of them are looked at each time, but as many as `share` of the time allows,
-    in turns.
+    Each turn checks only as many of them as `share` of the time allows, in rotation.
 
     Args:
-        named: name to tensor, contiguous, or of images with the channel last;
-            others are not watched.
-        share: of the time from one `take` to the next, at most.
+        named: name to tensor, contiguous or channels-last; others are not watched.
+        share: the largest share of the time from one `record` to the next.
         clock: gives seconds.
     """
 
@@ -146,11 +143,11 @@ class Watch:
 
     @property
     def covered(self) -> float:
-        """The share of the pieces that the last `take` took in."""
+        """The share of the pieces that the last `record` covered."""
         return len(self._window) / max(1, len(self._pieces))
 
-    def take(self) -> None:
-        """The tensors were written and now are as they must stay, until the next `take`."""
+    def record(self) -> None:
+        """The tensors were written, and must not change until the next `record`."""
         now = self._clock()
         self._settle_count(now - self._since)
         self._since = now
@@ -166,8 +163,8 @@ class Watch:
         self._taken = _plain_sums(self._window)
         self._cost_s = self._clock() - now if count else 0.0
 
-    def look(self) -> str | None:
-        """The name of a tensor that changed since, among those taken in; as a rule None."""
+    def find_change(self) -> str | None:
+        """The name of a recorded tensor that has changed since; normally None."""
         begin = self._clock()
         changed = None
         if [tensor.data_ptr() for _, tensor in self._tensors] == self._where:
@@ -179,7 +176,7 @@ class Watch:
         return changed
 
     def _settle_count(self, passed_s: float) -> None:
-        """How many pieces the next turn may have, from what those before have cost."""
+        """Set how many pieces the next turn may check, from the cost of the last turns."""
         if self._cost_s > 0:
             self._costs_s.append(self._cost_s / len(self._window))
             self._passed_s.append(passed_s)
@@ -195,7 +192,7 @@ def _plain_sums(pieces: Sequence[Piece]) -> list[Any]:
 
 
 def _straight(tensor: Tensor) -> Tensor | None:
-    """A tensor's memory from its first element to its last, if they lie side by side."""
+    """A tensor's memory as one vector, if its elements are contiguous."""
     plain = tensor.detach()
     if plain.layout == torch.strided and plain.is_contiguous():
         return plain.reshape(-1)

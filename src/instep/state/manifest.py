@@ -1,12 +1,10 @@
-"""The page that says what a checkpoint consists of, and where checkpoints lie.
+"""What a checkpoint consists of, as its sealed manifest says, and where checkpoints are.
 
 A checkpoint is a folder `step-00000123` with one safetensors file for each
 group of tensors and `manifest.json`: step, versions, facts, and of every file
 its size and SHA-256. The last entry, `seal`, is the SHA-256 of all the bytes
 before it, so that no bit of the folder can change unnoticed. Files that the
-manifest does not list are not read.
-
-It imports no torch: `latest` answers a client at once.
+manifest does not list are not read. It imports no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ REPLACED = ".old"
 """Ends the name of a checkpoint while a new one of the same step takes its place."""
 
 DELETING = ".deleting-"
-"""Begins the name of a checkpoint that counts no more; the next writer clears it away."""
+"""Begins the name of a checkpoint that is no longer used; the next writer deletes it."""
 
 FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
 """What the folder of a checkpoint is called."""
@@ -45,14 +43,14 @@ _SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"\n}\n\Z')
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one file must be, to the bit."""
+    """Size and hash of one file."""
 
     size_bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that `manifest.json` says."""
+    """The contents of `manifest.json`."""
 
     format: str = FORMAT
     version: int = formats.FORMAT
@@ -88,19 +86,19 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`, one entry a line, sealed."""
+    """The bytes of `manifest.json`: one entry a line, and the seal."""
     entries = msgspec.to_builtins(manifest)
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
     return seal(("{\n" + ",\n".join(lines) + ',\n"seal": "').encode("ascii"))
 
 
 def seal(text: bytes) -> bytes:
-    """End `text`, which stops where the seal's digits begin, with the seal."""
+    """Append the seal to `text`, which ends where its digits begin."""
     return text + hashlib.sha256(text).hexdigest().encode("ascii") + b'"\n}\n'
 
 
 def decode(data: bytes, source: Path) -> Manifest:
-    """Read the bytes of a manifest, believing none that the seal does not cover.
+    """Read the bytes of a manifest, after checking the seal over them.
 
     Args:
         source: the file they came from, for messages.
@@ -111,9 +109,9 @@ def decode(data: bytes, source: Path) -> Manifest:
     try:
         entries = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source} is damaged: it is no JSON ({error}).") from error
+        raise CheckpointError(f"{source} is damaged: it is not JSON ({error}).") from error
     if not isinstance(entries, dict) or entries.get("format") != FORMAT:
-        raise CheckpointError(f"{source} is no manifest of a checkpoint of instep.")
+        raise CheckpointError(f"{source} is not a manifest of an instep checkpoint.")
     version = entries.get("version")
     if type(version) is not int:
         raise CheckpointError(f"{source} is not a valid manifest: its version is {version!r}.")
@@ -145,7 +143,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: there is none, it cannot be trusted, or it is of another step.
+        CheckpointError: there is none, it is invalid, or it is of another step.
     """
     source = checkpoint / MANIFEST
     with open_regular(source) as file:
@@ -166,7 +164,7 @@ def _read(file: BufferedReader, source: Path) -> bytes:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a plain file for reading; never waits, whatever stands at `path`.
+    """Open a regular file for reading; never blocks, whatever is at `path`.
 
     Raises:
         CheckpointError: it is missing, unreadable, or not a plain file.
@@ -181,34 +179,33 @@ def open_regular(path: Path) -> BufferedReader:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
 
 
-def check_file(path: Path, entry: FileEntry, *, contents: bool = True) -> None:
-    """Compare a file with its entry: its size and, where asked, every byte.
+def check_file(path: Path, entry: FileEntry, source: Path | None = None) -> None:
+    """Compare size and SHA-256 of a file with its entry; `source` is a copy's name for messages.
 
     Raises:
         CheckpointError: missing, unreadable, truncated, or changed.
     """
+    name = source or path
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry.size_bytes:
             how = "truncated" if size < entry.size_bytes else "changed"
             raise CheckpointError(
-                f"{path} is {how}: it has {size} bytes and should have {entry.size_bytes}."
+                f"{name} is {how}: it has {size} bytes and should have {entry.size_bytes}."
             )
-        if not contents:
-            return
         try:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {reason(error)}.") from error
+            raise CheckpointError(f"{name} cannot be read: {reason(error)}.") from error
     if found != entry.sha256:
         raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is {found[:12]}... and should be "
+            f"{name} is damaged: its SHA-256 is {found[:12]}... and should be "
             f"{entry.sha256[:12]}..."
         )
 
 
 def published(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Every (step, checkpoint) that lies in `folder`, newest first, whole or not.
+    """Every (step, checkpoint) in `folder`, newest first, intact or not.
 
     Raises:
         CheckpointError: the folder cannot be listed; one that is missing has none.
@@ -223,27 +220,6 @@ def published(folder: Path) -> Iterator[tuple[int, Path]]:
     found = [(int(match[1]), match[2] is None, match[0]) for match in matches]
     for step, _, name in sorted(found, reverse=True):
         yield step, folder / name
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint: its manifest is sound, its files have their sizes.
-
-    Whether each bit is right is checked by `load.load`.
-
-    Returns:
-        Its folder, or None where there is none.
-
-    Raises:
-        CheckpointError: `folder` is there but cannot be listed.
-    """
-    for _, checkpoint in published(folder):
-        try:
-            for name, entry in read_manifest(checkpoint).files.items():
-                check_file(checkpoint / name, entry, contents=False)
-        except CheckpointError:
-            continue
-        return checkpoint
-    return None
 
 
 def reason(error: OSError) -> str:

@@ -1,8 +1,7 @@
-"""Put the tensors of a checkpoint back into a live model, bit for bit, or not at all.
+"""Copy the tensors of a checkpoint into a live model, bit for bit, or not at all.
 
-For going on with the run that saved them: names, shapes, types and ties must
-be the same. Whoever wants what fits of any file uses `load.load_model`. It
-knows no files. Way in: `restore`.
+It is for resuming the run that saved them: names, shapes, types and ties must be the same.
+To load what fits from any file, use `load.load_model`. It knows no files. Way in: `restore`.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
-from instep.state.load import LoadReport
+from instep.state.load import LoadReport, mismatch
 from instep.state.snapshot import model_tensors, tied_names
 
 _EXTRA = "_extra_state"
-"""Ends the name of what `get_extra_state` returned; its shape is the module's own affair."""
+"""Ends the name of what `get_extra_state` returned, whose shape may change."""
 
 
 def restore(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Give a model the parameters and persistent buffers that were saved, to the bit.
 
-    They are copied into the model's own memory: whoever holds its parameters
-    (an optimizer, a tied layer) sees the new values.
+    They are copied into the model's own memory: an optimizer or a tied layer
+    that refers to its parameters sees the new values.
 
     Args:
         tensors: group `"model"` of a loaded snapshot; on any device.
@@ -48,7 +47,12 @@ def restore(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 
 def _compare(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> LoadReport:
     both = [name for name in wanted if name in saved]
-    wrong = {name: why for name in both if (why := _difference(name, saved[name], wanted[name]))}
+    wrong = {
+        name: why
+        for name in both
+        if name.rpartition(".")[2] != _EXTRA
+        and (why := mismatch(saved[name], wanted[name], "when saved", convert=False))
+    }
     ties, saved_ties = _first_names(wanted), _first_names(saved)
     for name in both:
         if name not in wrong and ties[name] != saved_ties[name]:
@@ -61,18 +65,8 @@ def _compare(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> LoadR
     )
 
 
-def _difference(name: str, saved: Tensor, wanted: Tensor) -> str:
-    if name.rpartition(".")[2] == _EXTRA:
-        return ""
-    if saved.shape != wanted.shape:
-        return f"{list(saved.shape)} when saved, {list(wanted.shape)} in the model"
-    if saved.dtype != wanted.dtype:
-        return f"{saved.dtype} when saved, {wanted.dtype} in the model"
-    return ""
-
-
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Each name to the first, in the order of names, that stands for the same memory."""
+    """Each name to the first, in the order of names, that has the same memory."""
     ordered = dict(sorted(tensors.items()))
     return {name: name for name in ordered} | tied_names(ordered)
 

@@ -1,6 +1,6 @@
-"""What the folder of a run holds, and who holds it.
+"""What the folder of a run holds, and which process has it locked.
 
-`folder` makes it and keeps others away, `ledger` writes the record of commits, `run_folder`
-reads all of it for everybody, `audit` proves from the ledger that each sample was used once.
-Nothing here starts a process or imports torch.
+`folder` makes and locks it, `ledger` writes the record of committed steps, `run_folder` reads
+everything, `audit` checks in the ledger that each sample was used once. Nothing here starts
+a process or imports torch.
 """

@@ -1,13 +1,14 @@
-"""Proof from the ledger that every sample was used exactly once in every epoch.
+"""Checks in the ledger that every sample was used exactly once in every epoch.
 
-A pure function of ledger records and two numbers of the job. It knows nothing
-of files or runs. The order of an epoch is a permutation, so "each sample once"
-and "each position once" are the same statement; positions are what is counted.
+Pure functions of ledger records, events and two numbers of the job. They know nothing of
+files or runs. The order of an epoch is a permutation, so "each sample once" and "each
+position once" are the same statement; positions are what is counted. Way in: `audit`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class EpochAudit:
     """Counts from 0."""
 
     expected: int
-    """Positions `[0, expected)` should stand in the ledger, each once."""
+    """Positions `[0, expected)` should be in the ledger, each once."""
 
     used: int
     """Samples in the ledger, repeats counted."""
@@ -46,7 +47,7 @@ class EpochAudit:
     """Uses beyond the first of an expected position."""
 
     missing: int
-    """Expected positions that stand nowhere."""
+    """Expected positions that are not in the ledger."""
 
     stray: int
     """Uses of positions that are not expected: beyond the end, or not yet due."""
@@ -67,11 +68,11 @@ class Audit:
     epochs: tuple[EpochAudit, ...]
 
     sha256: str
-    """Of the multiset of (epoch, position); who did what, and in which shares, is not in it."""
+    """Of the multiset of (epoch, position), whichever worker used it in whichever share."""
 
     @property
     def repeated(self) -> int:
-        """Samples used more often than once in an epoch."""
+        """Uses of samples beyond the first in an epoch."""
         return sum(epoch.repeated for epoch in self.epochs)
 
     @property
@@ -135,6 +136,29 @@ def audit(
         rows = np.stack([np.full_like(first, epoch), first, stop, count], axis=1)
         digest.update(rows.astype("<i8").tobytes())
     return Audit(tuple(entries), digest.hexdigest())
+
+
+def skipped_in(
+    events: Iterable[dict[str, Any]], ledger: np.ndarray[Any, Any]
+) -> list[dict[str, Any]]:
+    """`sample_skipped` events of training whose step was committed, each sample of a step once.
+
+    A worker reports a skipped sample before its step is committed. If the step fails, another
+    generation computes it again and reports its own skips. So an event counts if the ledger
+    has its step with its generation. The ledger itself names positions, read or not.
+
+    Args:
+        events: of a run, oldest first.
+        ledger: [records] of `events.LEDGER`, of committed steps.
+    """
+    reported = {
+        (e["step"], e["generation"], e["index"]): e
+        for e in events
+        if e["event"] == "sample_skipped" and e["dataset"] == "training"
+    }
+    mine = ledger[np.isin(ledger["step"], [step for step, _, _ in reported])]
+    committed = set(zip(mine["step"].tolist(), mine["generation"].tolist(), strict=True))
+    return [event for key, event in reported.items() if key[:2] in committed]
 
 
 def _due(samples: int, global_batch: int, last_step: int) -> list[int]:

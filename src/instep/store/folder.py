@@ -1,4 +1,4 @@
-"""The folder of a run: made, held by one process at a time, and from where it goes on.
+"""The folder of a run: made, locked by one process at a time; where a run starts from.
 
 Imported before the processes are started, so it imports next to nothing.
 """
@@ -26,57 +26,57 @@ from instep.spec import JobSpec
 
 @dataclass(frozen=True)
 class Origin:
-    """From where a run goes on."""
+    """Where a run starts: its beginning, or a checkpoint."""
 
     step: int
-    """The last one that counts; 0 where there was no checkpoint yet."""
+    """The last committed step there; 0 without a checkpoint."""
     checkpoint: Path | None
     generations: int = 0
-    """Those that the run has had."""
+    """Generations that the run has had."""
     warnings: tuple[str, ...] = ()
     heard: tuple[Figures, ...] = ()
-    """What the rules of `[stop]` heard up to that step, if there are any."""
+    """Figures that the rules of `[stop]` got up to that step, if there are any rules."""
     spent_s: float = 0.0
-    """Seconds that the sessions before took."""
+    """Seconds that the earlier sessions took."""
 
 
 BEGINNING = Origin(0, None)
-"""Of a run that has only just been submitted."""
+"""The origin of a new run."""
 
 
 ID = "run.id"
-"""The file that tells a run from every other; whoever holds the run folder has it locked."""
+"""The file that identifies a run; the process that uses the run folder has it locked."""
 
 _FILES = (
     *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "journal.sqlite"),
     *("summary.json", "report.html", "trace.json", "model.safetensors"),
     *("contents-*.bin", "logs/*.log"),
 )
-"""What a run reads or writes in its folder under these very names."""
+"""Files that a run reads or writes in its folder."""
 
 OWNERS = 0o600
-"""Mode of the files whose lock counts."""
+"""Mode of the files that are locked."""
 
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 
 
 def run_id(folder: Path) -> str:
-    """What tells this run from every other, by name or not; empty if nothing does."""
+    """What identifies a run, whatever its folder's name; empty if there is no id."""
     path = folder / ID
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Have a run folder for oneself, for as long as the context lasts or the process lives.
+    """Lock a run folder, for as long as the context lasts or the process lives.
 
     Raises:
-        RunError: another process has it: the run is going on; or it cannot be written, or
-            something else stands in the place of one of its files.
+        RunError: another process has locked it: the run is going on; or it cannot be written,
+            or one of its files is not a plain file.
     """
     _check_files(folder)
     try:
-        file = open_own(folder / ID)  # some file systems lock only what may be written
+        file = open_own(folder / ID)  # some file systems lock only writable files
     except OSError as error:
         raise RunError(
             f"the run folder {folder} cannot be written: {error.strerror}. Get access to it."
@@ -94,26 +94,26 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a folder before anything is done in it, rather than at the end of training."""
+    """Refuse a folder before training, rather than at its end."""
     for pattern in _FILES:
         for file in [folder / pattern] if "*" not in pattern else sorted(folder.glob(pattern)):
             try:
                 check_plain(file)
             except OSError as error:
                 raise RunError(
-                    f"{file} cannot be used: {error.strerror}. Take it away, and put the file "
-                    "back from a copy where there was one."
+                    f"{file} cannot be used: {error.strerror}. Remove it, and restore the file "
+                    "from a copy if there was one."
                 ) from None
 
 
 def open_own(path: Path, mode: str = "ab", *, buffering: int = -1) -> IO[Any]:
-    """Open a file that only its owner may open: whoever may read it may lock it.
+    """Open a file that only its owner may open: a process that may read it could lock it.
 
     Raises:
         OSError: it cannot be opened for writing.
     """
     file = open(path, mode, buffering=buffering, opener=_owners)  # noqa: SIM115 closed by the caller
-    with suppress(OSError):  # it is another user's, or the file system knows no modes
+    with suppress(OSError):  # another user owns it, or the file system has no modes
         if os.fstat(file.fileno()).st_mode & 0o077:
             os.fchmod(file.fileno(), OWNERS)
     return file
@@ -124,11 +124,10 @@ def _owners(path: str, flags: int) -> int:
 
 
 def lock(file: IO[Any]) -> bool:
-    """Take a file that is open for writing for oneself; never waits.
+    """Lock a file that is open for writing; never waits.
 
     Returns:
-        False where another process has it. True where the file system knows no locks:
-        nobody can be asked.
+        False if another process has locked it. True also if the file system has no locks.
 
     Raises:
         RunError: it cannot be locked for another reason.
@@ -144,36 +143,36 @@ def lock(file: IO[Any]) -> bool:
 
 
 def unlock(file: IO[Any]) -> None:
-    """Let others have a file, though forks of this process may keep it open; twice does no harm."""
+    """Unlock a file, even if forks of this process keep it open; a second call does nothing."""
     if not file.closed:
-        with suppress(OSError):  # it knows no locks; closing lets go of it as well
+        with suppress(OSError):  # the file system has no locks; closing unlocks as well
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def way_on(folder: Path) -> str:
-    """A line for the error of a run: how to go on, where there is a checkpoint to go on from."""
+def resume_hint(folder: Path) -> str:
+    """A line for an error: how to resume the run, if it has a checkpoint."""
     from instep.store.run_folder import RunFolder
 
     saved = any((folder / "checkpoints").glob("step-*"))
-    return f"\n  to go on: {RunFolder(folder).way_on}" if saved else ""
+    return f"\n  to resume: {RunFolder(folder).to_resume}" if saved else ""
 
 
 def gone(run: Path) -> str:
-    """A sentence where there is no run folder at this path any more; else empty."""
+    """A sentence if the run folder is no longer at this path; else empty."""
     try:
         run.stat()
     except FileNotFoundError:
         return (
-            f"the run folder {run} was removed or renamed while the run went on. Where it was "
-            "renamed, it can be resumed under its new name."
+            f"the run folder {run} was removed or renamed during the run. If it was renamed, "
+            "it can be resumed under its new name."
         )
-    except OSError:  # nobody knows
+    except OSError:  # it cannot be known
         pass
     return ""
 
 
 def numbered(name: str) -> Iterator[str]:
-    """Names for a run, until one is free: `net`, `net-2`, `net-3`, ..."""
+    """Names for a run, to take the first free one: `net`, `net-2`, `net-3`, ..."""
     yield name
     for number in count(2):
         yield f"{name}-{number}"
@@ -210,10 +209,10 @@ def make_run_folder(runs: Path, job: JobSpec, *, named: bool) -> Path:
 
 
 def remove_run_folder(folder: Path) -> None:
-    """Take away the folder of a run that was refused before it had trained anything."""
+    """Remove the folder of a run that was refused before it trained anything."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def host_log(logs: Path, host: int) -> Path:
-    """Where a host prints; the first has the plain name."""
+    """The log of a host; the first one has no number."""
     return logs / (f"host-{host}.log" if host else "host.log")

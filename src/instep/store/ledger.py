@@ -1,10 +1,10 @@
 """The ledger on disk: which samples each committed step took, written as it commits.
 
-One process writes it, that of rank 0, and writes a step before anything that
-builds on it (a checkpoint, the next step). What a process has handed to the
-system outlives its death, so a step that was committed is in the file whoever
-is killed next. The file's lock says who may write; a writer that has let go of
-it (`release`) never writes again. Readers are `events.read_records` and the audit.
+The process of rank 0 writes it, and writes a step before anything that builds on it (a
+checkpoint, the next step). What a process has written survives its death, so a committed
+step is in the file whichever process is killed next. The writer holds the file's lock; a
+writer that has released it never writes again. Readers are `events.read_records` and the
+audit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from instep.plain_file import plain
 from instep.store.folder import gone, lock, open_own, unlock
 
 TIMEOUT_S = 2.0
-"""How long a step waits for room: a checkpoint that fills the disk is taken away by its writer."""
+"""How long to wait for disk space: a checkpoint that fills the disk is removed by its writer."""
 
 LOCKED_S = 120.0
-"""How long a writer on another host, cut off, may keep the file; NFS takes it from it after 90."""
+"""How long a cut-off writer on another host may keep the lock; NFS breaks it after 90 s."""
 
 _LOOK_AGAIN_S = 0.05
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -39,8 +39,8 @@ class Ledger:
 
     Args:
         path: the file; created with its header if missing, appended to if not.
-        wait: asked again and again whether to wait for another process that has the file;
-            what it raises is raised.
+        wait: called repeatedly while another process has the lock; says whether to wait, and
+            may raise.
         timeout_s: how long to wait for room on a full disk.
 
     Raises:
@@ -68,7 +68,7 @@ class Ledger:
         self._use = threading.Lock()
         self._released = False
         self.size_bytes = self._file.seek(0, os.SEEK_END)
-        """Up to where the committed steps stand."""
+        """Where the committed steps end."""
 
     def _take(self, wait: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LOCKED_S
@@ -78,7 +78,7 @@ class Ledger:
             time.sleep(0.02)
 
     def _begin(self) -> None:
-        """Have the file begin as a ledger does, where its writer died with the header too."""
+        """Write the header, if the file has none or a part of it."""
         try:
             if not check_ledger(self._path, os.pread(self._file.fileno(), LEDGER_START, 0)):
                 os.truncate(self._path, 0)
@@ -93,8 +93,8 @@ class Ledger:
             The records as they were written; none after `release`.
 
         Raises:
-            RunError: they cannot be written; the file ends with the step before. Or somebody
-                has removed, renamed or changed it.
+            RunError: they cannot be written, and the file ends with the step before; or the file
+                was removed, renamed or changed.
         """
         data = np.array(list(shares), LEDGER).tobytes()
         with self._use:
@@ -111,21 +111,20 @@ class Ledger:
         return data
 
     def _check(self) -> None:
-        """Refuse to write on where the file is not what was left, or not where others read it."""
+        """Refuse to write to a file that was changed, or that is no longer at its path."""
         mine = os.fstat(self._file.fileno())
         try:
             there = os.path.samestat(mine, os.stat(self._path))
         except FileNotFoundError:
             there = False
         if not there:
-            moved = f"{self._path} was removed, renamed or replaced while the run went on: "
-            text = "what was trained on can no longer be told."
+            moved = f"{self._path} was removed, renamed or replaced during the run: "
+            text = "what was trained on is no longer known."
             raise RunError(gone(self._path.parent) or moved + text)
         if mine.st_size != self.size_bytes:
             raise RunError(
                 f"{self._path} has {mine.st_size} bytes, and {self.size_bytes} were written: the "
-                "file was cut or written to while the run went on, and what was trained on can no "
-                "longer be told."
+                "file was changed by another process, and what was trained on is no longer known."
             )
 
     def _write(self, data: bytes) -> None:
@@ -139,7 +138,7 @@ class Ledger:
                 time.sleep(_LOOK_AGAIN_S)
 
     def cut(self, size_bytes: int) -> None:
-        """Have the file end there.
+        """Truncate the file.
 
         Raises:
             OSError: it cannot be written.
@@ -148,7 +147,7 @@ class Ledger:
         self.size_bytes = size_bytes
 
     def release(self) -> None:
-        """Write nothing more, and let others write; for another thread too."""
+        """Write nothing more, and unlock the file; other threads may call it."""
         with self._use:
             self._released = True
             unlock(self._file)
@@ -171,11 +170,11 @@ def mend(
     shares: Sequence[tuple[int, ...]],
     wait: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Make a ledger end with `step`, whose writer may have died before or after writing it.
+    """Make a ledger end with `step`; its writer may have died before or after writing that step.
 
     Args:
-        path: the file; nobody writes it now, or not for long.
-        step: the last one that counts.
+        path: the file; its former writer is gone, or soon will be.
+        step: the last committed step.
         shares: its records, values in the order of `LEDGER`'s fields.
         wait: as for `Ledger`.
 
@@ -186,7 +185,7 @@ def mend(
     try:
         records = read_records(path, LEDGER)
         later = np.flatnonzero(records["step"] > step)
-        if len(later):  # a step that nobody who is left has committed
+        if len(later):  # no surviving worker has committed these
             records = records[: later[0]]
         ledger.cut(LEDGER_START + records.nbytes)
         if step and (not len(records) or int(records["step"][-1]) < step):
@@ -198,7 +197,7 @@ def mend(
 
 
 def last_step(path: Path) -> int:
-    """The last step in a ledger, of which only the end is read; 0 where there is none."""
+    """The last step in a ledger, of which only the end is read; 0 if there is none."""
     try:
         with open(path, "rb", opener=plain) as file:
             records = (file.seek(0, os.SEEK_END) - LEDGER_START) // LEDGER.itemsize
@@ -212,7 +211,7 @@ def last_step(path: Path) -> int:
 
 
 def check_reaches(path: Path, size_bytes: int) -> None:
-    """Refuse a file that does not reach to where it was when a checkpoint was saved.
+    """Refuse a file that is shorter than when a checkpoint was saved.
 
     Raises:
         CheckpointError: steps before the checkpoint are missing.
@@ -221,14 +220,14 @@ def check_reaches(path: Path, size_bytes: int) -> None:
     if size < size_bytes:
         raise CheckpointError(
             f"{path} has {size} bytes, but the checkpoint was saved with {size_bytes}: the file "
-            "was cut or replaced, and what was trained on can no longer be told."
+            "was cut or replaced, and what was trained on is no longer known."
         )
 
 
 def cut_back(path: Path, size_bytes: int) -> None:
-    """Take back what was written after a checkpoint: the file ends at `size_bytes` again.
+    """Discard what was written after a checkpoint: the file ends at `size_bytes` again.
 
-    Its header stays, where the run begins anew too (`size_bytes` is 0).
+    The header stays, even if `size_bytes` is 0.
 
     Raises:
         RunError: it cannot be written.

@@ -1,11 +1,10 @@
-"""What a run left in its folder, as plain data.
+"""What a run wrote into its folder, as plain data.
 
-`RunFolder` reads the job, the events, the ledger and the step records once,
-and answers the questions that every report asks of them. It draws nothing and
-never writes. A folder of a run that is still going on, or that a crash cut
-short, reads as far as it got. Where a session began at an earlier checkpoint,
-or the workers went back because of corruption, what was done beyond was taken
-back, and is left out.
+`RunFolder` reads the job, the events, the ledger and the step records once, and answers
+the questions that every report asks. It draws nothing and never writes. The folder of a run
+that is still going on, or that a crash cut short, is read as far as it got. If a session
+began at an earlier checkpoint, or the workers went back because of corruption, the steps
+after that were discarded, and are left out here.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from instep.errors import RunError, SpecError, near_miss
 from instep.events import LEDGER, STEPS, read_events, read_records, wrong_in
 from instep.formats import FORMAT, other_format
 from instep.spec_file import build, read_table
-from instep.store.audit import Audit, audit
-from instep.store.skipped import skipped_in
+from instep.store.audit import Audit, audit, skipped_in
 from instep.words import command
 
 Event = dict[str, Any]
@@ -31,10 +29,10 @@ Records = np.ndarray[Any, np.dtype[Any]]
 Floats = NDArray[np.float64]
 
 PARTS = ("load", "forward", "backward", "wait", "wire", "update", "save")
-"""Parts of a step, in the order in which they are spent; `NAME_s` in `STEPS`."""
+"""Parts of a step, in order of time; `NAME_s` in `STEPS`."""
 
-_MOST_WORKERS, _MOST_S = 1 << 20, 1e11  # what is beyond was never written by us
-_WINDOW = 4096  # ledger records at the end among which the last whole step is sought
+_MOST_WORKERS, _MOST_S = 1 << 20, 1e11  # instep writes no larger values
+_WINDOW = 4096  # ledger records at the end in which to look for the last whole step
 
 
 class Traffic(NamedTuple):
@@ -67,14 +65,14 @@ class RunFolder:
         self.ledger = _records(self.path / "ledger.bin", LEDGER)
         steps = _records(self.path / "steps.bin", STEPS)
         _check_steps(steps, self.path / "steps.bin")
-        self._computed = steps  # those too that were taken back
-        # in which session a step was recorded is told by clocks alone, that of the worker and
-        # that of the master; where two hosts' differ, a step that was taken back may be left in
-        for event, resumed_step in _goings_back(self.events):
+        self._computed = steps  # discarded steps included
+        # Only the clocks of worker and master tell in which session a step was recorded; if the
+        # clocks of two hosts differ, a discarded step may stay.
+        for event, resumed_step in _returns(self.events):
             kept = steps["step"] <= resumed_step
             steps = steps[kept | (steps["begin"] >= event["time"])]
         self.steps = _in_order(steps)
-        self.events = _of_one_course(self.events)
+        self.events = _without_discarded(self.events)
 
     def named(self, event: str) -> list[Event]:
         """Every event of one name, oldest first."""
@@ -129,12 +127,12 @@ class RunFolder:
 
     @property
     def joined(self) -> bool:
-        """Whether its processes were started by others, and called `instep.join`."""
+        """Whether its processes called `instep.join`, so that instep did not start them."""
         return bool(self.last("run_started").get("started_by") == "join")
 
     @property
-    def way_on(self) -> str:
-        """How to go on with it: a command, or what is to be started again."""
+    def to_resume(self) -> str:
+        """How to resume it: a command, or what to start again."""
         if self.joined:
             name = self.path.resolve().name
             return f"start its script again with instep.join(..., name={name!r}, resume=True)"
@@ -147,15 +145,15 @@ class RunFolder:
 
     @cached_property
     def workers(self) -> list[int]:
-        """Every worker that is mentioned anywhere, in order of number."""
+        """Every worker in any record, in order of number."""
         recorded = {int(w) for w in np.unique(self.steps["worker"])}
         recorded |= {int(w) for w in np.unique(self.ledger["worker"])}
-        met = {"worker_joined", "worker_ready", "worker_failed", "traffic"}
-        return sorted(recorded | {int(e["worker"]) for e in self.events if e["event"] in met})
+        seen = {"worker_joined", "worker_ready", "worker_failed", "traffic"}
+        return sorted(recorded | {int(e["worker"]) for e in self.events if e["event"] in seen})
 
     @cached_property
     def team(self) -> int:
-        """How many workers computed at the end: the last generation's members."""
+        """How many workers computed at the end: the members of the last generation."""
         members = self.last("generation_started").get("members")
         if isinstance(members, int):
             return members
@@ -163,8 +161,14 @@ class RunFolder:
 
     @cached_property
     def epoch_samples(self) -> int:
-        """Samples of the training set; 0 until a worker said so."""
+        """Samples of the training set; 0 until a worker has said so."""
         return int(self.last("worker_ready").get("samples") or 0)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Steps of the whole job; None before a worker has said so, and in the user's own loop."""
+        planned: int | None = self.last("worker_ready").get("last_step")
+        return planned
 
     @property
     def epoch_steps(self) -> int:
@@ -191,10 +195,10 @@ class RunFolder:
 
     @cached_property
     def last_step(self) -> int:
-        """The highest step that counts: as the run said at its end, or the last whole one.
+        """The last committed step: as the run said at its end, or the last complete one.
 
-        While a run goes on, or after a crash, some workers may have recorded a
-        step that others have not; such steps at the very end are in flight.
+        During a run, or after a crash, some workers may have recorded a step that others
+        have not; such steps at the end are not committed.
         """
         return max(int(self.ending.get("step") or 0), self._last_whole_step())
 
@@ -208,8 +212,7 @@ class RunFolder:
         taken = np.bincount(where, weights=tail["stop"] - tail["first"])
         batch = self.spec.train.global_batch
         first = (steps - 1) % self.epoch_steps * batch
-        planned = self.last("worker_ready").get("last_step")
-        possible = planned or 2 * len(self.ledger)  # a damaged record may say anything
+        possible = self.planned_steps or 2 * len(self.ledger)  # a damaged record may say anything
         whole = steps[
             (taken >= np.minimum(batch, self.epoch_samples - first)) & (steps <= possible)
         ]
@@ -228,12 +231,12 @@ class RunFolder:
 
     def left_out(self, dataset: str) -> set[tuple[int, int]]:
         """Step and index of each sample of `training` or `validation` that was not read."""
-        told = self.skipped if dataset == "training" else self.named("sample_skipped")
-        return {(int(e["step"]), int(e["index"])) for e in told if e["dataset"] == dataset}
+        events = self.skipped if dataset == "training" else self.named("sample_skipped")
+        return {(int(e["step"]), int(e["index"])) for e in events if e["dataset"] == dataset}
 
     @cached_property
     def audit(self) -> Audit:
-        """How often each sample stands in the committed ledger, epoch by epoch."""
+        """How often each sample is in the committed ledger, epoch by epoch."""
         batch = self.spec.train.global_batch
         return audit(self.committed, self.epoch_samples, batch, last_step=self.last_step)
 
@@ -275,9 +278,9 @@ class RunFolder:
 
     @cached_property
     def unrecorded(self) -> Records:
-        """Committed steps of which no step record is left, [steps] in order.
+        """Committed steps without a step record, [steps] in order.
 
-        Those at the very end of a run that has not ended are under way to the file.
+        The newest steps of a run that has not ended are left out: they may not be written yet.
         """
         steps: Records = np.setdiff1d(self.committed["step"], self.steps["step"])
         if self.outcome == "unfinished" and len(self.steps):
@@ -297,7 +300,7 @@ class RunFolder:
     def training_seconds(self, worker: int | None = None) -> float:
         """From the begin of the first step to the end of the last, for each session, summed.
 
-        Steps that were taken back, and computed again, count: their time was spent.
+        Steps that were discarded and computed again count: their time was spent.
         """
         total = 0.0
         for mine in self._computed_by_session(worker):
@@ -331,8 +334,8 @@ def _check_steps(steps: Records, path: Path) -> None:
     if not good.all():
         number = int(np.argmin(good)) + 1
         raise RunError(
-            f"{path} is damaged: record {number} of {len(steps)} is none that a worker writes. "
-            "It tells how long steps took, and their losses: remove it to read what else there is."
+            f"{path} is damaged: record {number} of {len(steps)} is impossible. It holds the times "
+            "and losses of steps: remove it to read the rest of the run."
         )
 
 
@@ -355,13 +358,13 @@ _OF_A_RUN = ("run.id", "events.jsonl", "ledger.bin", "journal.sqlite")
 
 
 def _job(run: Path) -> dict[str, Any]:
-    """The raw tables of a run's job; runs of format 1 did not say which they were of."""
+    """The raw tables of a run's job; runs of format 1 have no format key."""
     table = read_table(run / "job.toml")
-    found = table.get("format", 1 if "recipe" in table else FORMAT)  # else it is no job at all
+    found = table.get("format", 1 if "recipe" in table else FORMAT)  # else it is not a job
     if "format" not in table and not any((run / name).exists() for name in _OF_A_RUN):
         raise RunError(
-            f"{str(run)!r} is not the folder of a run: its job.toml is one that a run can be made "
-            "of, and there is nothing that a run leaves. Give the run's own folder, runs/NAME."
+            f"{str(run)!r} is not the folder of a run: it has a job.toml, but no file that "
+            "a run writes. Give the run's own folder, runs/NAME."
         )
     if found != FORMAT and type(found) is int:
         raise RunError(other_format(f"the run in {run}", found, _written_by(run)))
@@ -385,7 +388,7 @@ def _events(path: Path) -> list[Event]:
             if wrong := wrong_in(event):
                 raise RunError(f"{path} is damaged: in line {len(events)} {wrong}.")
     except (ValueError, RecursionError) as error:
-        line = f"line {len(events) + 1} is no JSON: {error}"
+        line = f"line {len(events) + 1} is not JSON: {error}"
         what = str(error) if isinstance(error, UnicodeDecodeError) else line  # it reads ahead
         raise RunError(f"{path} is damaged: {what}.") from None
     except OSError as error:
@@ -405,11 +408,11 @@ _OF_A_STEP = frozenset(
 )
 
 
-def _of_one_course(events: list[Event]) -> list[Event]:
-    """Without those of a step that was taken back further down, when the run went back."""
+def _without_discarded(events: list[Event]) -> list[Event]:
+    """The events without those of steps that were discarded later, when the run went back."""
     kept: list[Event] = []
     reached = math.inf  # the lowest step that was gone back to after this event
-    back = {id(event): step for event, step in _goings_back(events)}
+    back = {id(event): step for event, step in _returns(events)}
     for event in reversed(events):
         if event["event"] not in _OF_A_STEP or (event.get("step") or 0) <= reached:
             kept.append(event)
@@ -417,14 +420,14 @@ def _of_one_course(events: list[Event]) -> list[Event]:
     return kept[::-1]
 
 
-def _goings_back(events: list[Event]) -> list[tuple[Event, int]]:
-    """Events with which the run went back, oldest first, and to which step each.
+def _returns(events: list[Event]) -> list[tuple[Event, int]]:
+    """Events at which the run went back, oldest first, and the step each went back to.
 
-    Corruption that was found is one where the workers then formed a group again by
-    themselves; else the run ended, or it went back to a checkpoint, which says so.
+    After corruption the workers may go back by themselves: then a generation follows in the
+    same session. Else the run ended, or another event says that it went back.
     """
     back: list[tuple[Event, int]] = []
-    formed = False  # a group was, further down, before the run began anew
+    formed = False  # a generation started later, in the same session
     for event in reversed(events):
         clean = event.get("clean_step")
         if event.get("resumed_step") is not None:
@@ -448,7 +451,7 @@ def _existing(path: Path) -> Path:
         else:
             runs = sorted(path.parent.glob("runs/*/job.toml"))
             give = "Known: " + (", ".join(str(p.parent) for p in runs) or "none") + "."
-        raise RunError(f"{str(path)!r} is {what}, and the folder of a run is wanted. {give}")
+        raise RunError(f"{str(path)!r} is {what}, not the folder of a run. {give}")
     if path.is_dir():
         raise RunError(
             f"{str(path)!r} is not the folder of a run: it holds no job.toml. "

@@ -10,11 +10,16 @@ or to the bit, is the business of `sums.py`.
 Two things ride in the spare end of the last bucket and cost no message of
 their own: the caller's notes, and which parameters had a gradient at all. A
 parameter that no rank used keeps no gradient, as on one process.
+
+With a codec the buckets travel in two phases (`two_phase.py`), and notes in a message of
+their own. What the codec drops is this rank's alone to carry over, so it lies in memory
+that outlives the process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +27,12 @@ from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, lay_out
+from instep.comm.codecs.base import Codec
 from instep.errors import SpecError, WorkerError
-from instep.sync.base import Price, Result
-from instep.sync.sums import Exact, Plain, Sums
+from instep.records import BEGINNING, Attempt, Law
+from instep.sync.base import Memory, Price, Result
+from instep.sync.sums import Exact, Plain, Sums, Wide
+from instep.sync.two_phase import Layout, Place, TwoPhase
 
 _SPARSE = 2.0**-12
 """Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
@@ -36,33 +44,60 @@ class AllReduce:
     Args:
         bucket_mb: megabytes at which a bucket is full and starts on its way.
         overlap: send during the backward pass; off, all is sent after it.
+        codec: how buckets look on the wire; None sends them as they are.
 
     Raises:
         SpecError: `bucket_mb` is not a positive number.
     """
 
-    def __init__(self, *, bucket_mb: float = 8.0, overlap: bool = True) -> None:
+    def __init__(
+        self, *, bucket_mb: float = 8.0, overlap: bool = True, codec: Codec | None = None
+    ) -> None:
         if not isinstance(bucket_mb, (int, float)) or isinstance(bucket_mb, bool) or bucket_mb <= 0:
             raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
         if not isinstance(overlap, bool):
             raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
         self._bucket_bytes = int(bucket_mb * 1e6)
-        self._overlap = overlap
+        self._overlap, self._codec = overlap, codec
+        self.laws = {"residual": Law.SUM} if codec is not None else {}
         self._sums: Sums = Plain()
         self._loaded: Mapping[str, Tensor] | None = None  # until `start`
-
-    votes = False  # a rank in doubt copies the state of one that committed
+        self._two: TwoPhase | None = None
+        self._carried = _Carried({})  # what was dropped before, between two generations
+        self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
+        self._memory: Memory | None = None
+        self._attempt = BEGINNING
+        self._comm: Comm
 
     def start(
-        self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
+        self,
+        parameters: Sequence[Parameter],
+        comm: Comm,
+        *,
+        notes: int,
+        parts: int = 0,
+        memory: Memory | None = None,
+        at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
     ) -> None:
         """Lay out the buckets."""
         state, self._loaded = self.state(), None
+        self._keep()
         self._parameters, self._comm = list(parameters), comm
-        self._sums = Exact(self._parameters, comm, parts) if parts else Plain()
+        if self._codec is not None:
+            if parts:
+                raise SpecError(
+                    "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
+                    "what. Leave one of the two out."
+                )
+            self._sums = Wide(self._parameters)
+        else:
+            self._sums = Exact(self._parameters, comm, parts) if parts else Plain()
         if state:
             self._sums.load_state(state)
         self._buckets = self._with_room((1 + self._sums.flags) * len(self._parameters) + notes)
+        if self._codec is not None:
+            self._carry_over(self._codec, memory, at, draining)
         self._home = {
             member: (number, view)
             for number, bucket in enumerate(self._buckets)
@@ -71,12 +106,79 @@ class AllReduce:
         self._seen = [0.0] * len(self._parameters)
         self._begin_step()
 
+    def _keep(self) -> None:
+        """What the group of before has dropped is carried over."""
+        if self._two is not None:
+            self._carried = _Carried.of(self._two.layout, self._comm.rank, self._two.residual)
+            self._two = None
+
+    def _carry_over(
+        self, codec: Codec, memory: Memory | None, at: Attempt, draining: Sequence[int]
+    ) -> None:
+        """Lay out what the codec drops, beginning with what was dropped before.
+
+        What there was before counts until every rank has got so far.
+        """
+        comm, device = self._comm, self._buckets[0].flat.device
+        layout = _layout(self._buckets[:-1], self._parameters, comm.size, draining)
+        count = layout.room(comm.rank)
+        place = torch.tensor([comm.rank, comm.size, *draining])
+        slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
+        carried = self._handed_over(draining) if draining else self._carried
+        if memory is not None:
+            memory.lay_out(
+                {"residual": ((count,), torch.float32), "place": (tuple(place.shape), torch.int64)}
+            )
+            slot = memory.stage(*at)
+            slot["place"].copy_(place)
+            slots = slot["residual"], slots[1]
+        carried.fill(slots[0], layout, comm)
+        if memory is not None:
+            memory.staged(*at)
+        self._next = at.generation, carried
+        comm.all_reduce(torch.zeros(1, device=device)).wait()
+        if memory is not None:
+            slot = memory.stage(*at._replace(number=at.number + 1))
+            slot["place"].copy_(place)
+            slots = slots[0], slot["residual"]
+        self._memory, self._next = memory, None
+        self._two = TwoPhase(codec, comm, layout, slots, device=device, staged=self._stamp)
+
+    def _handed_over(self, draining: Sequence[int]) -> _Carried:
+        """What this rank carries once those that leave have given theirs to the lowest other."""
+        comm, totals = self._comm, dict[str, Tensor]()
+        taker = min(rank for rank in range(comm.size) if rank not in draining)
+        for slot, parameter in enumerate(self._parameters):
+            nothing = torch.zeros_like(parameter, dtype=torch.float32)
+            mine = self._carried.totals.get(str(slot), nothing)
+            given = mine.clone() if comm.rank in draining else nothing.clone()
+            comm.all_reduce(given).wait()
+            if comm.rank not in draining:
+                totals[str(slot)] = mine + given if comm.rank == taker else mine
+        return _Carried(totals)
+
+    def resolve(self, generation: int) -> None:
+        """What was handed over counts, or does not, on every rank alike."""
+        if self._next is not None and self._next[0] == generation:
+            self._carried = self._next[1]
+        self._next = None
+
+    def _stamp(self, _: int) -> None:
+        if self._memory is not None:
+            self._memory.staged(*self._attempt)
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """What is dropped from here on belongs to this commit."""
+        self._attempt = attempt
+        if self._memory is not None:
+            self._memory.stage(*attempt)
+
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and at the end of the last one room for notes in full precision."""
         limits, types = [self._bucket_bytes], self._sums.types
         buckets = lay_out(self._parameters, limits, types=types)
         last = buckets[-1].flat
-        if last.dtype in (torch.float32, torch.float64):
+        if self._codec is None and last.dtype in (torch.float32, torch.float64):
             return lay_out(self._parameters, limits, spare=spare)
         wide = torch.float64 if self._sums.types else torch.float32
         room = torch.zeros(spare, dtype=wide, device=last.device)
@@ -121,7 +223,11 @@ class AllReduce:
         for member, view in zip(bucket.members, bucket.views, strict=True):
             if not self._seen[member]:
                 view.zero_()  # what stands there is the step before
-        self._work.append(self._comm.all_reduce(bucket.flat))
+        if self._two is not None and bucket.members:
+            self._two.begin(len(self._work), bucket.flat)
+            self._work.append(_Begun())
+        else:
+            self._work.append(self._comm.all_reduce(bucket.flat))
 
     @torch.no_grad()
     def exchange(self, notes: Tensor) -> Tensor | None:
@@ -134,6 +240,8 @@ class AllReduce:
             self._send_next()
         for work in self._work:
             work.wait()
+        if self._two is not None:
+            self._two.finish()
         agreed = spare.to("cpu", torch.float64, copy=True)
         settled = self._sums.settle(agreed[count : len(told)].tolist())
         self._begin_step()
@@ -147,21 +255,29 @@ class AllReduce:
         assert self._agreed, "exchange comes first"
         for index, mark in enumerate(self._agreed):
             grad = None
-            if mark:
+            if mark or self._is_late(index):
                 grad = self._sums.gradient(index, self._home[index][1])
                 grad = grad if mark == int(mark) else grad.to_sparse(1)
             self._parameters[index].grad = grad
+
+    def _is_late(self, index: int) -> bool:
+        """Whether a gradient of an earlier step arrives, of which a codec had dropped it."""
+        return self._two is not None and bool(self._home[index][1].any())
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """Move by what was handed out; the next pass starts from none."""
         result = update()
         self._sums.end_step()  # not before: a step that does not happen must teach nothing
+        if self._two is not None:
+            self._two.apply()
         self._forget()
         return result
 
     def abandon(self) -> None:
         """The next step starts from what the last one left."""
         self._sums.abandon()
+        if self._two is not None:
+            self._two.abandon()
         self._forget()
 
     def _forget(self) -> None:
@@ -170,7 +286,7 @@ class AllReduce:
             parameter.grad = None
 
     def stop(self) -> None:
-        """Nothing to let go of: the group is the caller's."""
+        """What was dropped is kept for the next group."""
 
     def state(self) -> dict[str, Tensor]:
         """What the sums remember: nothing, or how fine their lattices are."""
@@ -180,7 +296,67 @@ class AllReduce:
         """Kept until `start`."""
         self._loaded = state
 
+    def own_state(self) -> dict[str, Tensor]:
+        """What the codec dropped here, and is still to be sent."""
+        totals = self._two.own_state() if self._two is not None else self._carried.totals
+        return {f"residual/{slot}": residual for slot, residual in totals.items()}
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Kept until `start`."""
+        self._carried = _Carried({k.removeprefix("residual/"): v for k, v in state.items()})
+        self._next = None
+
+    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+        """The residuals of a process that was perhaps one of more, or of fewer."""
+        rank, size, *idle = tensors["place"].tolist()
+        buckets = lay_out(parameters, [self._bucket_bytes], types=Wide(parameters).types)
+        layout = _layout(buckets, parameters, size, idle)
+        if len(tensors["residual"]) == layout.room(rank):
+            self._carried = _Carried.of(layout, rank, tensors["residual"])
+
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
         """A ring sends 2(W-1)/W of the bytes in 2(W-1) messages."""
         return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
+
+
+class _Carried(NamedTuple):
+    """Residuals between two generations."""
+
+    totals: Mapping[str, Tensor]
+    """By parameter, in its shape."""
+    flat: Tensor | None = None
+    """The same as it lay in memory, of one rank among the owners of segments."""
+    rank: int = 0
+    owners: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, flat: Tensor) -> _Carried:
+        """Copied from a rank's slot."""
+        return cls(layout.state_of(flat, rank), flat.clone(), rank, layout.owners)
+
+    def fill(self, slot: Tensor, layout: Layout, comm: Comm) -> None:
+        """Have a slot begin with them. A rank that has its place of before gets them as they lay,
+        so that steps go on to the bit."""
+        if self.flat is not None and (self.rank, self.owners) == (comm.rank, layout.owners):
+            slot.copy_(self.flat)
+        else:
+            layout.fill(slot, comm.rank, self.totals)
+
+
+class _Begun:
+    """A bucket that `TwoPhase` has under way."""
+
+    def wait(self) -> None:
+        """Its `finish` does."""
+
+
+def _layout(
+    buckets: Sequence[Bucket], parameters: Sequence[Tensor], size: int, idle: Sequence[int]
+) -> Layout:
+    """Where everything lies: parameters are called by their numbers."""
+    return Layout(
+        [[Place(str(m), tuple(parameters[m].shape)) for m in bucket.members] for bucket in buckets],
+        size,
+        idle,
+    )

@@ -14,14 +14,30 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm
+from instep.comm.codecs import CODECS
 from instep.errors import SpecError, near_miss
+from instep.records import BEGINNING, Attempt, Law
 from instep.sync import STRATEGIES
 
 Result = TypeVar("Result")
+
+
+class Memory(Protocol):
+    """Two slots of named tensors that outlive the process: of one commit, and of the next."""
+
+    def lay_out(self, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Say which tensors `stage` gives: shape and type by name."""
+
+    def stage(self, course: int, number: int, generation: int) -> dict[str, Tensor]:
+        """The tensors in which to write the state of a commit; they hold anything."""
+
+    def staged(self, course: int, number: int, generation: int) -> None:
+        """All that was to be written for this commit is."""
 
 
 class Price(NamedTuple):
@@ -40,12 +56,21 @@ class Strategy(Protocol):
     exchanges and applies the same steps in the same order.
     """
 
-    votes: bool
-    """Whether a commit needs a vote: what this strategy stages cannot be copied from another
-    rank, so a rank that is left in doubt must learn what the others did."""
+    laws: Mapping[str, Law]
+    """What this rank alone remembers, by kind, and what becomes of it when another takes its
+    place; empty where `state` is all there is. With it a commit needs a vote: what one rank
+    alone has staged cannot be copied from another that committed."""
 
     def start(
-        self, parameters: Sequence[Parameter], comm: Comm, *, notes: int, parts: int = 0
+        self,
+        parameters: Sequence[Parameter],
+        comm: Comm,
+        *,
+        notes: int,
+        parts: int = 0,
+        memory: Memory | None = None,
+        at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
     ) -> None:
         """A generation begins; every rank holds the same parameters, and nothing is staged.
 
@@ -57,7 +82,26 @@ class Strategy(Protocol):
                 gradient must have the same bits however the passes are dealt
                 to ranks; a step has at most so many over all ranks, each with
                 at most about its share of the weight.
+            memory: for what this rank alone remembers; outlives the process. What is staged for
+                a step lies there, stamped, before the message without which no other rank
+                can finish the exchange.
+            at: the commit that all hold, in this generation.
+            draining: ranks that leave after it: what they alone remember, others take over
+                now, or nobody does; which of the two, `resolve` says after a PeerError.
+
+        Raises:
+            PeerError: a rank went away; `resolve` comes before the next `start`.
         """
+
+    def resolve(self, generation: int) -> None:
+        """A `start` raised PeerError: it counts if some rank has seen the end of it.
+
+        Args:
+            generation: the newest of which a rank has seen the end of `start`.
+        """
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """The passes of a step are about to run, or to run once more, towards this commit."""
 
     def begin_pass(self, weight: float, *, last: bool) -> None:
         """A backward pass is about to run whose gradients count `weight`.
@@ -124,20 +168,63 @@ class Strategy(Protocol):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave, between `stop` and `start`; nothing is staged."""
 
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank alone remembers since the last commit, as `KIND/SLOT`: a kind of `laws`
+        and the number of the parameter that it belongs to; shaped like that parameter."""
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `own_state` gave, here or elsewhere, in place of what is remembered;
+        between `stop` and `start`."""
+
+    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+        """The same, from the memory of a process that is gone.
+
+        Args:
+            tensors: what lies there, as of the last commit.
+            parameters: as for `start`.
+        """
+
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
         """What a step costs each rank."""
 
 
-def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
+class NothingOfItsOwn:
+    """To inherit from, for strategies whose ranks all remember the same: they need no vote."""
+
+    laws: Mapping[str, Law] = {}
+
+    def resolve(self, generation: int) -> None:
+        """Nothing changes hands."""
+
+    def begin_step(self, attempt: Attempt) -> None:
+        """One step is like another."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_own(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to take up."""
+
+    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+        """Nothing was left."""
+
+
+def make_strategy(name: str, options: Mapping[str, Any], codec: str = "none") -> Strategy:
     """A strategy by its name in the job file, with its options checked.
 
     Raises:
         SpecError: there is no such strategy, or it has no such option, or the
-            option's value is refused.
+            option's value is refused; or it has no use for the codec.
     """
     factory = STRATEGIES[name]
     known = list(inspect.signature(factory).parameters)
+    if codec != "none":
+        if "codec" not in known:
+            raise SpecError(f"sync.codec = {codec!r}: {name} sends plain numbers. Leave it out.")
+        return cast(Strategy, factory(**options, codec=CODECS[codec]()))
+    known = [option for option in known if option != "codec"]
     for option in options:
         if option not in known:
             raise SpecError(

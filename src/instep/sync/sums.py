@@ -67,7 +67,7 @@ class Plain:
 
     def add(self, index: int, gradient: Tensor, weight: float, into: Tensor, fresh: bool) -> None:
         """One multiplication, one addition; a sparse gradient touches only its rows."""
-        if fresh and not gradient.is_sparse:
+        if fresh and not gradient.is_sparse and gradient.dtype == into.dtype:
             torch.mul(gradient, weight, out=into)
             return
         if fresh:
@@ -98,6 +98,30 @@ class Plain:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Nothing to take up."""
+
+
+class Wide(Plain):
+    """The same in float32, whatever the parameters are: what a codec takes.
+
+    Args:
+        parameters: whose gradients are summed, in the same order on every rank.
+
+    Raises:
+        SpecError: a parameter is of a type that float32 cannot stand for.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.types = {p.dtype: torch.float32 for p in parameters}
+        self._types = [p.dtype for p in parameters]
+        for strange in self.types.keys() - {torch.float32, torch.bfloat16, torch.float16}:
+            raise SpecError(
+                f"the model has parameters of {strange}, which sync.codec cannot send: it takes "
+                "float32, bfloat16 and float16. Leave sync.codec out."
+            )
+
+    def gradient(self, index: int, agreed: Tensor) -> Tensor:
+        """Rounded to the parameter's type."""
+        return agreed.to(self._types[index])
 
 
 class Exact:

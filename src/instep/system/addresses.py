@@ -1,4 +1,4 @@
-"""Which address of this machine others are reached from."""
+"""Which address of this machine leads to another host."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What every process of a run finds in its environment, and the signal that ends a host."""
+"""The environment of every process of a run, and the signal that ends a fork server."""
 
 from __future__ import annotations
 
 import signal
 
 END = signal.SIGUSR1
-"""What has a fork server end. SIGTERM it ignores: who stops a whole service sends that to every
-process, and it is the client that decides what follows."""
+"""Ends a fork server. It ignores SIGTERM: a service manager sends that to every process of a
+run, and the client decides what follows."""
 
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""

@@ -75,9 +75,9 @@ class HostMemory:
         self._slots: list[_Slot | None] = [None, None]
         self._layout: dict[str, TensorSpec] = {}
         self._head = _encoded({})
-        self._staging: tuple[int, int, int] | None = None  # slot, course, number
+        self._staging: tuple[int, int, int, int] | None = None  # slot, course, number, generation
 
-    def lay_out(self, layout: Mapping[str, TensorSpec]) -> None:
+    def lay_out(self, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Say which tensors `stage` gives from now on, and take the memory for both slots.
 
         What is stamped stays, under its own layout, until its slot is staged again.
@@ -87,7 +87,8 @@ class HostMemory:
         """
         import psutil  # takes 20 ms, and few workers come here
 
-        self._layout, self._head = dict(layout), _encoded(layout)
+        self._layout = {name: TensorSpec(*spec) for name, spec in layout.items()}
+        self._head = _encoded(self._layout)
         size = _size(self._head, self._layout)
         wanted = 2 * size - 512 * os.fstat(self._file).st_blocks
         free = psutil.virtual_memory().available
@@ -104,25 +105,25 @@ class HostMemory:
                 f"cannot be had: {why}. Use fewer workers on this machine, or one with more memory."
             )
 
-    def stage(self, course: int, number: int) -> dict[str, torch.Tensor]:
+    def stage(self, course: int, number: int, generation: int) -> dict[str, torch.Tensor]:
         """The tensors in which to write the state of a commit, by name; they hold anything.
 
         Their slot counts for no commit from here on. The other one keeps the newest state from
-        before (course, number).
+        before (course, number, generation).
         """
-        earlier = (course, number)
+        attempt = (course, number, generation)
         found = [self._stamp(slot) for slot in (0, 1)]
-        kept = [each[:2] if each and each[:2] < earlier else (-1, -1) for each in found]
+        kept = [each if each and each < attempt else (-1, -1, -1) for each in found]
         slot = int(kept[1] < kept[0])
         self._stamps[64 * slot : 64 * slot + 64] = bytes(64)
-        self._staging = slot, course, number
+        self._staging = slot, *attempt
         held = self._slots[slot]
         if held is None or held.head != self._head:
             os.pwrite(self._file, self._head, (slot + 1) * REGION)
             held = self._slots[slot] = self._mapped(slot, self._head, self._layout)
         return dict(held.tensors)
 
-    def staged(self, course: int, number: int, generation: int = 0) -> None:
+    def staged(self, course: int, number: int, generation: int) -> None:
         """All that was to be written for this commit is: stamp its slot.
 
         Args:
@@ -131,8 +132,8 @@ class HostMemory:
             generation: tells apart two attempts at one commit, of which the first was abandoned.
         """
         assert self._staging is not None, "nothing is staged"
-        slot, *commit = self._staging
-        assert commit == [course, number], "another commit is staged"
+        slot, *attempt = self._staging
+        assert attempt == [course, number, generation], "another commit is staged"
         self._staging = None
         stamp = _STAMP.pack(course, number, generation)
         stamp += _SUM.pack(zlib.crc32(stamp))  # a kill may leave half of it

@@ -1,10 +1,9 @@
-"""How the kernels of this process compute: on how many threads, and whether always alike.
+"""How the kernels of this process compute: on how many threads, and whether deterministically.
 
-A sum that is cut among threads rounds otherwise when there are more of them.
-So where parameters must have the same bits at any number of workers, the
-number of threads does not follow from the number of workers, and torch is told
-to refuse kernels that give other bits from run to run. Elsewhere the workers of
-a machine share its cores, however many they are by now.
+A sum that is split among threads rounds differently with more threads. So if parameters
+must have the same bits at any number of workers, the number of threads does not depend on
+the number of workers, and torch refuses kernels that are not deterministic. Otherwise the
+workers of a machine share its cores.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def set_kernels(train: TrainSpec, threads: int) -> None:
 
     Args:
         train: says how exactly.
-        threads: what this worker may use, where the job does not say.
+        threads: what this worker may use if the job does not say.
     """
     set_threads(train, threads)
     if train.determinism == "order":
@@ -35,11 +34,11 @@ def set_kernels(train: TrainSpec, threads: int) -> None:
 
 
 def set_threads(train: TrainSpec, threads: int) -> None:
-    """Set on how many threads the calling thread computes; may be called again at any time.
+    """Set the number of threads that torch uses; may be called again at any time.
 
     Args:
-        train: says how many, or that bits must not depend on it.
-        threads: what this worker may use, where the job does not say.
+        train: its `threads`; with `determinism = "bits"` the default is 1.
+        threads: what this worker may use if the job does not say.
     """
     shared = threads if train.determinism == "order" else 1
     torch.set_num_threads(train.threads or shared)

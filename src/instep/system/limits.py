@@ -1,18 +1,18 @@
-"""How long a process of a run may get nothing done: the limits by which every role is watched."""
+"""How long a process of a run may make no progress: the timeouts of every watchdog."""
 
 from __future__ import annotations
 
 FLOOR_S = 1.2
-"""Nobody hangs before; with the replacement a run stands still for less than 2 s. More than
-`connection.LEASE_S`, after which who is cut off commits nothing."""
+"""The shortest timeout: with the replacement a run pauses for less than 2 s. It is longer than
+`connection.LEASE_S`, after which a worker that is cut off commits nothing."""
 
 STEPS = 2.5
-"""How many learnt step times may pass without anything getting done."""
+"""How many measured step times may pass without progress."""
 
 UNKNOWN_S = 30.0
-"""How long something may take that this run has not seen the end of, a read may stall, all workers
-may stand still at once, and a process may be silent that gets ready: an import may hold the
-interpreter's lock for long."""
+"""The timeout of what this run has no measured time for, of a read that stalls, of all workers
+standing still at once, and of a process that starts up: an import may hold the interpreter's
+lock for long."""
 
 BUSY = 0.25
-"""Who has a processor for a smaller share of the time rather waits; others may be using it too."""
+"""A process that uses less than this share of a core is taken to be waiting, not computing."""

@@ -1,22 +1,26 @@
-"""Printing without waiting for whoever reads: a paused pager, a terminal after Ctrl-S.
+"""Output that neither blocks nor fails: of the master, and of workers.
 
-The master must not stand still because nobody takes what it prints, so a thread does the
-writing. What is printed is not known here. Way in: `Output`.
+`Output` takes what the master prints at once and writes it in a thread, so that a paused
+pager or a terminal after Ctrl-S does not stop the run. `drop_unwritable_output` makes a
+worker drop what it cannot write to its log: Python would raise in the middle of the user's
+code, for a line that perhaps nobody reads. What is printed is not known here.
 """
 
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
-import time
-from typing import TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 MOST_CHARACTERS = 1 << 20
 """What is kept for a reader that pauses; what comes after that is lost."""
 
 
 class Output(io.TextIOBase):
-    """A text stream that takes everything at once, and hands it on as fast as it is read.
+    """A text stream that takes everything at once, and writes it on as fast as it is read.
 
     Args:
         stream: that may block.
@@ -27,7 +31,7 @@ class Output(io.TextIOBase):
         self._texts: list[str] = []
         self._waiting = 0  # characters, those that are being written among them
         self._changed = threading.Condition()
-        threading.Thread(target=self._hand_on, name="instep output", daemon=True).start()
+        threading.Thread(target=self._forward, name="instep output", daemon=True).start()
 
     def write(self, text: str) -> int:
         """Take a text; returns its length."""
@@ -39,31 +43,25 @@ class Output(io.TextIOBase):
         return len(text)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all has been read, but no longer than that; whether it has."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until everything has been read, at most `timeout_s`; whether it has."""
         with self._changed:
-            while self._waiting and (left_s := deadline - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-            return not self._waiting
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
-    def _hand_on(self) -> None:
+    def _forward(self) -> None:
         while True:
             with self._changed:
-                while not self._texts:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._texts)
                 text = "".join(self._texts)
                 self._texts.clear()
-            try:
+            with suppress(OSError, ValueError):  # nobody reads it any more
                 self._stream.write(text)
                 self._stream.flush()
-            except (OSError, ValueError):
-                pass  # nobody reads it any more
             with self._changed:
                 self._waiting -= len(text)
                 self._changed.notify_all()
 
     def writable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def isatty(self) -> bool:
@@ -78,3 +76,41 @@ class Output(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         """Of the stream."""
         return self._stream.encoding
+
+
+class _Dropping(io.RawIOBase):
+    """Writes to a descriptor what can be written there, and reports all of it as written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        with suppress(OSError):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        return size
+
+
+def drop_unwritable_output() -> None:
+    """Make standard output and error of this process drop what cannot be written."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        with suppress(OSError, ValueError):
+            before.flush()
+        raw: Any = _Dropping(descriptor)
+        text = io.TextIOWrapper(
+            raw if before.write_through else io.BufferedWriter(raw),  # the former with python -u
+            encoding=before.encoding,
+            errors="backslashreplace",
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        setattr(sys, name, text)

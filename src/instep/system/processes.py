@@ -1,4 +1,4 @@
-"""Small facts about processes that the standard library does not offer."""
+"""What the standard library does not offer about processes: start times, states, safe signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from instep.system.stacks import ASK, send
 
 SPARE = "instep-spare"
-"""What a process calls itself that waits to take another's place; `ps` shows it."""
+"""The name of a spare process, which waits to replace another one; `ps` shows it."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 def die_with_parent(number: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when its parent ends (Linux).
 
-    Elsewhere a process notices by its socket that the master has gone.
+    On other systems a process notices by its socket that the master is gone.
     """
     if sys.platform != "linux":
         return
@@ -38,8 +38,8 @@ def die_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def call_itself(name: str) -> str:
-    """Give this process a name, of 15 bytes at most (Linux); the one that it had before."""
+def name_process(name: str) -> str:
+    """Give this process a name of at most 15 bytes (Linux); returns its former name."""
     if sys.platform != "linux":
         return name
     before = Path("/proc/self/comm").read_text().strip()
@@ -48,13 +48,13 @@ def call_itself(name: str) -> str:
 
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-"""How long to wait before each further attempt at a process that could not be started."""
+"""Pauses before each retry of a process that could not be started."""
 
-_FOR_A_MOMENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_TRANSIENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
-def start_patiently(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program; where the system is short of processes or memory, try again, and say so.
+def start_with_retries(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program; if the system is short of processes or memory, retry, and say so.
 
     Raises:
         OSError: it cannot be started.
@@ -63,18 +63,18 @@ def start_patiently(command: Sequence[str], **options: Any) -> subprocess.Popen[
         try:
             return subprocess.Popen(command, **options)
         except OSError as error:
-            if error.errno not in _FOR_A_MOMENT:
+            if error.errno not in _TRANSIENT:
                 raise
-            text = f"a process could not be started ({error.strerror}); it is tried again in"
+            text = f"a process could not be started ({error.strerror}); retrying in"
             print(f"warning {text} {pause_s:g} s.", file=sys.stderr)
             time.sleep(pause_s)
     return subprocess.Popen(command, **options)
 
 
 def machine() -> str:
-    """The same in all processes that can reach each other whatever happens to a network.
+    """A name that processes share if they reach each other whatever happens to the network.
 
-    They share the kernel, the numbers of processes, and (Linux) the network's interfaces.
+    They share the kernel, the process ids, and (Linux) the network interfaces.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -86,18 +86,16 @@ def machine() -> str:
 
 def started_at() -> float:
     """Unix seconds at which this process began, to 10 ms on Linux; else about now."""
-    return began(os.getpid()) or time.time()
+    return start_time(os.getpid()) or time.time()
 
 
-def began(pid: int) -> float | None:
+def start_time(pid: int) -> float | None:
     """Unix seconds at which a process began, to 10 ms on Linux; None if it is gone, or elsewhere.
 
-    psutil adds the time since boot to a time of boot in whole seconds, which
-    may be off by one.
+    psutil is less exact: it adds the time since boot to a boot time in whole seconds.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks_after_boot = int(fields[19])  # field 22 of proc(5)
+        ticks_after_boot = int(stat_fields(pid)[19])  # field 22 of proc(5)
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_after_boot / os.sysconf(
             "SC_CLK_TCK"
         )
@@ -106,12 +104,22 @@ def began(pid: int) -> float | None:
     return time.time() - age_s
 
 
+def stat_fields(pid: int) -> list[str]:
+    """The fields of a process in proc(5) from the third, its state, on; empty if there are none.
+
+    Read directly, as psutil would import much more into every process, and reads more.
+    """
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
 @contextmanager
 def on_signals(do: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    """Have Ctrl-C, SIGTERM and SIGHUP do something else, for as long as the context lasts.
+    """Handle Ctrl-C, SIGTERM and SIGHUP with `do`, for as long as the context lasts.
 
-    One that is ignored stays so (as nohup asks for), and so do all of them where
-    signals cannot be had: outside the main thread its owner decides.
+    A signal that is ignored stays ignored (nohup asks for that). Outside the main thread,
+    where Python cannot set handlers, nothing changes.
     """
     previous = {}
     try:
@@ -128,12 +136,12 @@ def on_signals(do: Callable[[int, FrameType | None], Any] | signal.Handlers) -> 
 
 
 def interrupt(*_: object) -> NoReturn:
-    """For `on_signals`: end what goes on as Ctrl-C does."""
+    """For `on_signals`: raise as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def end_group(group: int, timeout_s: float) -> None:
-    """Kill every process of a group, and wait until they are gone, but no longer than that."""
+    """Kill every process of a group, and wait until they are gone, at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
@@ -142,38 +150,28 @@ def end_group(group: int, timeout_s: float) -> None:
 
 
 def _has_living(group: int) -> bool:
-    """Whether a group has a process that has not ended; one that nobody reaps has."""
+    """Whether a group has a process that has not ended; a zombie has."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
         return False
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
+    for process in Path("/proc").glob("[0-9]*"):
+        match stat_fields(int(process.name))[:3]:
+            case [state, _, its_group] if int(its_group) == group and state not in "ZX":
                 return True
     return not Path("/proc/self/stat").exists()
 
 
-def exit_code_of(status: int) -> int:
-    """From `os.waitpid`: the exit code, negative for a signal."""
-    return os.waitstatus_to_exitcode(status)
-
-
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped, and has not gone on, as far as is known."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
+    """Whether a process of this machine is stopped, as by SIGSTOP (Linux; else False)."""
+    return stat_fields(pid)[:1] == ["T"]
 
 
 class Watched:
-    """A process of this machine that may be nobody's child of ours: does it live, and end it.
+    """A process of this machine, perhaps not a child of ours: whether it lives, and signals to it.
 
-    On Linux the kernel gives a handle that no other process can come to have;
-    elsewhere its number has to do.
+    On Linux a pidfd identifies it, which cannot come to mean another process; elsewhere
+    its pid has to do.
     """
 
     def __init__(self, pid: int) -> None:
@@ -184,7 +182,7 @@ class Watched:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, as far as can be seen."""
+        """Whether it has ended, as far as is known."""
         if self._handle >= 0:
             return bool(select.select([self._handle], [], [], 0)[0])
         try:
@@ -197,7 +195,7 @@ class Watched:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped, as by SIGSTOP, and has not gone on; False where nobody tells."""
+        """As `is_stopped`."""
         return is_stopped(self.pid)
 
     def signal(self, number: int) -> None:
@@ -209,7 +207,7 @@ class Watched:
                 send(self.pid, number)
 
     def close(self) -> None:
-        """Let go of the handle; a second call does nothing."""
+        """Close the handle; a second call does nothing."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

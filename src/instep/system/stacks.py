@@ -1,12 +1,12 @@
-"""Where a process stands that answers no more: it can still be asked by a signal.
+"""Stack dumps of a worker that no longer answers: a signal makes it write its stack.
 
-Every worker has the C part of Python write its stack into its log when the
-signal comes, which needs neither the interpreter's lock nor a thread that
-runs. The signal goes to the first thread, and that writes its own stack alone:
-of a process that was stopped any thread would take it, and who reads the
-frames of another that is about to run reads them torn, or crashes. Where the
-first waits for the thread that reads the data, that one is asked too, by a
-signal that all others block. Who asks, and what follows, is not known here.
+Every worker registers `faulthandler`, whose C code writes the stack into the worker's log
+when the signal comes; that needs neither the interpreter's lock nor a running thread. The
+signal goes to the first thread, which writes its own stack only: in a stopped process any
+thread would take the signal, and reading the frames of another thread that is about to
+run gives torn frames, or crashes. If the first thread waits for the thread that reads the
+data, that one is asked too, by a signal that all other threads block. Who asks, and what
+follows, is not known here.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ import signal
 from pathlib import Path
 
 from instep import data
-from instep.data.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER
 from instep.errors import is_users
 from instep.plain_file import plain
 
 ASK = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-"""The signal that asks; one that user code hardly has a handler for."""
+"""The signal that asks for the stack; user code rarely handles it."""
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _OUTERMOST = (" in _run_module_as_main", " in <module>", " in _bootstrap")
-_READERS = Path(data.__file__).parent / "readers.py"
+_READERS = Path(data.__file__).parent / "reading" / "readers.py"
 _CUT_SHORT = "  ..."
-"""Instead of the outermost frames, where there are more than a hundred."""
+"""Stands for the outermost frames, if there are more than a hundred."""
 
 
 def stack_file(run: Path, worker: int) -> Path:
-    """Where a worker's stack is written, among what it printed."""
+    """The file that a worker's stack is written to: its log."""
     return run / "logs" / f"worker-{worker}.log"
 
 
-def tell_when_asked() -> None:
-    """Have this process write its stack to standard error whenever it is asked.
+def write_stack_on_signal() -> None:
+    """Make this process write its stack to standard error on each signal that asks for it.
 
-    To be called before there is a second thread.
+    Call it before there is a second thread.
     """
-    if ASK_READER != ASK:  # as where there are real-time signals
+    if ASK_READER != ASK:  # the system has real-time signals
         signal.pthread_sigmask(signal.SIG_BLOCK, [ASK_READER])  # the others inherit that
     for number in {ASK, ASK_READER}:
         faulthandler.register(int(number), file=2, all_threads=False, chain=False)
 
 
 def send(pid: int, number: int) -> None:
-    """Send a process a signal; the one that asks for the stack, to its first thread.
+    """Send a process a signal; the signal that asks for the stack goes to its first thread.
 
     Raises:
         ProcessLookupError: it is gone.
@@ -61,11 +61,11 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
     elif to_thread(pid, pid, int(number)):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))  # of the class that belongs to the code
+        raise OSError(code, os.strerror(code))  # Python chooses the subclass by the code
 
 
 def last_stack(file: Path, since_bytes: int) -> str:
-    """What was written to a file after a place in it; empty while nothing was."""
+    """What was written to a file after a position; empty while nothing was."""
     if not file.is_file() or file.stat().st_size <= since_bytes:
         return ""
     with open(file, "rb", opener=plain) as stacks:
@@ -80,7 +80,7 @@ def is_whole(stack: str) -> bool:
 
 
 def waits_for_reader(stack: str) -> bool:
-    """Whether the thread whose stack it is waits for the one that reads the data."""
+    """Whether the thread of this stack waits for the thread that reads the data."""
     frames = (match for line in stack.split("\n") if (match := _FRAME.match(line)))
     return any(Path(f["file"]) == _READERS and f["name"] == "take" for f in frames)
 
@@ -88,8 +88,8 @@ def waits_for_reader(stack: str) -> bool:
 def deepest_line(stack: str) -> str:
     """`file.py:12 in name`: the innermost line of the main thread that is the user's own.
 
-    That of a library, or ours, where no line of the user's is on the stack; empty
-    where there is no stack.
+    If no line of the user's is on the stack, that of a library or ours; empty without a
+    stack.
     """
     frames = [match for line in stack.split("\n") if (match := _FRAME.match(line))]
     own = [frame for frame in frames if is_users(Path(frame["file"]))]

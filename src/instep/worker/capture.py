@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.state.load import load
+from instep.state.packing import pack_state, unpack_state
 from instep.state.restore import restore as restore_model
-from instep.state.snapshot import Packer, Snapshot, model_tensors, pack_state, unpack_state
-from instep.system.blame import sentence
+from instep.state.snapshot import Snapshot, model_tensors
+from instep.system.causes import sentence
 from instep.worker.update import Update
 
 
@@ -49,7 +50,6 @@ def capture(
     model: nn.Module,
     update: Update,
     strategy: Remembers,
-    pack: Packer,
     *,
     moved: Container[int] | None = None,
 ) -> Snapshot:
@@ -60,14 +60,13 @@ def capture(
         model: as that commit left it.
         update: has its optimizer, scheduler and scaler.
         strategy: remembers something, or nothing.
-        pack: takes the optimizer's state apart.
         moved: identities (`id`) of the buffers that are taken although the state dict leaves
             them out; None takes every such buffer.
 
     Raises:
         CheckpointError: something in it cannot be kept.
     """
-    optimizer, skeleton = pack(update.optimizer.state_dict())
+    optimizer, skeleton = pack_state(update.optimizer.state_dict())
     facts: dict[str, Any] = {
         "epoch_so_far": pack_state([progress.epoch_loss, progress.epoch_samples])[1],
         "course": progress.course,
@@ -134,15 +133,12 @@ def restore(
     return Progress(snapshot.step, facts.get("course", 0), loss, samples)
 
 
-def restore_checkpoint(
-    checkpoint: Path | None, model: nn.Module, update: Update, strategy: Remembers
-) -> Progress:
-    """The same, from a checkpoint on disk; without one, the state of a run's beginning.
+def read_checkpoint(checkpoint: Path | None, model: nn.Module) -> Snapshot | None:
+    """What a checkpoint on disk holds; None without one, for the state of a run's beginning.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another model or optimizer.
+        CheckpointError: it cannot be read.
     """
     if checkpoint is None:
-        return Progress()
-    snapshot = load(checkpoint, next(model.parameters()).device)
-    return restore(snapshot, checkpoint, model, update, strategy)
+        return None
+    return load(checkpoint, next(model.parameters()).device)

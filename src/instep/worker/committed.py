@@ -7,21 +7,26 @@ the state from a peer's memory. How a step comes about, this file does not know.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.data.order import Position
-from instep.state import peers
-from instep.state.snapshot import Packer, Snapshot, pack_state, unpack_state
-from instep.worker.capture import Progress, Remembers, capture, restore, restore_checkpoint
+from instep.records import Attempt
+from instep.state import broadcast
+from instep.state.packing import pack_state, unpack_state
+from instep.state.snapshot import Snapshot
+from instep.worker.capture import Progress, Remembers, capture, read_checkpoint, restore
 from instep.worker.catch_up import NOWHERE, Beginning, Place, beginning
 from instep.worker.sameness import Trial
 from instep.worker.update import Update
+
+_REMEMBERED = 256
+"""Generations of which the last commit is known."""
 
 
 class Commit(NamedTuple):
@@ -38,6 +43,8 @@ class Commit(NamedTuple):
     """Whether this start of the run ends with it."""
     skipped: int = 0
     """Samples of it that could not be read."""
+    saves: bool = False
+    """Whether the worker that saves wants a checkpoint of it, because its time has come."""
 
 
 class CommittedState:
@@ -62,17 +69,20 @@ class CommittedState:
         self.ended = False
         """Whether a rule ended the run at the checkpoint that it went back to."""
         self.generation = -1
-        """The newest that this worker was inside; -1 where it holds only what a fresh process
-        does."""
+        """The newest that this worker was inside; 0 where it was in none, and was given the state
+        by a peer; -1 where it holds only what a fresh process does."""
+        self.own: Mapping[str, Tensor] = {}
+        """What a checkpoint holds of state that one worker alone had, as `KIND/PARAMETER`."""
+        self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
 
     @property
     def held(self) -> bool:
         """Whether this is the state of the run, and not that of a fresh process."""
         return self.generation >= 0
 
-    def capture(self, pack: Packer, moved: Container[int] | None = None) -> Snapshot:
+    def capture(self, moved: Container[int] | None = None) -> Snapshot:
         """Everything of the last commit that the next step builds on; see `capture.capture`."""
-        return capture(self.progress, self._model, self._update, self._strategy, pack, moved=moved)
+        return capture(self.progress, self._model, self._update, self._strategy, moved=moved)
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -92,8 +102,24 @@ class CommittedState:
         Raises:
             CheckpointError: it cannot be read, or is of another model or optimizer.
         """
-        self.progress = restore_checkpoint(checkpoint, self._model, self._update, self._strategy)
+        snapshot = read_checkpoint(checkpoint, self._model)
+        self.progress, self.own = Progress(), {}
+        if snapshot is not None:
+            self.restore(snapshot, checkpoint)
+            self.own = snapshot.tensors.get("own", {})
         self.last, self.settled, self.ended = None, self.progress.step, ends
+
+    def inside(self, generation: int) -> None:
+        """The steps of a generation are about to begin."""
+        self.generation = generation
+        self._made[generation] = self.progress.course, self.progress.step
+        while len(self._made) > _REMEMBERED:
+            del self._made[min(self._made)]
+
+    def happened(self, attempt: Attempt) -> bool:
+        """Whether a commit happened that was prepared so; it may have been abandoned since."""
+        course, last = self._made.get(attempt.generation, (-1, -1))
+        return attempt.course == course and attempt.number <= last
 
     def compare(self, comm: Comm, *, prepared: int) -> Beginning:
         """From which commit all members continue; every member calls it.
@@ -139,22 +165,26 @@ class CommittedState:
     def _share(self, comm: Comm, there: Beginning) -> None:
         own = None
         if comm.rank == there.root:
-            own = self.capture(Packer())
+            own = self.capture()
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["trial"] = list(self.trial or ())
-        taken = peers.share(own, comm, there.root, self._device)
+            own.facts["made"] = [[g, *made] for g, made in self._made.items()]
+        taken = broadcast.broadcast_snapshot(own, comm, there.root, self._device)
         if self.held and self.progress[:2] == (there.step, there.course):
             return
         self.restore(taken, "a peer's state")
         last = unpack_state({}, taken.facts["last"])
         self.last = Commit(*last) if last else None
+        self._made = {g: (course, step) for g, course, step in taken.facts["made"]}
         self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
+        self.generation = max(self.generation, 0)  # its giver may be gone before the first step
 
     def commit(self, done: Commit, where: Position) -> None:
         """A step counts, at this place in the data."""
         count, before = where.stop - where.first - done.skipped, self.progress
         loss, samples = (before.epoch_loss, before.epoch_samples) if where.first else (0.0, 0)
         self.last = done
+        self._made[self.generation] = before.course, done.step
         self.progress = before._replace(
             step=done.step, epoch_loss=loss + done.loss * count, epoch_samples=samples + count
         )

@@ -5,7 +5,7 @@ a worker that gets ready takes as long as it takes. But samples are read before 
 first step too: the first one, those by which the dataset is known again, those of the
 trial. While one is read the worker shows that it reads, as in training, and hangs by
 the same rule (`watch.py`); of loader processes, the one that loops is ended from here
-(`loader_watch.py`). Where a process reads is told by `data/breadcrumb.py`.
+(`loader_watch.py`). Where a process reads is told by `data/samples/last_read.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 
 from instep.comm.messages import READING, Heartbeat, Whereabouts
-from instep.data import breadcrumb
+from instep.data.samples import last_read
 from instep.worker.loader_watch import LoaderWatch
 
 
@@ -36,7 +36,7 @@ class EarlyReads:
             phase: what the worker is at where it reads no sample.
             cpu_s: what its computing and reading has used so far.
         """
-        here, others = breadcrumb.reads_here(), breadcrumb.reads_for_us()
+        here, others = last_read.own_read(), last_read.loader_reads()
         at = (here,) if here is not None else tuple(others[pid] for pid in sorted(others))
         if at and at != self._at:  # whoever takes the place of one that was ended reads the same
             self._at = at

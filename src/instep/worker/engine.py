@@ -35,8 +35,10 @@ from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import RecipeError, SpecError, Unrepeatable, WorkerError
+from instep.records import Attempt
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Strategy
+from instep.system.host_memory import HostMemory
 from instep.worker.assignment import Lockstep
 from instep.worker.buffers import Buffers
 from instep.worker.clock import Clock
@@ -70,6 +72,8 @@ class Agreement(NamedTuple):
     """Whether all leave the group after this step: its members change."""
     skipped: int = 0
     """Samples of the global batch that could not be read; the means are over the others."""
+    saves: bool = False
+    """Whether it is time for a checkpoint."""
     scale: float = 1.0
     """What the agreed gradient is still to be multiplied by."""
 
@@ -77,6 +81,7 @@ class Agreement(NamedTuple):
 class _Staged(NamedTuple):
     """A step that all have agreed on, and that has not been applied yet."""
 
+    course: int
     step: int
     where: Position
     agreed: Agreement
@@ -116,10 +121,12 @@ class Engine:
         self.state = CommittedState(model, update, strategy)
         self.observers = observers
         self.parameters, self._ends = parameters, ends
-        self._votes = votes or strategy.votes
+        self._votes = votes or bool(strategy.laws)
         self._parts = member.job.train.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self._device = parameters[0].device
+        self.saves: Callable[[], bool] = lambda: False
+        """Whether it is time for a checkpoint; asked on rank 0."""
         self.take = self.gradient
         """Called with each gradient as its backward pass completes it."""
         self._to_strategy = True
@@ -131,6 +138,8 @@ class Engine:
         self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
         self._ledger: Ledger | None = None
         self._comm: Comm | None = None
+        self.memory = HostMemory() if strategy.laws else None
+        """Keeps what this worker alone has, should it be killed."""
         self.clock = Clock(begin=time.time())
 
     # ---- generations
@@ -153,21 +162,66 @@ class Engine:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
+            self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
             return False
         if not self.applies_staged:
             self._drop()
         prepared = self._staged.step if self._staged is not None else -1
         there = self.state.compare(comm, prepared=prepared)
         if self._staged is not None:
-            course, step = self.state.progress.course, self._staged.step
-            if (course, step) == (there.course, there.step):
+            if self._staged[:2] == (there.course, there.step):
                 self._apply(self.update.apply)
             self._drop()
+        self.strategy.resolve(there.generation)
         if comm.rank == there.root:
             ledger = self.member.run / "ledger.bin"
             mend(ledger, there.step, self._records, wait=self.member.waits_for_writer)
+        fresh = not self.state.held
         self.state.share(comm, there)
+        if fresh:
+            self._take_what_was_left()
         return there.shared
+
+    def _take_what_was_left(self) -> None:
+        """This process takes the place of another: what that one alone had lies in memory."""
+        if self.memory is None:
+            return
+        for stamp in self.memory.stamps():
+            if self.state.happened(Attempt(*stamp)):
+                left = self.memory.at(*stamp)
+                assert left is not None, "stamped, and not there"
+                self.strategy.load_left(left, self.parameters)
+                return
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What only single workers have, summed over them, as `KIND/PARAMETER`; all call it.
+
+        Raises:
+            PeerError: a member went away meanwhile.
+        """
+        own, names = self.strategy.own_state(), self._names
+        for name in sorted(own):
+            self.comm.all_reduce(own[name]).wait()
+        kinds = [name.split("/") for name in own]
+        return {
+            f"{kind}/{names[int(slot)]}": total
+            for (kind, slot), total in zip(kinds, own.values(), strict=True)
+        }
+
+    def _by_slot(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `own_state` gave, as the strategy calls it."""
+        slots = {name: slot for slot, name in enumerate(self._names)}
+        kinds = [name.split("/", 1) for name in named]
+        return {
+            f"{kind}/{slots[name]}": total
+            for (kind, name), total in zip(kinds, named.values(), strict=True)
+        }
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the parameters, in their order."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [names[id(parameter)] for parameter in self.parameters]
 
     def start(self, comm: Comm, assignment: Lockstep, *, compare: bool = True) -> None:
         """The steps of the generation are about to begin.
@@ -194,6 +248,7 @@ class Engine:
             stop=1,  # who has been told to stop
             leaving=1,  # who has no further step
             regroups=1,  # who was told that the generation ends with this step
+            saves=1,  # whether it is time for a checkpoint
             arrived=comm.size,  # when each rank had done its passes, seconds since a common moment
             computing=comm.size,  # how long each rank's passes took, seconds
             skipped=1,  # samples that could not be read
@@ -205,11 +260,21 @@ class Engine:
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
         self._computing = [0.0] * comm.size
-        self.strategy.start(self.parameters, comm, notes=self._notes.size, parts=self._exact)
+        course, step = self.state.progress.course, self.state.progress.step
+        self.strategy.start(
+            self.parameters,
+            comm,
+            notes=self._notes.size,
+            parts=self._exact,
+            memory=self.memory,
+            at=Attempt(course, step, form.generation),
+            draining=[form.members.index(worker) for worker in form.draining],
+        )
+        self.gradients = Gradients(self.parameters, self.take)
+        self._comm = comm
+        self.state.inside(form.generation)
         if comm.rank == 0:
             self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
-        self.gradients = Gradients(self.parameters, self.take)
-        self.state.generation, self._comm = form.generation, comm
 
     @property
     def comm(self) -> Comm:
@@ -284,6 +349,7 @@ class Engine:
     def begin_step(self, step: int, where: Position) -> None:
         """The passes of a step are about to run, or to run once more."""
         self.step, self.where = step, where
+        self.strategy.begin_step(Attempt(self.state.progress.course, step, self.state.generation))
         for observer in self.observers.values():
             observer.begin_step(step, where)
 
@@ -374,7 +440,8 @@ class Engine:
         agreed = self._agreement(said, whole)
         self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
         if not leaving:
-            self._prepare(_Staged(self.step, self.where, agreed, samples))
+            course = self.state.progress.course
+            self._prepare(_Staged(course, self.step, self.where, agreed, samples))
         blocked = time.perf_counter() - since
         latest = self._base + max(said["arrived"])
         self._base = latest
@@ -397,6 +464,7 @@ class Engine:
         own = self._notes.blank()
         own["stop"], own["leaving"] = [float(stop)], [float(leaving)]
         own["regroups"] = [float(self.member.regroups)]
+        own["saves"] = [float(self.comm.rank == 0 and self.saves())]
         own["computing"][self.comm.rank] = self.clock.computing
         own["skipped"] = [float(skipped)]
         for number, (total, weight) in passes.items():
@@ -429,6 +497,7 @@ class Engine:
             said["stop"][0] > 0,
             regroups=said["regroups"][0] > 0,
             skipped=missed,
+            saves=said["saves"][0] > 0,
             scale=samples / weight if weight and weight != samples else 1.0,
         )
 
@@ -438,7 +507,7 @@ class Engine:
         A vote comes back only when every rank has cast its own.
         """
         self._staged = staged
-        self.assignment.prepared(self.state.progress.course, staged.step, staged.where)
+        self.assignment.prepared(staged.course, staged.step, staged.where)
         if self._votes and self.comm.size > 1:
             self._in_doubt = True
             self.comm.all_reduce(torch.ones(1, device=self._device)).wait()
@@ -498,7 +567,9 @@ class Engine:
         norm = self.strategy.apply(lambda: move(step))
         self.buffers.after_update()
         ends = agreed.stop or self._ends(step, agreed, norm)
-        done = Commit(step, agreed.loss, norm, agreed.stop, ends, agreed.skipped)
+        done = Commit(
+            step, agreed.loss, norm, agreed.stop, ends, agreed.skipped, saves=agreed.saves
+        )
         self.state.commit(done, staged.where)
         self._staged, self._in_doubt, self._handed_out = None, False, False
         self._half_moved = False

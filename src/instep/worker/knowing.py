@@ -6,8 +6,8 @@ the dataset is known again; when the run goes on, it compares.
 
 from __future__ import annotations
 
-from instep.data.fingerprint import Fingerprint, known_again
 from instep.data.loader import Loader
+from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
 from instep.errors import DataError
 from instep.store.run_folder import RunFolder
 from instep.worker.member import Member
@@ -26,7 +26,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
     """
     before = (
         {
-            event["dataset"]: Fingerprint.of(
+            event["dataset"]: Fingerprint.from_plain(
                 [event["samples"], event["contents"], event["differed"]]
             )
             for event in RunFolder(member.run).named("dataset_known")
@@ -39,7 +39,7 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
         if loader is None:
             continue
         now = (
-            known_again(loader.fingerprint, before[name])
+            confirmed_fingerprint(loader.fingerprint, before[name])
             if name in before
             else loader.fingerprint()
         )
@@ -92,7 +92,7 @@ def _changed(name: str, before: Fingerprint, now: Fingerprint) -> str:
     other = before.changes(now)
     return (
         f"the {name} dataset is not what it was when the run was started: of "
-        f"{len(before.compared(now))} samples, {len(other)} hold something else (the first is "
+        f"{len(before.comparable(now))} samples, {len(other)} hold something else (the first is "
         f"sample {other[0]}); the fingerprint was {before.digest} and is {now.digest}."
     )
 

@@ -3,7 +3,7 @@
 A worker that reads in processes cannot tell a read that loops from a store that
 stalls by its own processor time. So whoever shows the master that the worker
 lives looks after its loader processes too, while the worker waits for one of them.
-That one is replaced, with its reads, is the business of `data/processes.py`.
+That one is replaced, with its reads, is the business of `data/reading/pool.py`.
 Pure but for the two functions that it is given.
 """
 
@@ -13,10 +13,10 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.processes import stat_fields
 
 ALWAYS = 0.8
 """Who runs, or would, at such a share of the looks does not wait for a disk."""
@@ -39,12 +39,12 @@ class Seen(NamedTuple):
 
 def seen(pid: int) -> Seen | None:
     """Of a process of this machine; None if it is gone, or the system does not tell."""
+    fields = stat_fields(pid)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return Seen(
             fields[0] == "T", fields[0] == "R", (int(fields[11]) + int(fields[12])) / _TICKS
         )
-    except (OSError, ValueError, IndexError):
+    except IndexError:
         return None
 
 

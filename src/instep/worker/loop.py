@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, TOLD
-from instep.data import breadcrumb
-from instep.data.contents import Record
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, position, steps_in_epoch
+from instep.data.samples import last_read
+from instep.data.samples.contents import Record
 from instep.errors import PeerError
-from instep.state.best import Best
+from instep.state.retention import Best
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.assignment import Lockstep
@@ -99,7 +99,7 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        strategy = make_strategy(self.job.sync.name, self.job.sync.options)
+        strategy = make_strategy(self.job.sync.name, self.job.sync.options, self.job.sync.codec)
         self.engine = Engine(
             member, model, parameters, strategy, update, ends=self._ends, more=more
         )
@@ -247,7 +247,7 @@ class Loop(ABC):
             comm.close()
             raise
         self.step = self.state.progress.step
-        breadcrumb.at_step(self.step)
+        last_read.set_step(self.step)
         member.formed()
         if self._stopping is None:
             self._stopping = Stopping(member, comm, self.device)
@@ -257,6 +257,7 @@ class Loop(ABC):
             self._saver = None
         elif comm.rank == 0 and self._saver is None:
             self._saver = Saver(member, self._model, self._best())
+            engine.saves = self._saver.late
         anew = member.form.checkpoint is not None
         for observer in self.observers.values():
             observer.formed(anew=anew)
@@ -310,7 +311,7 @@ class Loop(ABC):
         try:
             for where, share in self._plan(first):
                 self.step += 1
-                breadcrumb.at_step(self.step)
+                last_read.set_step(self.step)
                 done = yield from self._one_step(where, share, loads)
                 self._done += 1
                 yield self._settle(done)
@@ -387,15 +388,29 @@ class Loop(ABC):
         if metrics is not None and not done.ends:
             told = self.stopping.after_validation(done.step, metrics)
             self.state.last = done = done._replace(told=told, ends=told)
-        self.phase = "saving"
-        if self._saver is not None and not self.stopping.spoilt:
-            self._saver.after_step(self.engine, where, last=done.ends, metrics=metrics)
+        self._save(done, where, metrics)
         if done.ends:
             self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
         self.state.settled = done.step
         per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
         ends_epoch = done.step % per_epoch == 0
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch)
+
+    def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
+        """Save a checkpoint of the commit, if one is due."""
+        self.phase = "saving"
+        saver = self._saver
+        due = done.ends or done.saves or self.job.checkpoint.due(done.step)
+        due = due or (saver is not None and saver.is_best(done.step, metrics))
+        own: dict[str, Tensor] = {}
+        if self.engine.strategy.laws:
+            if metrics is not None:  # only the worker that saves knows which are the best
+                told = torch.tensor([float(due)], device=self.device)
+                self.engine.comm.broadcast(told)
+                due = bool(told.item())
+            own = self.engine.own_state() if due else {}
+        if saver is not None and not self.stopping.spoilt:
+            saver.after_step(self.engine, where, due=due, last=done.ends, metrics=metrics, own=own)
 
     def _tell_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.engine.comm.rank == 0:

@@ -47,7 +47,7 @@ from instep.comm.messages import (
 from instep.comm.metered import tcp_traffic
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.system import blame
+from instep.system import causes
 from instep.system.processes import machine
 
 FLUSH_S = 0.25
@@ -97,7 +97,7 @@ class Member:
         welcome = self._connection.welcome()
         if isinstance(welcome, Refused):
             self._connection.close()
-            raise blame.as_error(welcome)
+            raise causes.as_error(welcome)
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
         self.started = welcome.started

@@ -17,8 +17,9 @@ import torch
 
 from instep.comm.base import Comm
 from instep.errors import SpecError
-from instep.state.peers import share
-from instep.state.snapshot import Snapshot, pack_state, unpack_state
+from instep.state.broadcast import broadcast_snapshot
+from instep.state.packing import pack_state, unpack_state
+from instep.state.snapshot import Snapshot
 
 START = "start"
 """The section before the first epoch."""
@@ -132,7 +133,7 @@ class Calls:
             tensors, facts = pack_state(plain)
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
             mine = Snapshot(step=step, tensors={"calls": tensors}, facts={"calls": facts})
-        taken = share(mine, comm, root, device)
+        taken = broadcast_snapshot(mine, comm, root, device)
         if comm.rank != root:
             tensors = {name: tensor.cpu() for name, tensor in taken.tensors["calls"].items()}
             log = unpack_state(tensors, taken.facts["calls"])

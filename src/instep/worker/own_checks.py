@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from instep.data.given import Lost
+from instep.data.torch_loader import Unused
 from instep.errors import SpecError
 from instep.spec import JobSpec, StartSpec, TrainSpec
 
 
-def verdict_of(model: nn.Module, train: TrainSpec, lost: Sequence[Lost]) -> str:
+def verdict_of(model: nn.Module, train: TrainSpec, lost: Sequence[Unused]) -> str:
     """Whether a run of an own loop is shown to give the result of one machine.
 
     Args:

@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 
 from instep.comm.base import Comm
 from instep.comm.messages import TOLD, Heartbeat
-from instep.data.given import Lost
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
-from instep.data.threads import cpu_clock
+from instep.data.reading.threads import cpu_clock
+from instep.data.torch_loader import Unused
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
-from instep.state.best import Best, best_of
+from instep.state.retention import Best, best_rule
 from instep.worker import own_evaluation
 from instep.worker.committed import Commit
 from instep.worker.engine import Agreement, Weighed
@@ -100,13 +100,13 @@ class OwnLoop(Loop):
         loader: Loader,
         samples: int,
         scaler: torch.amp.GradScaler | None = None,
-        lost: Sequence[Lost] = (),
+        lost: Sequence[Unused] = (),
         *,
         advances: bool = False,
     ) -> None:
         job = member.job
         refuse(job)
-        best_of(job.checkpoint, ())  # your validation is not seen from here
+        best_rule(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
         check_scheduler(scheduler)
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -120,6 +120,11 @@ class OwnLoop(Loop):
             scaler=scaler or torch.amp.GradScaler("cuda", enabled=False),
         )
         super().__init__(member, model, parameters, update, loader, samples, None)
+        if self.engine.strategy.laws:
+            raise SpecError(
+                f"sync.codec = {job.sync.codec!r} needs a recipe: in your own loop a step that "
+                "another worker may have committed cannot be finished for you. Leave it out."
+            )
         self._cpu = cpu_clock()
         member.at = lambda: Heartbeat(
             step=self.step,
@@ -789,11 +794,12 @@ class OwnLoop(Loop):
         next(self._items)
 
     def _save_last(self) -> None:
+        own = self.engine.own_state() if self.engine.strategy.laws else {}
         if self._saver is not None and not self.stopping.spoilt:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
                 where = position(self.step, self.samples, self.job.train.global_batch)
-            self._saver.after_step(self.engine, where, last=True)
+            self._saver.after_step(self.engine, where, due=True, last=True, own=own)
 
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""

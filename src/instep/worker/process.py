@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from instep.comm.endpoint import Endpoint
-from instep.data.child import own_places
-from instep.data.choose import cores
+from instep.data.reading.choose import cores
+from instep.data.reading.process import own_file_offsets
 from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call, load_function
-from instep.system import blame
+from instep.system import causes
 from instep.system.kernels import set_kernels, set_threads, share
-from instep.system.prints import spare_prints
-from instep.system.stacks import tell_when_asked
+from instep.system.output import drop_unwritable_output
+from instep.system.stacks import write_stack_on_signal
 from instep.worker.member import Member, Released
 from instep.worker.training import Training, choose_device
 
@@ -39,9 +39,9 @@ def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
     Returns:
         The exit code of the process.
     """
-    own_places()  # the recipe's file was imported before the fork, and may hold open ones
-    spare_prints()
-    tell_when_asked()
+    own_file_offsets()  # the recipe's file was imported before the fork, and may hold open ones
+    drop_unwritable_output()
+    write_stack_on_signal()
     try:
         member = Member(endpoint, number, phases)
     except PeerError as error:
@@ -104,7 +104,7 @@ class _Laps:
 
 def _report(member: Member, error: BaseException, step: int, phase: str) -> bool:
     try:
-        member.failed(blame.failed(error, step, phase))
+        member.failed(causes.failed(error, step, phase))
     except PeerError:
         return False  # the master is gone, or has no use for this process
     return True

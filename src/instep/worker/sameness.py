@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.data.keyed import states
+from instep.data.reading.generators import DrawDetector
 from instep.errors import RecipeError
 from instep.parallel.draws import ByMicroBatch
 from instep.recipe.forward import Forward
@@ -301,11 +301,10 @@ class _Tried:
         @contextmanager
         def watched() -> Iterator[None]:
             nonlocal drew
-            before, on_gpus = states(), _on_gpus()
+            generators, on_gpus = DrawDetector(), _on_gpus()
             yield
-            now = states()
-            drew |= not (now.same(before) and all(map(torch.equal, _on_gpus(), on_gpus)))
-            self._drew_elsewhere |= not now._replace(of_torch=before.of_torch).same(before)
+            drew |= generators.drawn() or not all(map(torch.equal, _on_gpus(), on_gpus))
+            self._drew_elsewhere |= generators.drawn_beside_torch()
 
         self._model.draws = watched
         once = self._model.run(spot.parts[0], spot.sizes[0])

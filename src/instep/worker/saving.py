@@ -11,22 +11,23 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
-from instep.state.best import Best, facts_of
+from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, published, reason
-from instep.state.save import CheckpointWriter, Saved, save_model
+from instep.state.retention import Best, facts_of
+from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import (
-    Packer,
     Snapshot,
     model_tensors,
     parameters_sha256,
 )
-from instep.state.sound import set_aside_after
+from instep.state.staging import save_model
 from instep.store.folder import run_id
 from instep.worker.engine import Engine
 from instep.worker.member import Member
@@ -55,10 +56,8 @@ class Saver:
     ) -> None:
         self._member, self._model = member, model
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
-        self._due = member.job.checkpoint.due
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
-        self._pack_optimizer = Packer()
         self._newest = self._last = 0  # saved by this start; to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
@@ -67,34 +66,47 @@ class Saver:
             keep_last=member.job.checkpoint.keep_last,
             keep_every=member.job.checkpoint.keep_every,
             best=best,
-            builds_on=[member.run / name for name in RESUMED_FROM],
+            sync_first=[member.run / name for name in RESUMED_FROM],
             may_publish=lambda: not member.fenced,
         )
+
+    def late(self) -> bool:
+        """Whether the last save is longer ago than the job allows."""
+        return self._every_s is not None and self._now() - self._saved_s >= self._every_s
+
+    def is_best(self, step: int, metrics: Mapping[str, float] | None) -> bool:
+        """Whether a validation is among the best, so that its step is saved."""
+        return self._writer.is_best(step, metrics)
 
     def after_step(
         self,
         engine: Engine,
         where: Position,
         *,
+        due: bool,
         last: bool,
         metrics: Mapping[str, float] | None = None,
+        own: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Save the commit if it is time to; tell of what has been published since.
 
         Args:
             engine: has just committed a step.
             where: its place in the data.
+            due: whether it is saved.
             last: whether it is the last of this start.
             metrics: of the validation that followed this step, if one did.
+            own: what single workers alone had, summed.
         """
         step = engine.state.progress.step
-        late = self._every_s is not None and self._now() - self._saved_s >= self._every_s
-        if last or late or self._due(step) or self._writer.is_best(step, metrics):
+        if due:
             self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
                 since = time.perf_counter()
                 self._member.flush()  # else the records would lag behind the checkpoint
                 snapshot = self._snapshot(engine, where)
+                if own:
+                    snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
                 engine.clock.save += self._writer.save(snapshot, since=since)
                 self._last = step if last else 0
@@ -104,7 +116,7 @@ class Saver:
 
     def _snapshot(self, engine: Engine, where: Position) -> Snapshot:
         """Everything of one commit."""
-        snapshot = engine.state.capture(self._pack_optimizer, engine.buffers.moved)
+        snapshot = engine.state.capture(engine.buffers.moved)
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
@@ -151,7 +163,7 @@ class Saver:
         self._writer.finish()
         self._tell()
         folder = self._member.run / "checkpoints"
-        set_aside_after(folder, step)
+        discard_after(folder, step)
         self._writer.forget_after(step)
         if self._newest > step:
             self._newest = max((left for left, _ in published(folder)), default=0)

@@ -13,18 +13,18 @@ import torch
 
 from instep.comm.base import Comm
 from instep.comm.messages import Heartbeat
-from instep.data.contents import Record
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key
-from instep.data.threads import cpu_clock
+from instep.data.reading.threads import cpu_clock
+from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.recipe.build import Recipe, build, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
-from instep.state.best import Best, best_of
-from instep.state.sound import set_aside_after
+from instep.state.intact import discard_after
+from instep.state.retention import Best, best_rule
 from instep.worker import knowing
 from instep.worker.early_reads import EarlyReads
 from instep.worker.engine import Weighed
@@ -138,7 +138,7 @@ class Training(Loop):
             name="training" if train else "validation",
             marks=self.member.marks,
             worker_init=given.worker_init,
-            seen_as=given.seen_as,
+            info_dataset=given.info_dataset,
             contents=job.check.content if train else "off",
             say=lambda text: self.member.emit(
                 "warning", text=f"worker {self.member.number}: {text}"
@@ -195,7 +195,7 @@ class Training(Loop):
 
     def _best(self) -> Best | None:
         measured = ("loss", *self.recipe.metrics) if self.recipe.validate is not None else ()
-        return best_of(self.job.checkpoint, measured)
+        return best_rule(self.job.checkpoint, measured)
 
     @property
     def _merge(self) -> bool:
@@ -225,7 +225,7 @@ class Training(Loop):
         if self._saver is not None:
             self._saver.drop_after(step)
         else:
-            set_aside_after(self.member.run / "checkpoints", step)
+            discard_after(self.member.run / "checkpoints", step)
 
     @property
     def _validation_samples(self) -> int:
@@ -272,7 +272,7 @@ class Training(Loop):
 
         One machine would have used it; so the remedy of the trial's own `no` would not help.
         """
-        every = self.recipe.given["train"].lost(
+        every = self.recipe.given["train"].unused(
             "Recipe.train", shuffled=True, batch=self.job.train.global_batch
         )
         decisive = "; ".join(f"{text}. {remedy}" for text, remedy in every if remedy)
@@ -293,7 +293,7 @@ class Training(Loop):
             )
         for name, given in self.recipe.given.items():
             batch = self.job.train.global_batch
-            for lost in given.lost(f"Recipe.{name}", shuffled=name == "train", batch=batch):
+            for lost in given.unused(f"Recipe.{name}", shuffled=name == "train", batch=batch):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)

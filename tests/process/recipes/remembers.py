@@ -16,9 +16,11 @@ def recipe(folder, waits=True):
     found = [memory.at(*stamp)["residual"].unique().tolist() for stamp in stamps]
     memory.lay_out({"residual": TensorSpec((1 << 20,), torch.float32)})
     number = stamps[0].number + 1 if stamps else 1
-    memory.stage(1, number)["residual"].fill_(number)
-    memory.staged(1, number)
-    memory.stage(1, number + 1)["residual"][: 1 << 10] = -1  # it is killed with half of it written
+    memory.stage(1, number, 0)["residual"].fill_(number)
+    memory.staged(1, number, 0)
+    memory.stage(1, number + 1, 0)["residual"][
+        : 1 << 10
+    ] = -1  # it is killed with half of it written
     part = Path(folder, "found.part")
     part.write_text(json.dumps({"outlives": memory.outlives, "found": found}))
     part.rename(part.with_name("found.json"))

@@ -1,21 +1,10 @@
-"""Which process this is, as torchrun, Slurm and MPI say it, and the file at which they meet."""
-
-import stat
-import threading
+"""Which process this is, as torchrun, Slurm and MPI say it."""
 
 import pytest
 
-from instep.client.placement import (
-    check_network,
-    find,
-    host_address,
-    invite,
-    meeting_file,
-    placement,
-)
-from instep.comm.channel import Address
-from instep.comm.endpoint import Endpoint
-from instep.errors import RunError, SpecError
+from instep.client.meeting import meeting_file
+from instep.client.placement import check_network, host_address, placement
+from instep.errors import SpecError
 from instep.system.addresses import address_towards
 
 TORCHRUN = {
@@ -114,63 +103,3 @@ def test_one_host_listens_on_loopback_and_several_need_a_private_network():
 
 def test_loopback_is_reached_from_loopback():
     assert address_towards("127.0.0.1") == "127.0.0.1"
-
-
-SEAT = Endpoint(Address("127.0.0.1", 4567), "a token")
-
-
-def test_an_invitation_is_found_and_is_for_the_users_eyes_only(tmp_path):
-    file = tmp_path / "runs" / "meeting"
-    invite(file, SEAT)
-    assert find(file) == SEAT
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert [f.name for f in file.parent.iterdir()] == ["meeting"]
-
-
-def test_a_stale_invitation_is_waited_out(tmp_path):
-    file = tmp_path / "meeting"
-    invite(file, SEAT)
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(find(file, {"a token"})))
-    waiting.start()
-    fresh = Endpoint(Address("127.0.0.1", 1234), "another token")
-    invite(file, fresh)
-    waiting.join()
-    assert found == [fresh]
-
-
-def test_who_comes_first_waits_for_the_invitation(tmp_path):
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(find(tmp_path / "meeting")))
-    waiting.start()
-    invite(tmp_path / "meeting", SEAT)
-    waiting.join()
-    assert found == [SEAT]
-
-
-def test_an_invitation_that_does_not_come_is_not_waited_for_without_end(tmp_path):
-    with pytest.raises(RunError, match=r"process 0 has not written .*meeting in 10 ms"):
-        find(tmp_path / "meeting", timeout_s=0.01)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        "[1]",
-        "null",
-        '{"host": 5, "port": 4567, "token": "x"}',
-        '{"host": "127.0.0.1", "port": "a", "token": "x"}',
-        '{"host": "127.0.0.1", "port": 70000, "token": "x"}',
-        '{"host": "127.0.0.1", "port": 4567, "token": []}',
-        b"\xff\xfe",
-    ],
-)
-def test_a_damaged_invitation_is_as_good_as_none_until_the_next(tmp_path, text):
-    file = tmp_path / "meeting"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(RunError, match="process 0 has not written"):
-        find(file, timeout_s=0.01)
-    invite(file, SEAT)
-    assert find(file) == SEAT

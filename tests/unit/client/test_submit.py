@@ -71,7 +71,12 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
     [
         ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
         ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
-        ({"sync": {"codec": "half"}}, SpecError, "sync.codec = 'half'"),
+        ({"sync": {"codec": "half"}}, SpecError, "no codec is called 'half'"),
+        (
+            {"sync": {"codec": "int8"}, "train": {"determinism": "bits"}},
+            SpecError,
+            "does not go with the job's train.determinism",
+        ),
         ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
     ],
@@ -162,7 +167,7 @@ def test_a_failed_run_names_worker_step_phase_cause_line_and_log(run_folder):
     assert str(error).splitlines() == [
         "worker 1 failed at step 7, in loss: ValueError: no",
         "  a.py:3 in f: return 1",
-        f"  everything else: {run_folder / 'logs' / 'worker-1.log'}",
+        f"  full log: {run_folder / 'logs' / 'worker-1.log'}",
     ]
     assert error.exit_code == 3
 

@@ -17,6 +17,7 @@ EXAMPLES = {
     str | None: "text",
     bytes: b"\x00\xff",
     list[int]: [2, 0, 1],
+    tuple[int, ...]: (2, 1),
     int | None: 3,
     list[tuple[int, int]]: [(0, 7), (1, 8)],
     messages.Failed | None: None,

@@ -116,7 +116,7 @@ def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_o
         assert living.wait(TIMEOUT_S) == sleeper.wait(TIMEOUT_S) == -signal.SIGKILL
         run.end()
         assert (run.outcome.blame.worker, run.outcome.finish.exit_code) == (1, 5)
-        assert run.outcome.blame.failed.cause.endswith("Nobody can take its place on GPUs.")
+        assert run.outcome.blame.failed.cause.endswith("It cannot be replaced on GPUs.")
         for channel in channels:
             channel.close()
 

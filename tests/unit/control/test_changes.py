@@ -1,33 +1,37 @@
 """Members that come, go and hang while a run goes on: news, and what follows from it."""
 
+from dataclasses import replace
+
 import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
 from instep.control.crash_loop import MOST_APART, MOST_HANGS
 from instep.control.decide import decide
-from instep.control.news import (
-    Attached,
+from instep.control.state import (
     Broke,
     Built,
     Ended,
     Formed,
     GoBack,
-    HostCame,
+    HostJoined,
     Hung,
     Interrupted,
     Joined,
     Kill,
     KillAll,
+    LastWord,
     Log,
     Noticed,
+    Reconnected,
     Restarted,
-    Said,
     Scaled,
     Send,
     Start,
     State,
     Stuck,
     Tick,
+    TransitionError,
+    first_members,
 )
 from instep.errors import PeerError
 
@@ -35,12 +39,12 @@ from instep.errors import PeerError
 class Story:
     """A run of so many workers, and what its master's mind made of the news."""
 
-    def __init__(self, workers):
-        self.state = State(wanted=frozenset(range(workers)), recovers=True)
+    def __init__(self, workers, servers=0):
+        self.state = State(members=first_members(workers, servers), recovers=True)
         self.now = 0.0
         self.actions = []
-        self.hears(HostCame())
-        self.come(*range(workers))
+        self.hears(HostJoined())
+        self.come(*range(workers + servers))
         self.form()
         self.actions = []
 
@@ -54,11 +58,11 @@ class Story:
 
     def form(self):
         generation = self.state.generation
-        self.hears(*(Formed(worker, generation) for worker in self.state.members))
+        self.hears(*(Formed(worker, generation) for worker in self.state.group))
 
     def leave(self, *workers):
         generation = self.state.generation
-        self.hears(*(Broke(worker, generation) for worker in workers or self.state.members))
+        self.hears(*(Broke(worker, generation) for worker in workers or self.state.group))
 
     def new(self, kind):
         """The actions of a kind since they were asked for last."""
@@ -76,9 +80,9 @@ class Story:
 
 
 def test_a_host_that_comes_is_told_to_start_whoever_is_not_there():
-    state = State(wanted=frozenset({0, 1, 2}), recovers=True)
+    state = State(members=first_members(3), recovers=True)
     state, _ = decide(state, Joined(1), 0.0)
-    assert decide(state, HostCame(), 0.0)[1] == [Start(0), Start(2)]
+    assert decide(state, HostJoined(), 0.0)[1] == [Start(0), Start(2)]
 
 
 def test_newcomers_get_ready_while_the_others_train_and_all_change_at_one_commit():
@@ -120,7 +124,7 @@ def test_a_second_wish_waits_for_the_first_change():
     story.hears(Scaled(1))
     assert story.told(Regroup) == []
     story.leave()
-    assert story.state.members == (0,)
+    assert story.state.group == (0,)
 
 
 def test_the_same_number_again_changes_nothing():
@@ -138,7 +142,7 @@ def test_a_worker_with_notice_has_a_successor_before_it_leaves():
     story.come(2)
     assert story.told(Regroup) == [0, 1]
     story.leave()
-    assert story.state.members == (1, 2)
+    assert story.state.group == (1, 2)
     story.form()
     assert story.told(Release) == [0]
     (log,) = story.logged("worker_leaving")
@@ -156,13 +160,13 @@ def test_the_only_holder_hands_over_in_a_generation_of_both_before_it_leaves():
     story.hears(Noticed(0))
     story.come(1)
     story.leave()
-    assert story.state.members == (0, 1)
+    assert story.state.group == (0, 1)
     assert story.told(Release) == []
     assert story.told(Regroup) == [0]
     story.form()
     assert story.told(Regroup) == [0, 1]
     story.leave()
-    assert story.state.members == (1,)
+    assert story.state.group == (1,)
     story.form()
     assert story.told(Release) == [0]
     assert story.new(GoBack) == []
@@ -175,7 +179,7 @@ def test_a_worker_that_is_killed_before_its_successor_is_there_is_not_started_ag
     story.hears(Ended(0, -9, 5, 4))
     assert story.new(Start) == []
     story.come(2)
-    assert story.state.members == (1, 2)
+    assert story.state.group == (1, 2)
 
 
 def test_a_loss_in_the_middle_of_a_change_ends_in_one_generation_of_all_that_are_wanted():
@@ -185,7 +189,7 @@ def test_a_loss_in_the_middle_of_a_change_ends_in_one_generation_of_all_that_are
     story.leave(0)
     story.hears(Ended(1, -9, 5, 4))
     story.come(1)
-    assert story.state.members == (0, 1, 2)
+    assert story.state.group == (0, 1, 2)
     assert not story.state.changing
 
 
@@ -201,7 +205,7 @@ def test_a_newcomer_that_is_lost_before_the_change_is_started_again_and_nobody_w
 def test_a_run_that_ends_while_a_newcomer_gets_ready_ends_with_it():
     story = Story(2)
     story.hears(Scaled(3), Joined(2))
-    words = [Said(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
+    words = [LastWord(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
     story.hears(*words)
     assert story.told(Release) == [0, 1, 2]
     story.hears(*(Ended(w, 0, 9, 9) for w in (0, 1, 2)))
@@ -243,10 +247,11 @@ def test_a_hang_is_heard_once_for_one_process():
 
 def test_a_worker_that_hangs_again_and_again_at_one_place_ends_the_run_with_the_line():
     story = Story(2)
-    for _ in range(MOST_HANGS):
+    for _ in range(MOST_HANGS - 1):
         story.hears(HANG, Ended(1, -9, 8, 7))
         story.come(1)
         story.form()
+    story.hears(HANG, Ended(1, -9, 8, 7))
     (failed,) = story.logged("worker_failed")
     assert failed["kind"] == "hang"
     assert "a.py:3 in f" in failed["cause"]
@@ -258,7 +263,7 @@ def test_an_exchange_that_does_not_move_is_given_up_and_the_same_members_form_ag
     story.hears(Stuck(1, 2.5))
     assert story.told(Form) == [0, 1, 2]
     assert story.state.generation == 2
-    assert "did not move" in story.logged("generation_started")[0]["reason"]
+    assert "made no progress" in story.logged("generation_started")[0]["reason"]
     story.hears(Stuck(1, 2.5))
     assert story.state.generation == 2
 
@@ -274,7 +279,7 @@ def test_an_exchange_that_never_moves_ends_the_run_and_one_that_moves_meanwhile_
         story.form()
     (failed,) = story.logged("worker_failed")
     assert (failed["kind"], failed["step"]) == ("group", MOST_APART)
-    assert "the exchange did not move for 2.5 s" in failed["cause"]
+    assert "the exchange made no progress for 2.5 s" in failed["cause"]
     assert f"{MOST_APART} times and no step after {MOST_APART - 1} was" in failed["cause"]
 
 
@@ -289,7 +294,7 @@ def two():
 def test_a_master_that_takes_over_while_all_train_changes_nothing(two):
     two.hears(Restarted())
     assert two.actions == []
-    two.hears(Attached(0, 1), Attached(1, 1))
+    two.hears(Reconnected(0, 1), Reconnected(1, 1))
     assert two.actions == []
 
 
@@ -307,11 +312,11 @@ def test_a_worker_that_calls_again_is_told_what_it_has_missed(two):
     two.hears(Interrupted("SIGINT"), Ended(1, -9, 5, 4))
     two.come(1)
     two.new(Send)
-    two.hears(Attached(0, 1))
+    two.hears(Reconnected(0, 1))
     words = [send.message for send in two.new(Send)]
     assert [type(word) for word in words] == [Form, Stop]
     assert (words[0].generation, words[0].rank, words[0].members) == (2, 0, [0, 1])
-    two.hears(Attached(0, 2))
+    two.hears(Reconnected(0, 2))
     assert [type(send.message) for send in two.new(Send)] == [Stop]
 
 
@@ -319,7 +324,7 @@ def test_a_change_that_was_asked_for_is_asked_for_again(two):
     two.hears(Scaled(3))
     two.come(2)
     two.new(Send)
-    two.hears(Restarted(), Attached(0, 1))
+    two.hears(Restarted(), Reconnected(0, 1))
     assert two.told(Regroup) == [0]
 
 
@@ -331,10 +336,10 @@ def test_who_was_started_by_a_lost_master_and_did_not_come_is_started_again(two)
 
 
 def test_a_release_that_may_be_lost_is_given_again(two):
-    words = [Said(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
+    words = [LastWord(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
     two.hears(*words)
     two.new(Send)
-    two.hears(Restarted(), Attached(1, 1))
+    two.hears(Restarted(), Reconnected(1, 1))
     assert two.told(Release) == [1]
 
 
@@ -352,7 +357,7 @@ def test_a_change_in_which_a_word_was_lost_with_the_master_ends_all_the_same(two
     two.hears(Restarted())
     two.now += 60.0
     two.hears(Tick(step=5))
-    assert two.state.members == (0, 1, 2)
+    assert two.state.group == (0, 1, 2)
 
 
 def test_plain_losses_do_not_make_the_master_patient_with_hangs():
@@ -363,3 +368,132 @@ def test_plain_losses_do_not_make_the_master_patient_with_hangs():
     assert story.state.hangs == {}
     story.hears(HANG, Ended(1, -9, 8, 7))
     assert (story.state.hangs, story.state.lost) == ({1: (7, 1)}, {1: (7, 1)})
+
+
+# ---- members that own state
+
+
+@pytest.fixture
+def three():
+    story = Story(3)
+    story.state = replace(story.state, drains=True)
+    return story
+
+
+def drained(story):
+    forms = [send.message for send in story.new(Send) if isinstance(send.message, Form)]
+    return [(form.members, form.draining) for form in forms[:1]]
+
+
+def test_a_member_that_leaves_has_one_generation_to_hand_over_before_it_is_released(three):
+    three.hears(Scaled(2))
+    three.leave()
+    assert drained(three) == [([0, 1, 2], (2,))]
+    three.form()
+    assert three.told(Regroup) == [0, 1, 2]
+    assert three.told(Release) == []
+    three.leave()
+    assert drained(three) == [([0, 1], ())]
+    three.form()
+    assert three.told(Release) == [2]
+
+
+def test_a_member_whose_successor_is_ready_hands_over_to_it(three):
+    three.hears(Noticed(0))
+    three.come(3)
+    three.leave()
+    assert drained(three) == [([0, 1, 2, 3], (0,))]
+    three.form()
+    three.leave()
+    assert drained(three) == [([1, 2, 3], ())]
+
+
+def test_a_member_whose_group_breaks_while_it_drains_drains_again(three):
+    three.hears(Scaled(2))
+    three.leave()
+    three.form()
+    three.new(Send)
+    three.hears(Ended(0, -9, 5, 4))
+    three.come(0)
+    assert drained(three) == [([0, 1, 2], (2,))]
+
+
+def test_a_member_that_is_killed_while_it_drains_is_not_waited_for(three):
+    three.hears(Scaled(2))
+    three.leave()
+    three.form()
+    three.new(Send)
+    three.hears(Ended(2, -9, 5, 4))
+    assert three.new(Start) == []
+    assert drained(three) == [([0, 1], ())]
+
+
+def test_without_own_state_a_member_leaves_at_once():
+    story = Story(3)
+    story.hears(Scaled(2))
+    story.leave()
+    assert drained(story) == [([0, 1], ())]
+
+
+# ---- servers
+
+
+def test_servers_have_the_last_ranks_and_every_member_is_told_its_role():
+    story = Story(2, servers=1)
+    story.hears(Scaled(3))
+    story.come(3)
+    story.leave()
+    forms = [send.message for send in story.new(Send) if isinstance(send.message, Form)]
+    assert [form.members for form in forms] == [[0, 1, 3, 2]] * 3 + [[0, 1, 3, 2]]
+    assert [(form.rank, form.role) for form in forms] == [
+        (0, "worker"),
+        (1, "worker"),
+        (2, "worker"),
+        (3, "server"),
+    ]
+    assert {form.servers for form in forms} == {(2,)}
+
+
+def test_a_lost_server_is_replaced_and_no_worker_is_ended_or_started_for_it():
+    story = Story(2, servers=2)
+    story.hears(Ended(3, -9, 5, 4))
+    assert story.new(Start) == [Start(3)]
+    assert story.told(Form) == []
+    story.come(3)
+    assert story.told(Form) == [0, 1, 2, 3]
+    assert story.new(Kill) + story.told(Release) == []
+
+
+def test_scaling_changes_the_workers_and_leaves_the_servers():
+    story = Story(3, servers=1)
+    story.hears(Scaled(1))
+    story.leave()
+    assert story.state.group == (0, 3)
+
+
+def test_a_server_with_notice_has_a_server_as_its_successor():
+    story = Story(1, servers=1)
+    story.hears(Noticed(1))
+    story.come(2)
+    assert (story.state.member(2).role, story.state.wanted) == ("server", {0, 2})
+
+
+# ---- phases
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Joined(0),
+        Built(7),
+        Formed(7, 1),
+        Broke(7, 1),
+        LastWord(7, Done(generation=1, step=9, rule="steps")),
+    ],
+)
+def test_an_event_that_cannot_happen_to_a_member_in_its_phase_is_refused(event):
+    story = Story(2)
+    before = story.state
+    with pytest.raises(TransitionError, match=r"member \d is (inside|absent) in generation 1"):
+        story.hears(event)
+    assert story.state == before

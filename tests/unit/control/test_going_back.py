@@ -140,7 +140,7 @@ def test_a_checkpoint_beyond_the_ledger_is_skipped_and_set_aside(run):
     origin = go_on(run)
     assert origin.step == 5
     (warning,) = origin.warnings
-    assert "can no longer be told. An earlier checkpoint is used." in warning
+    assert "is no longer known. An earlier checkpoint is used." in warning
     assert steps_in(run) == [1, 2, 3, 4, 5]
     assert names(run) == ["step-00000005"]
     CheckpointWriter(run / "checkpoints")
@@ -149,7 +149,7 @@ def test_a_checkpoint_beyond_the_ledger_is_skipped_and_set_aside(run):
 
 def test_where_no_checkpoint_is_left_the_run_is_not_begun_again(run):
     os.truncate(run / "ledger.bin", LEDGER_START + 4 * LEDGER.itemsize)
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* can no longer be told"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is no longer known"):
         go_on(run)
     assert names(run) == ["step-00000010", "step-00000005"]
     assert steps_in(run) == [1, 2, 3, 4]

@@ -10,19 +10,34 @@ import pytest
 from instep.comm.messages import Done, Failed
 from instep.control.decide import decide
 from instep.control.journal import FILE, Begin, Journal
-from instep.control.news import Blame, Built, Ended, Formed, Joined, State, Tick, TimeLimit
+from instep.control.state import (
+    Blame,
+    Built,
+    Ended,
+    Formed,
+    Joined,
+    Member,
+    Phase,
+    State,
+    Tick,
+    TimeLimit,
+    first_members,
+)
 from instep.errors import RunError
 from instep.store.folder import BEGINNING, Origin
 
 WORD = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
 FULL = State(
-    wanted=frozenset({0, 2}),
+    members={
+        0: Member(wanted=True, phase=Phase.FORMING, formed=3, hung="it slept", loops=True),
+        2: Member(phase=Phase.LEFT, word=Done(generation=3, step=9, rule="steps")),
+        3: Member(wanted=True, role="server", word=WORD),
+    },
     recovers=True,
     phase="training",
-    done={2: Done(generation=3, step=9, rule="steps")},
-    members=(0, 2),
+    group=(0, 2),
+    draining=(2,),
     lost={0: (7, 2)},
-    hung={2: "it slept"},
     time_limit=TimeLimit(30.0, 1.5, 2.5),
     suspect=Blame(0, WORD),
     blame=Blame(2, WORD),
@@ -44,7 +59,7 @@ def test_a_journal_that_has_only_begun_knows_nothing(begun):
 def test_the_next_master_finds_the_last_state_and_the_beginning(tmp_path):
     origin = Origin(5, Path("/somewhere/step-5"), generations=2, spent_s=7.0)
     first = Journal(tmp_path, Begin(12.5, origin))
-    first.write(Tick(), State(wanted=frozenset({0})))
+    first.write(Tick(), State(members=first_members(1)))
     first.write(Tick(), FULL)
     first.close()
     second = Journal(tmp_path)
@@ -73,7 +88,7 @@ def test_what_members_have_left_for_each_other_is_there_until_the_next_generatio
 
 
 def test_every_state_of_a_story_survives(begun):
-    state = State(wanted=frozenset({0, 1}), recovers=True)
+    state = State(members=first_members(2), recovers=True)
     news = [Joined(0), Joined(1), Built(0), Built(1), Formed(0, 1), Ended(1, -signal.SIGKILL, 4, 3)]
     for piece in news:
         state, _ = decide(state, piece, 1.0)
@@ -85,9 +100,9 @@ def test_one_row_tells_what_was_heard(tmp_path, begun):
     begun.write(Ended(1, None, 4), replace(FULL, phase="gathering"))
     begun.close()
     rows = sqlite3.connect(tmp_path / FILE)
-    ((news,),) = rows.execute("SELECT news FROM decisions").fetchall()
+    ((event,),) = rows.execute("SELECT event FROM decisions").fetchall()
     rows.close()
-    assert news == "Ended(worker=1, code=None, step=4, committed=0, place=None)"
+    assert event == "Ended(worker=1, code=None, step=4, committed=0, place=None)"
 
 
 def test_a_journal_leaves_no_file_beside_it(tmp_path, begun):

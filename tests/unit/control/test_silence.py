@@ -84,13 +84,13 @@ def test_one_that_has_left_is_not_waited_for():
             Silent(1, 61.3, all=False),
             {"pid": 7, "node": "node4", "stopped": True, "joined": True},
             "its process (pid 7 on node4) gave no sign of life for 1m01s while others did: it "
-            "was stopped (SIGSTOP, Ctrl-Z). Nobody can take its place under instep.join.",
+            "was stopped (SIGSTOP, Ctrl-Z). It cannot be replaced under instep.join.",
         ),
         (
             Silent(0, 600.5, all=True),
             {"pid": 0, "node": "", "stopped": False, "joined": False},
             "its process gave no sign of life for 10m00s, nor did any other worker: it may be "
-            "stopped, or native code keeps the interpreter's lock. Nobody can take its place on "
+            "stopped, or native code keeps the interpreter's lock. It cannot be replaced on "
             "GPUs.",
         ),
     ],

@@ -16,23 +16,15 @@ from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
 from instep.control import endings
-from instep.control import news as mind
+from instep.control import state as mind
 from instep.control.journal import Begin, Journal
 from instep.control.master import Master
 from instep.events import STEPS, EventLog
 from instep.store.folder import BEGINNING
 
+MEMBER = mind.Member(wanted=True, phase=mind.Phase.INSIDE, formed=1)
 TRAINING = mind.State(
-    wanted=frozenset({0, 1}),
-    phase="training",
-    joined=frozenset({0, 1}),
-    built=frozenset({0, 1}),
-    generation=1,
-    formed=True,
-    members=(0, 1),
-    inside=frozenset({0, 1}),
-    holders=frozenset({0, 1}),
-    bound=frozenset({0, 1}),
+    members={0: MEMBER, 1: MEMBER}, phase="training", generation=1, group=(0, 1), course=1
 )
 
 
@@ -190,11 +182,10 @@ def test_the_last_step_is_not_judged_by_the_next_master_either(tmp_path, train, 
 
 def test_figures_of_a_worker_that_was_lost_before_the_master_are_heard_too(tmp_path):
     """Its successor tells those of the last step again, and no others."""
-    one = frozenset({0})
+    members = {0: MEMBER, 1: mind.Member(wanted=True)}
     steps = [(1.0, math.nan)] * 4
     validated = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
-    more = {"lagging": 2, "joined": one, "built": one, "holders": one, "inside": one}
-    with Next(tmp_path, {"patience": 4}, steps, validated, **more) as run:
+    with Next(tmp_path, {"patience": 4}, steps, validated, lagging=2, members=members) as run:
         assert run.call(of_validation(4, 1, 2.0)) == [""]
         run.channel.send(of_validation(5, 2, 2.0))
         assert run.channel.wait_for(m.Verdict).rule == "plateau"

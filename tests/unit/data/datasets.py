@@ -90,6 +90,10 @@ def augment(sample, generator):
     return inputs + torch.rand(3, generator=generator), target
 
 
+def load(loader, slices):
+    return (read.batch for read in loader.read(slices))
+
+
 def same(one, other):
     """Whether two batches are alike in every bit and type."""
     if isinstance(one, torch.Tensor):

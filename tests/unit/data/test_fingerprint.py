@@ -1,4 +1,4 @@
-"""By what a dataset is known again, also where some of its samples never repeat."""
+"""A dataset is recognised by its fingerprint, also if some of its samples never repeat."""
 
 import random
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from datasets import Plain
 
-from instep.data.fetch import Fetch
-from instep.data.fingerprint import LEAST, SAMPLES, fingerprint, known_again
+from instep.data.reading.fetch import Fetch
+from instep.data.samples.fingerprint import LEAST, SAMPLES, confirmed_fingerprint, fingerprint
 
 
 class Coins(Plain):
@@ -25,11 +25,11 @@ class Coins(Plain):
 
 def readings(dataset):
     fetch = Fetch(dataset, seed=5, shuffle=True)
-    return lambda: fingerprint(fetch)
+    return lambda: fingerprint(fetch.samples, fetch.seed, fetch.content)
 
 
 def again(before, dataset):
-    return known_again(readings(dataset), before)
+    return confirmed_fingerprint(readings(dataset), before)
 
 
 def test_all_contents_are_compared_where_all_repeat():
@@ -69,11 +69,11 @@ def test_of_a_dataset_in_which_nothing_repeats_the_length_alone_is_compared():
     assert not before.same_as(readings(Plain(SAMPLES + 1))())
 
 
-def test_of_dear_samples_a_few_are_compared():
+def test_a_few_slow_samples_are_compared():
     """Each takes 0.2 s, so that half a second is used up with the third."""
     dataset = Coins(1, flipped=())
     fetch = Fetch(dataset, seed=5, shuffle=True)
-    found = fingerprint(fetch, clock=lambda: 0.2 * dataset.reads)
+    found = fingerprint(fetch.samples, fetch.seed, fetch.content, clock=lambda: 0.2 * dataset.reads)
     assert len(found.contents) == LEAST == 4
     changed, unread = (
         found.contents[0][0],
@@ -86,6 +86,6 @@ def test_of_dear_samples_a_few_are_compared():
 def test_the_readings_before_a_refusal_end_in_time():
     dataset = Coins(1, flipped=(), changed=[3])
     before = readings(Coins(1, flipped=()))()
-    now = known_again(readings(dataset), before, clock=lambda: 0.1 * dataset.reads)
+    now = confirmed_fingerprint(readings(dataset), before, clock=lambda: 0.1 * dataset.reads)
     assert before.changes(now) == [3]
     assert dataset.reads < 3 * 2 * SAMPLES

@@ -9,14 +9,14 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from datasets import Drawing, Many, Nested, Plain, Raising, Uneven, augment, same
+from datasets import Drawing, Many, Nested, Plain, Raising, Uneven, augment, load, same
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from instep.data import keyed
 from instep.data.balance import deal
 from instep.data.loader import Loader, Slice
 from instep.data.order import Order, key, micro_batch, position, steps_in_epoch
-from instep.data.text import text
+from instep.data.reading.generators import DrawDetector
+from instep.data.sources.text import text
 from instep.errors import DataError
 
 TENSORS = TensorDataset(torch.randn(100, 5), torch.arange(100))
@@ -25,7 +25,7 @@ SLICES = [Slice(0, 0, 7), Slice(0, 7, 7), Slice(0, 7, 40), Slice(3, 99, 100), Sl
 
 def batches(dataset, slices=SLICES, **options):
     with closing(Loader(dataset, **{"seed": 5, "shuffle": True, **options})) as loader:
-        return list(loader.load(slices))
+        return list(load(loader, slices))
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -39,7 +39,7 @@ def test_global_batches_are_equal_at_any_number_of_workers_also_the_last(workers
     for share in deal(parts, workers):
         cuts = [(e, micro_batch(a, b, n, parts)) for e, a, b in places for n in share]
         with closing(Loader(dataset, seed=5, shuffle=True, processes=0)) as loader:
-            for number, loaded in enumerate(loader.load(Slice(e, *cut) for e, cut in cuts)):
+            for number, loaded in enumerate(load(loader, (Slice(e, *cut) for e, cut in cuts))):
                 got[number // len(share)] += [] if loaded is None else loaded[0].tolist()
     assert got == [order.indices(*place).tolist() for place in places]
     assert sorted(chain(*got)) == list(range(samples))
@@ -106,11 +106,11 @@ def test_samples_that_draw_are_keyed_although_those_before_them_drew_nothing(dat
     wholes = []
     for processes in (0, 1, 3, "auto"):
         for slices in cuts:
-            before = keyed.states()
+            before = DrawDetector()
             got = batches(dataset, slices, processes=processes, **options)
-            assert keyed.states().same(before)
+            assert not before.drawn()
             wholes.append(torch.cat([inputs for inputs, _ in got]))
-            torch.rand(1), np.random.randn(), random.random()  # where they stand must not matter
+            torch.rand(1), np.random.randn(), random.random()  # their positions must not matter
     assert all(torch.equal(wholes[0], whole) for whole in wholes)
     assert not torch.equal(wholes[0][39], batches(Plain(), [Slice(1, 39, 40)], **options)[0][0][0])
 
@@ -125,34 +125,31 @@ def test_the_users_own_code_never_runs_in_a_thread_beside_training():
         assert all(batch.all() for batch in batches(Threads(), [SLICES[0]], processes=processes))
 
 
+def states():
+    return torch.get_rng_state().tolist(), np.random.get_state(), random.getstate()
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn, torch.rand])
-def test_a_watch_sees_a_draw_and_undoes_it(draw):
+def test_a_draw_is_detected_and_undone(draw):
     for left_over in (False, True):
         if left_over:
             np.random.seed(0), np.random.randn()  # the second of the pair is kept
-        watch, before = keyed.Watch(), keyed.states()
+        detector, before = DrawDetector(), states()
         for _ in range(3):
-            watch.begin()
-            assert not watch.moved()
+            detector.remember()
+            assert not detector.drawn()
             draw(1) if draw is torch.rand else draw()
-            assert watch.moved()
-            watch.give_back()
-            assert keyed.states().same(before)
+            assert detector.drawn()
+            assert detector.drawn_beside_torch() == (draw is not torch.rand)
+            detector.restore()
+            assert str(states()) == str(before)
 
 
 @pytest.mark.parametrize("processes", [0, 2, "auto"])
 def test_the_generators_of_the_caller_are_left_as_they_were(processes):
-    before = keyed.states()
+    before = DrawDetector()
     batches(Drawing(), processes=processes)
-    assert keyed.states().same(before)
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
-def test_a_draw_from_any_of_the_three_is_seen_and_undone(draw):
-    with keyed.kept() as before:
-        draw()
-        assert not keyed.states().same(before)
-    assert keyed.states().same(before)
+    assert not before.drawn()
 
 
 @pytest.mark.parametrize("dataset", [Plain(), Many(), Nested(), TENSORS])
@@ -228,8 +225,8 @@ def test_tensors_that_numpy_does_not_know_are_read_too():
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
-def test_a_handful_of_dear_samples_is_read(samples):
-    """Two milliseconds each: dear enough to measure processes, and too few to race them."""
+def test_a_handful_of_slow_samples_is_read(samples):
+    """Two milliseconds each: slow enough to measure processes, and too few to race them."""
     dataset = TensorDataset(torch.arange(samples)[:, None].expand(-1, 2_000_000).contiguous())
     (batch,) = batches(dataset, [Slice(0, 0, samples)], shuffle=False)
     assert batch[0][:, -1].tolist() == list(range(samples))
@@ -255,7 +252,7 @@ def test_a_sample_that_raises_is_named_with_its_cause_and_the_users_line(dataset
     slices = [Slice(0, first, first + 10) for first in range(0, 100, 10)]
     options = {"seed": 5, "shuffle": False, "processes": processes}
     with closing(Loader(dataset, **options)) as loader:
-        loaded = loader.load(slices)
+        loaded = load(loader, slices)
         for _ in range(7):
             next(loaded)
         with pytest.raises(DataError) as caught:
@@ -307,7 +304,7 @@ class Iterable:
     [
         ([], "has no samples"),
         (Iterable(), "no __getitem__"),
-        (type("A", (Plain,), {"__len__": None})(), "length"),
+        (type("A", (Plain,), {"__len__": None})(), "needs __len__"),
     ],
 )
 def test_what_is_no_dataset_is_refused(dataset, message):
@@ -331,7 +328,7 @@ def loader_threads():
 def test_no_thread_outlives_the_generator_or_the_loader():
     large = TensorDataset(torch.randn(100, 60_000))  # too slow to be read inside the step
     loader = Loader(large, seed=1, shuffle=True, processes=0)
-    first, second = (loader.load(Slice(0, i, i + 1) for i in range(100)) for _ in range(2))
+    first, second = (load(loader, (Slice(0, i, i + 1) for i in range(100))) for _ in range(2))
     next(first), next(second)
     assert len(loader_threads()) == 2
     first.close()
@@ -347,7 +344,7 @@ def test_only_a_few_slices_are_asked_for_ahead():
     for processes in (0, 2):
         asked.clear()
         with closing(Loader(Plain(), seed=1, shuffle=True, processes=processes)) as loader:
-            loaded = loader.load(asked.append(i) or Slice(0, i, i + 1) for i in range(100))
+            loaded = load(loader, (asked.append(i) or Slice(0, i, i + 1) for i in range(100)))
             next(loaded)
             assert len(asked) <= 5
 

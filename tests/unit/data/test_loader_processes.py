@@ -13,13 +13,13 @@ from contextlib import closing, suppress
 import psutil
 import pytest
 import torch
-from datasets import KillsItself, Plain, same
+from datasets import KillsItself, Plain, load, same
 
 from instep.comm.messages import Mark, Whereabouts
-from instep.data import breadcrumb, wire
-from instep.data.child import Work
 from instep.data.loader import Loader, Slice
-from instep.data.processes import Pool
+from instep.data.reading import wire
+from instep.data.reading.pool import Pool
+from instep.data.samples import last_read
 from instep.errors import DataError
 
 pytestmark = pytest.mark.process
@@ -40,7 +40,7 @@ def test_no_process_descriptor_or_memory_outlives_close():
     with made(Plain(), 3) as loader:
         pids = loader.pids
         assert len(set(pids)) == 3
-        loaded = loader.load(SLICES)
+        loaded = load(loader, SLICES)
         next(loaded)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert psutil.Process().children() == children  # those of other tests' fork server
@@ -49,36 +49,22 @@ def test_no_process_descriptor_or_memory_outlives_close():
 
 def test_a_killed_process_is_replaced_and_no_batch_changes():
     with made(Plain()) as loader:
-        loaded = loader.load(SLICES)
+        loaded = load(loader, SLICES)
         got = [next(loaded), next(loaded)]
         killed = loader.pids
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         got += list(loaded)
         assert set(loader.pids).isdisjoint(killed)
-        assert starts(loader.load(SLICES)) == starts(got) == [float(i) for i in range(0, 100, 10)]
+        assert starts(load(loader, SLICES)) == starts(got) == [float(i) for i in range(0, 100, 10)]
     assert not any(psutil.pid_exists(pid) for pid in killed)
-
-
-def test_a_process_may_be_killed_over_each_slice():
-    with made(Plain(), 1) as loader:
-        loaded, got = loader.load(SLICES), []
-        for _ in SLICES:
-            os.kill(loader.pids[0], signal.SIGKILL)
-            got.append(next(loaded))
-        assert starts(got) == [float(i) for i in range(0, 100, 10)]
-
-
-def test_a_process_killed_while_it_reads_is_replaced(tmp_path):
-    with made(KillsItself(tmp_path / "times", 1)) as loader:
-        assert starts(loader.load(SLICES)) == [float(i) for i in range(0, 100, 10)]
 
 
 def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
     places = [Slice(0, first, first + 1) for first in range(100)]
     with made(Plain()) as loader:
         got, killed = [], set()
-        for batch in loader.load(places):
+        for batch in load(loader, places):
             got.append(batch)
             pid = loader.pids[len(got) % 2]
             os.kill(pid, signal.SIGKILL)
@@ -90,7 +76,7 @@ def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sample_at_which_three_processes_are_lost_is_an_error_that_names_it(tmp_path, processes):
     with made(KillsItself(tmp_path / "times", 3), processes) as loader:
-        loaded = loader.load(SLICES)
+        loaded = load(loader, SLICES)
         for _ in range(7):
             next(loaded)
         with pytest.raises(
@@ -109,7 +95,7 @@ def test_a_sample_at_which_three_processes_are_lost_is_left_out_where_such_are_t
 ):
     dataset = KillsItself(tmp_path / "times", 3)
     with made(dataset, processes, unreadable="skip") as loader:
-        for _ in range(2):  # nobody tries it again, also where it could be read by now
+        for _ in range(2):  # it is not tried again, even if it could be read by now
             reads = list(loader.read(SLICES))
             left_out = [skipped for read in reads for skipped in read.skipped]
             assert [skipped.sample for skipped in left_out] == [70]
@@ -152,7 +138,7 @@ def test_a_slice_on_which_processes_are_lost_outside_of_a_read_is_named(tmp_path
         return samples
 
     with made(Plain(), collate=collate) as loader:
-        loaded = loader.load(SLICES)
+        loaded = load(loader, SLICES)
         for _ in range(7):
             next(loaded)
         with pytest.raises(
@@ -166,7 +152,7 @@ def test_a_slice_on_which_processes_are_lost_outside_of_a_read_is_named(tmp_path
 def test_one_that_gets_past_its_slice_at_last_begins_to_count_anew(tmp_path):
     with made(KillsItself(tmp_path / "times", 2)) as loader:
         for _ in range(2):
-            assert starts(loader.load(SLICES)) == [float(i) for i in range(0, 100, 10)]
+            assert starts(load(loader, SLICES)) == [float(i) for i in range(0, 100, 10)]
             (tmp_path / "times").write_text("2")
 
 
@@ -180,24 +166,24 @@ def test_a_sample_that_is_marked_later_is_left_out_by_processes_that_are_there(t
         assert loader.pids == pids
 
 
-def test_a_loader_process_leaves_no_word_in_the_page_of_the_process_that_trains(tmp_path):
-    pages = breadcrumb.Pages(1)
+def test_a_loader_process_records_nothing_in_the_page_of_the_process_that_trains(tmp_path):
+    pages = last_read.Pages(1)
     page = pages.free()
-    breadcrumb.leave_in(page)
-    breadcrumb.at_step(7)
+    last_read.use_page(page)
+    last_read.set_step(7)
     try:
         dataset = KillsItself(tmp_path / "times", 3)
         with made(dataset, 1) as loader, pytest.raises(DataError, match="sample 70"):
-            list(loader.load(SLICES))
-        assert breadcrumb.left_in(page) == Whereabouts(step=7)
+            list(load(loader, SLICES))
+        assert last_read.decode_page(page) == Whereabouts(step=7)
     finally:
-        breadcrumb.leave_in(None)
+        last_read.use_page(None)
 
 
 CANNOT_FORK = """
 import ctypes, os, resource, sys
 sys.path.insert(0, sys.argv[1])
-from datasets import Plain
+from datasets import Plain, load
 from instep.data.loader import Loader, Slice
 import numpy.random  # another user may not be able to import it
 times = int(sys.argv[2])
@@ -224,19 +210,19 @@ print(len(said), said[-1])
 said.clear()
 limit(0)
 os.kill(loader.pids[0], 9)
-print([batch[0][0, 0].item() for batch in loader.load([Slice(0, 0, 2), Slice(0, 2, 4)])])
+print([batch[0][0, 0].item() for batch in load(loader, [Slice(0, 0, 2), Slice(0, 2, 4)])])
 print(len(said), said[-1])
 loader.close()
 """
 
 
-def test_a_fork_that_fails_is_tried_again_and_said():
+def test_a_fork_that_fails_is_retried_and_reported():
     """The fork of the process that forks the others, and of a replacement."""
     command = [sys.executable, "-c", CANNOT_FORK, os.path.dirname(__file__), "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     why = (
         "a loader process could not be forked (Resource temporarily unavailable); "
-        "it is tried again in 0.4 s."
+        "retrying in 0.4 s."
     )
     assert done.stdout.splitlines() == [f"3 {why}", "[0.0, 2.0]", f"3 {why}"], done.stderr
 
@@ -247,7 +233,7 @@ def test_a_fork_that_fails_for_good_is_an_error_that_says_what_to_do():
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (
         "a loader process could not be forked: Resource temporarily unavailable, tried 8 times. "
-        "Set data.loaders = 0, or to fewer."
+        "Set data.loaders to 0 or to a smaller number."
     ) in done.stderr
 
 
@@ -260,16 +246,16 @@ class Leaves(Plain):
 
 def test_a_dataset_that_exits_is_an_error_that_names_the_code():
     with made(Leaves()) as loader, pytest.raises(DataError, match="ended with code 9"):
-        list(loader.load(SLICES))
+        list(load(loader, SLICES))
 
 
-def test_after_an_error_and_a_closed_generator_the_loader_goes_on():
+def test_after_an_error_and_a_closed_generator_the_loader_still_works():
     with made(Plain()) as loader:
         for _ in range(3):
-            loaded = loader.load(SLICES)
+            loaded = load(loader, SLICES)
             next(loaded)
             loaded.close()
-        one, other = loader.load(SLICES), loader.load(reversed(SLICES))
+        one, other = load(loader, SLICES), load(loader, reversed(SLICES))
         pairs = list(zip(one, other, strict=True))
         assert starts(a for a, _ in pairs) == starts(b for _, b in pairs)[::-1]
 
@@ -281,7 +267,7 @@ def test_a_batch_that_grows_finds_room():
 
     with made(Growing(), 1) as loader:
         sizes = [Slice(0, i, i + 1) for i in (1, 99, 0, 50, 99)]
-        assert [b[0].sum().item() for b in loader.load(sizes)] == [
+        assert [b[0].sum().item() for b in load(loader, sizes)] == [
             i * (1 + i * 1000) for i in (1, 99, 0, 50, 99)
         ]
 
@@ -334,7 +320,7 @@ def named(samples):
 
 def test_a_dict_of_a_class_of_its_own_is_one_in_the_process_that_trains_too():
     with made(Plain(), collate=named) as loader:
-        (batch,) = loader.load(SLICES[:1])
+        (batch,) = load(loader, SLICES[:1])
     assert type(batch) is type(batch.inner) is Named
     assert torch.is_tensor(batch.row)
     assert batch.inner.data == {1: "text"}
@@ -361,7 +347,7 @@ def local():
 
 @pytest.mark.parametrize("batch", [Named({}, more=object()), Named({2.5: 1}), local()])
 def test_a_dict_that_has_more_to_it_than_its_items_is_refused(batch):
-    with pytest.raises(DataError, match=r"more to it than its items.*data\.loaders = 0"):
+    with pytest.raises(DataError, match=r"holds more than its items.*data\.loaders = 0"):
         wire.pack(batch)
 
 
@@ -405,7 +391,7 @@ def test_a_child_holds_no_connection_of_its_parent():
 
     ends = socket.socketpair()
     with ends[0], ends[1], made(Sees(), 2) as loader:
-        assert not any(batch.any() for batch in loader.load(SLICES[:2]))
+        assert not any(batch.any() for batch in load(loader, SLICES[:2]))
         ends[0].sendall(b"still here")
         assert ends[1].recv(10) == b"still here"
 
@@ -424,7 +410,7 @@ def test_auto_reads_in_processes_what_mostly_waits():
 
 
 class Told(Plain):
-    """Tells what it is told about the process that reads it."""
+    """Returns its worker info."""
 
     def __getitem__(self, index):
         info = torch.utils.data.get_worker_info()
@@ -437,7 +423,7 @@ class Told(Plain):
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_dataset_sees_in_a_loader_process_what_it_sees_in_one_of_torchs(processes):
     with made(Told(), processes) as loader:
-        rows = torch.cat(list(loader.load(Slice(0, i, i + 1) for i in range(6))))
+        rows = torch.cat(list(load(loader, (Slice(0, i, i + 1) for i in range(6)))))
     assert rows[:, 0].tolist() == [number % processes for number in range(1, 7)]
     assert rows[:, 1].unique().tolist() == [processes]
     assert rows[:, 2:].all()
@@ -445,7 +431,7 @@ def test_a_dataset_sees_in_a_loader_process_what_it_sees_in_one_of_torchs(proces
 
 def test_a_dataset_that_is_read_where_training_is_sees_no_loader_process():
     with made(Told(), 0) as loader:
-        (batch,) = loader.load([Slice(0, 0, 3)])
+        (batch,) = load(loader, [Slice(0, 0, 3)])
     assert batch[:, 0].unique().tolist() == [-1]
 
 
@@ -460,7 +446,7 @@ def test_the_users_worker_init_fn_is_called_in_each_process_also_in_a_replacemen
 
     with made(Initialised(), 2, worker_init=begin) as loader:
         for _ in range(2):
-            rows = torch.cat(list(loader.load(Slice(0, i, i + 1) for i in range(4))))
+            rows = torch.cat(list(load(loader, (Slice(0, i, i + 1) for i in range(4)))))
             assert sorted(rows[:, 0].tolist()) == [10, 10, 11, 11]
             assert set(rows[:, 1].tolist()) == set(loader.pids)
             for pid in loader.pids:
@@ -483,9 +469,8 @@ def test_a_loader_process_makes_no_file_in_shared_memory_for_a_batch():
         return batch[0].is_shared() or batch[1].is_shared()
 
     with made(Plain(), 1) as loader:
-        read = loader._pool._work.read
+        work = loader._pool._work
         loader._pool.close()
-    work = Work(lambda part: shared(read(part)[0]), Plain(), 1)
-    pool = Pool(work, 1)
+    pool = Pool(work._replace(read=lambda part: shared(work.read(part)[0])), 1)
     assert pool.take(pool.submit(SLICES[0])) is False
     pool.close()

@@ -1,7 +1,7 @@
-"""Datasets that open their file when they are first read are read rightly, in every mode.
+"""Datasets that open their file at the first read are read correctly, in every mode.
 
-Such a handle has a place in its file: two threads, or two processes that got it
-by a fork, move it under each other's feet. Each sample is compared with what
+Such a handle has an offset in its file: two threads, or two processes that share it
+after a fork, would move it for each other. Each sample is compared with what
 was written.
 """
 
@@ -16,10 +16,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from datasets import load
 from torch.utils.data import ConcatDataset, Subset, random_split
 
-from instep.data import template
 from instep.data.loader import Loader, Slice
+from instep.data.reading import template
 
 pytestmark = pytest.mark.process
 
@@ -200,7 +201,7 @@ def test_every_sample_is_the_one_that_was_written(file_of, kind, eager, processe
         pytest.skip("its makers forbid what is open to go through a fork")
     (loader,) = loaders_of(kind(file_of(kind), eager=eager), processes=processes)
     with closing(loader):
-        assert wrong(loader.load(SLICES)) == ([], SAMPLES)
+        assert wrong(load(loader, SLICES)) == ([], SAMPLES)
 
 
 @pytest.mark.parametrize("processes", [0, 2, "auto"])
@@ -209,7 +210,7 @@ def test_halves_of_one_dataset_that_are_read_at_a_time_do_not_mix(file_of, kind,
     halves = random_split(kind(file_of(kind)), [256, 256])
     one, other = loaders_of(*halves, processes=processes)
     with closing(one), closing(other):
-        pairs = zip(one.load(SLICES[:16]), other.load(SLICES[:16]), strict=True)
+        pairs = zip(load(one, SLICES[:16]), load(other, SLICES[:16]), strict=True)
         assert wrong(batch for pair in pairs for batch in pair) == ([], SAMPLES)
 
 
@@ -218,17 +219,17 @@ def test_one_that_hides_in_a_concatenation_of_subsets_is_not_mixed_either(file_o
     parts = [Subset(dataset, range(256)), Subset(dataset, range(256, 512))]
     one, other = loaders_of(ConcatDataset(parts), ConcatDataset(parts[::-1]), processes=0)
     with closing(one), closing(other):
-        pairs = zip(one.load(SLICES), other.load(SLICES), strict=True)
+        pairs = zip(load(one, SLICES), load(other, SLICES), strict=True)
         assert wrong(batch for pair in pairs for batch in pair) == ([], 2 * SAMPLES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_replacement_of_a_killed_process_has_an_object_that_nobody_has_read(file_of, kind):
+def test_the_replacement_of_a_killed_process_has_an_unread_dataset(file_of, kind):
     """The process that trains reads from the same object meanwhile, for itself."""
     dataset = kind(file_of(kind))
     (loader,) = loaders_of(dataset, processes=2)
     with closing(loader):
-        batches, loaded = [], loader.load(SLICES)
+        batches, loaded = [], load(loader, SLICES)
         for number in range(len(SLICES)):
             if number % 16 == 8:
                 for pid in loader.pids:
@@ -241,17 +242,17 @@ def test_the_replacement_of_a_killed_process_has_an_object_that_nobody_has_read(
 def test_the_process_that_forks_the_others_is_replaced_too(file_of):
     (loader,) = loaders_of(Tar(file_of(Tar)), processes=2)
     with closing(loader):
-        loaded = loader.load(SLICES)
+        loaded = load(loader, SLICES)
         batches = [next(loaded)]
         os.kill(loader._pool._template.pid, signal.SIGKILL)
         assert wrong([*batches, *loaded]) == ([], SAMPLES)
 
 
 def test_the_process_that_forks_the_others_is_replaced_where_it_was_stopped(file_of, monkeypatch):
-    monkeypatch.setattr(template, "_SILENT_S", 0.5)  # who answers later is replaced as well
+    monkeypatch.setattr(template, "_TIMEOUT_S", 0.5)  # who answers later is replaced as well
     (loader,) = loaders_of(Tar(file_of(Tar)), processes=1)
     with closing(loader):
-        loaded = loader.load(SLICES)
+        loaded = load(loader, SLICES)
         batches = [next(loaded)]
         stopped = loader._pool._template.pid
         os.kill(stopped, signal.SIGSTOP)
@@ -272,5 +273,5 @@ def test_a_dataset_on_the_module_is_read_by_each_process_from_a_place_of_its_own
     dataset = Plain(file_of(Plain), eager=True)
     mine, theirs = loaders_of(dataset, processes=0)[0], loaders_of(dataset, processes=1)[0]
     with closing(mine), closing(theirs):
-        pairs = zip(mine.load(SLICES), theirs.load(SLICES), strict=True)
+        pairs = zip(load(mine, SLICES), load(theirs, SLICES), strict=True)
         assert wrong(batch for pair in pairs for batch in pair) == ([], 2 * SAMPLES)

@@ -1,4 +1,4 @@
-"""What one thread shows of itself to another."""
+"""What one thread can learn of another."""
 
 import threading
 import time
@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from instep.data.fetch import Slice
-from instep.data.readers import Ahead
-from instep.data.threads import cpu_clock
+from instep.data.reading.fetch import Slice
+from instep.data.reading.readers import Ahead
+from instep.data.reading.threads import cpu_clock
 
 TIMEOUT_S = 30.0
 
@@ -46,7 +46,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_the_clock_of_a_thread_that_loops_goes_on_and_that_of_one_that_waits_does_not():
+def test_the_clock_of_a_looping_thread_advances_and_that_of_a_waiting_one_does_not():
     loops, waits = Doing(loops=True), Doing(loops=False)
     until(lambda: loops.clock() > 0.3)
     assert waits.clock() < 0.1
@@ -54,13 +54,13 @@ def test_the_clock_of_a_thread_that_loops_goes_on_and_that_of_one_that_waits_doe
     waits.end()
 
 
-def test_the_clock_of_a_thread_that_has_ended_says_nothing():
+def test_the_clock_of_a_thread_that_has_ended_is_zero():
     done = Doing(loops=False)
     done.end()
     until(lambda: done.clock() == 0.0)  # the kernel may need a moment
 
 
-def test_a_reader_tells_how_busy_its_thread_was():
+def test_a_reader_reports_the_cpu_time_of_its_thread():
     ended = threading.Event()
 
     def work(part):

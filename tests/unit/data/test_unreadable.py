@@ -1,4 +1,4 @@
-"""What cannot be read is left out or ends the run, as it is set, however samples are read."""
+"""An unreadable sample is skipped or ends the run, as set, however samples are read."""
 
 import time
 from contextlib import closing
@@ -166,15 +166,6 @@ def test_many_that_can_be_read_alone_but_not_together_are_an_error_and_not_left_
 
     with pytest.raises(DataError, match=r"samples 0, 1, 2, 3, 4, 5 and 4 more cannot be read tog"):
         reads(Together(), SLICES[:1], processes=0)
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_an_augmentation_that_raises_is_no_sample_that_cannot_be_read(processes):
-    def wrong(sample, generator):
-        raise ValueError("no such rotation")
-
-    with pytest.raises(DataError, match="sample 0 cannot be augmented"):
-        reads(Plain(), augment=wrong, processes=processes)
 
 
 def test_samples_are_left_out_of_a_shuffled_order_by_their_index_not_their_position():

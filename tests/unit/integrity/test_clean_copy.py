@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from instep.integrity.clean_copy import CleanCopy
-from instep.state.snapshot import Packer
 from instep.sync.base import make_strategy
 from instep.worker.capture import Progress
 from instep.worker.committed import Commit, CommittedState
@@ -57,7 +56,7 @@ class Worker:
             self.held.settled = step
 
     def state(self):
-        live = self.held.capture(Packer())
+        live = self.held.capture()
         del live.facts["course"]
         tensors = {g: {n: t.tolist() for n, t in ts.items()} for g, ts in live.tensors.items()}
         return tensors, live.facts, live.step

@@ -7,7 +7,7 @@ import pytest
 
 from instep import spec_file
 from instep.errors import RunError, SpecError
-from instep.lab.chaos import check_can_be_repeated, check_own, is_going_on
+from instep.lab.chaos import check_can_be_repeated, check_own, is_running
 from instep.spec import as_table
 from instep.store.run_folder import RunFolder
 
@@ -38,7 +38,7 @@ def test_a_run_that_came_to_its_end_is_a_measure(tmp_path):
 @pytest.mark.parametrize("outcome", ["failed", "interrupted", ""])
 def test_a_run_that_did_not_is_none(tmp_path, outcome):
     run = run_of(tmp_path / "run", (0, 9), outcome=outcome)
-    with pytest.raises(RunError, match=r"To end it: instep resume "):
+    with pytest.raises(RunError, match=r"To complete it: instep resume "):
         check_can_be_repeated(run)
 
 
@@ -48,16 +48,16 @@ def test_a_run_that_was_lengthened_on_the_way_is_none(tmp_path):
 
 
 def test_a_run_whose_processes_others_started_is_not_broken(tmp_path):
-    with pytest.raises(SpecError, match="nobody replaces them"):
+    with pytest.raises(SpecError, match="they are not replaced"):
         check_own(run_of(tmp_path / "run", (0, 9), started_by="join"))
 
 
 def test_a_run_on_another_machine_is_not_broken_while_it_goes_on(tmp_path):
     run = run_of(tmp_path / "run", (0, 9), host={"name": "afar"})
-    assert not is_going_on(run.path)
+    assert not is_running(run.path)
     check_own(run)
     with (run.path / "run.id").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert is_going_on(run.path)
-        with pytest.raises(SpecError, match="is going on on afar, and this is "):
+        assert is_running(run.path)
+        with pytest.raises(SpecError, match="is running on afar, and this is "):
             check_own(run)

@@ -39,7 +39,7 @@ def test_the_draw_is_what_was_asked_for_in_the_order_in_which_it_is_due(
     assert drawn == draw(kills, hangs, roles[::-1], seed, partitions)
 
 
-def test_every_role_is_met_and_some_blows_fall_into_a_recovery():
+def test_every_role_is_met_and_some_injections_come_during_a_recovery():
     for kills, hangs in ((400, 0), (0, 400)):
         drawn = draw(kills, hangs, list(WEIGHTS), 7)
         counted = Counter(each.role for each in drawn)
@@ -75,5 +75,5 @@ def test_a_role_that_there_is_not_is_refused_with_the_near_miss():
 
 def test_a_run_that_is_too_short_is_refused_with_the_way_to_lengthen_it():
     check_long_enough(20, 10, "")
-    with pytest.raises(SpecError, match=r"19 steps are too few .* 10 times: 20 are wanted\. Do x"):
+    with pytest.raises(SpecError, match=r"19 steps are too few .* at least 20 are needed\. Do x"):
         check_long_enough(19, 10, "Do x.")

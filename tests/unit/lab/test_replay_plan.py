@@ -83,7 +83,7 @@ def test_runs_of_scripts_and_steps_that_there_are_not_are_refused(tmp_path):
     with pytest.raises(SpecError, match=r"--step 0: steps count from 1\."):
         check_step(run, 0)
     joined = recorded(tmp_path / "joined", [(None, 9)], started_by="join")
-    with pytest.raises(SpecError, match=r"processes that called instep\.join"):
+    with pytest.raises(SpecError, match=r"called instep\.join"):
         check_step(joined, 1)
 
 

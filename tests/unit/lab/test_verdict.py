@@ -8,7 +8,6 @@ import pytest
 
 from instep.events import LEDGER, STEPS, ledger_header, read_records
 from instep.lab.verdict import Fall, Injected, judge
-from instep.lab.verdict_words import lines
 from instep.store.run_folder import RunFolder
 from made_up_runs import BEGIN_S, START_UP_S, make_run
 
@@ -37,10 +36,10 @@ def test_a_run_that_ends_like_the_other_holds(folders):
     assert found.holds
     assert found.losses == 20
     assert 0 < found.recovery_of("worker")["median"] < 0.02  # within the step
-    said = lines(found)
+    said = list(found.lines())
     assert "broken  3 of 3 times: hang worker 1, kill loader 1, kill worker 1" in said
     assert "losses  of 20 steps: the same bits as undisturbed" in said
-    assert "verdict holds: as if nothing had been" in said
+    assert "verdict holds: the same result as undisturbed" in said
     table = json.loads(json.dumps(found.as_table(), allow_nan=False))
     assert table["recovery_s"]["kill worker"]["worst"] > 0
     assert [each["role"] for each in table["each"]] == ["worker", "worker", "loader"]
@@ -73,7 +72,7 @@ def test_other_parameters_do_not_hold_unless_the_order_is_all_that_is_promised(f
         (folder / "job.toml").write_text(job.replace('"bits"', '"order"'))
     found = judged(folders)
     assert found.holds
-    assert "verdict holds, to rounding" in lines(found)
+    assert "verdict holds, to rounding" in list(found.lines())
 
 
 def test_a_sample_that_was_used_twice_does_not_hold(folders):
@@ -94,7 +93,11 @@ def test_a_run_that_failed_does_not_hold_and_its_cause_is_told(tmp_path, folders
     ("injected", "options", "fault"),
     [
         ([killed(missed="the run ended before")], {}, "1 of 1 injections could not be made: the"),
-        ([killed(kind="hang", released=True)], {}, "1 hang not noticed, and ended from outside"),
+        (
+            [killed(kind="hang", released=True)],
+            {},
+            "1 hang not noticed by the run",
+        ),
         ([killed()], {"falls": [Fall(0.0, 9, 7)]}, "2 committed steps were lost at once"),
         ([killed()], {"stuck_s": 120.0}, "no step was committed for 2m00s, so it was given up"),
         ([killed()], {"left": [99]}, "processes outlived the run: 99"),
@@ -109,7 +112,9 @@ def test_steps_that_are_computed_again_are_counted(folders):
     found = judged(folders, falls=[Fall(0.0, 9, 8)])
     assert found.holds
     assert found.twice == (9,)
-    assert "twice   1 step computed again after a worker had committed it" in lines(found)
+    assert "twice   1 step computed again that a worker had already committed" in list(
+        found.lines()
+    )
 
 
 def test_steps_taken_back_to_a_checkpoint_are_counted_apart(folders):
@@ -119,7 +124,7 @@ def test_steps_taken_back_to_a_checkpoint_are_counted_apart(folders):
     found = judged(folders, falls=[Fall(0.0, 9, 4)])
     assert found.deepest == 0
     assert found.gone_back == (5, 6, 7, 8, 9)
-    assert any("5 of them after going back to a checkpoint" in line for line in lines(found))
+    assert any("5 of them after going back to a checkpoint" in line for line in list(found.lines()))
 
 
 def test_steps_taken_back_because_of_corruption_are_no_loss(folders):
@@ -136,9 +141,11 @@ def test_a_run_that_goes_on_is_judged_without_another(folders):
     run = RunFolder(folders[0])
     found = judge(run, None, [killed()], going_on=True)
     assert found.holds
-    said = lines(found)
-    assert "hash    nothing to compare with: the run goes on; a step of it can be replayed" in said
-    assert "verdict holds as far as can be told without an undisturbed run" in said
+    said = list(found.lines())
+    assert (
+        "hash    nothing to compare with: the run is going on; a step of it can be replayed" in said
+    )
+    assert "verdict holds, as far as can be said without an undisturbed run" in said
     assert said[-1] == f"next    instep replay {run.path} --step 20"
     later = judge(run, None, [killed(math.inf)], going_on=True)
     assert later.faults == ["after 1 injections no step of all 2 workers followed"]

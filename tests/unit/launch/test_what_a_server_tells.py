@@ -11,7 +11,7 @@ import pytest
 from instep.comm.channel import Address
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
-from instep.data import breadcrumb
+from instep.data.samples import last_read
 from instep.launch import fork_server
 from instep.launch.fork_server import Server
 
@@ -169,18 +169,18 @@ def test_where_a_process_ended_is_told_with_its_end(served):
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        breadcrumb.leave_in(page)
-        breadcrumb.at_step(7)
-        breadcrumb.trail("training").begins_named(512, "a/b.png")
+        last_read.use_page(page)
+        last_read.set_step(7)
+        last_read.current_read("training").start_named(512, "a/b.png")
         os.write(write, b".")
         signal.pause()
-    server._pages.give(page, pid)
+    server._pages.assign(page, pid)
     server._workers[pid] = 3
     os.read(read, 1)
     ended(pid)
     server._reap()
     [(end, _)] = connection.said
     assert end.place == Whereabouts(step=7, dataset="training", sample=512, file="a/b.png")
-    assert server._pages.take(pid) is None  # it is told once, and the page is another's
+    assert server._pages.collect(pid) is None  # it is told once, and the page is another's
     for one in (read, write):
         os.close(one)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from instep.data.keyed import states
 from instep.data.loader import Loader
+from instep.data.reading.generators import DrawDetector
 from instep.errors import RecipeError
 from instep.recipe.build import Recipe
 from instep.recipe.forward import Forward
@@ -49,10 +49,10 @@ def test_a_validation_that_is_tried_moves_nothing():
     sizes = []
     recipe = recipe_of(Restless(), size=lambda outputs, _: sizes.append(len(outputs)) or 1.0)
     forward = Forward(recipe, recipe.model, torch.device("cpu"), "float32")
-    before = states()
+    before = DrawDetector()
     try_validation(forward, loader(recipe), 4)
     assert sizes == [4]
-    assert states().same(before)
+    assert not before.drawn()
     assert forward.model is recipe.model
     assert (recipe.model.calls, float(recipe.model.seen), recipe.model.training) == (0, 0.0, True)
 

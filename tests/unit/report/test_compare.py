@@ -1,5 +1,7 @@
-from instep.report.compare import differing_settings, figures
-from instep.report.summary import summarise
+import re
+
+from instep.report.figures.summary import summarise
+from instep.report.page.comparison import comparison, differing_settings
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run
 
@@ -15,8 +17,8 @@ def test_only_settings_that_differ_are_listed():
 
 
 def test_metrics_of_either_run_are_among_the_figures(tmp_path):
-    one = summarise(RunFolder(make_run(tmp_path / "one")))
-    other = summarise(RunFolder(make_run(tmp_path / "other", metrics=False)))
-    rows = {name: values for name, *values in figures(one, other)}
-    assert rows["validation loss"] == [0.5, None]
-    assert rows["steps"] == [48, 48]
+    one = RunFolder(make_run(tmp_path / "one"))
+    other = RunFolder(make_run(tmp_path / "other", metrics=False))
+    shown = comparison([one, other], [summarise(one), summarise(other)])
+    assert re.search(r"validation loss</th>\D*>0\.5</td><td[^>]*>-</td>", shown)
+    assert re.search(r"steps</th><td[^>]*>48</td><td[^>]*>48</td>", shown)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from instep.report.curves import POINTS, charts, thin, throughput
+from instep.report.figures.curves import POINTS, charts, thin, throughput
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_run
 

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 import pytest
 
 from instep.events import LEDGER, read_events, read_records
-from instep.report.markup import Html, embedded_json, tag
-from instep.report.page import write_report
+from instep.report.page.markup import Html, embedded_json, tag
+from instep.report.page.page import write_report
 from instep.store.run_folder import RunFolder
 from instep.units import readable_count
 from made_up_runs import BEGIN_S, failure, make_run, stopped_by, write_events, write_ledger
@@ -61,7 +61,7 @@ def test_the_page_tells_the_run_from_top_to_bottom(tmp_path):
         "Throughput",
         "Where the time went",
         "Start-up",
-        "Who did how much",
+        "Work of each worker",
         "Audit of samples",
         "Generations and failures",
         "Checkpoints",
@@ -130,7 +130,7 @@ def test_two_runs_are_laid_over_each_other(tmp_path):
         (0, "validation"),
         (1, "training"),
     ]
-    assert "From here on: one alone." in page.words
+    assert "The rest is about one alone." in page.words
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
@@ -223,7 +223,7 @@ def test_the_page_says_who_did_how_much_and_how_work_was_dealt(tmp_path):
     event = {"time": BEGIN_S + 3, "event": "work_dealt", "generation": 1, "speeds": [4, 1, 3]}
     write_events(folder, [*events[:-1], {**event, **dealt}, events[-1]])
     words = Page(page_of(folder)).words
-    at = words.index("worker 1", words.index("samples/s of its own computing"))
+    at = words.index("worker 1", words.index("samples/s while computing"))
     its = int((second["stop"] - second["first"]).sum())
     assert words[at + 1 : at + 3] == [readable_count(its), "17 %"]
     at = words.index("micro-batches of each worker")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from instep.cli import main
 from instep.data.order import position
 from instep.events import LEDGER, ledger_header, read_events, read_records
-from instep.report.proof import prove, untiled
-from instep.report.summary import summarise
+from instep.report.figures.proof import prove, untiled
+from instep.report.figures.summary import summarise
 from instep.store.audit import Stretch, audit
 from instep.store.run_folder import RunFolder
 from made_up_runs import make_ledger, make_run, write_events, write_ledger
@@ -167,7 +167,7 @@ def test_a_torn_tail_is_left_out_and_told(tmp_path, capsys):
     assert main(["audit", str(path)]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert "20 steps committed, 41 records in the ledger, 1 of them after" in first
-    assert first.endswith("39 bytes at its end are no whole record")
+    assert first.endswith("the last 39 bytes are not a whole record")
 
 
 def test_a_torn_tail_of_a_run_that_came_to_its_end_is_a_fault(tmp_path, capsys):
@@ -194,7 +194,7 @@ def test_an_empty_ledger_of_a_run_that_took_steps_is_a_fault(tmp_path, capsys):
     (path / "ledger.bin").write_bytes(b"")
     assert main(["audit", str(path)]) == 6
     out, err = capsys.readouterr()
-    assert "fault   step 1 to 20 and 28 more" in out
+    assert "fault   step 1 to 48:" in out
     assert "3,000 samples missing" in err
 
 
@@ -218,18 +218,18 @@ def shifted(ledger):
         (
             dropped,
             "epoch 2: 1,000 due, 968 used: 32 missing; first at positions 256 to 287 (missing)",
-            "32 samples missing, 1 step with other positions than its own.",
+            "32 samples missing, 1 step with positions that are not its own.",
         ),
         (
             doubled,
             "epoch 2: 1,000 due, 1,032 used: 32 repeated; first at positions 256 to 287 (repeated)",
-            "32 samples repeated, 1 step with other positions than its own.",
+            "32 samples repeated, 1 step with positions that are not its own.",
         ),
         (
             shifted,
-            "epoch 2: 1,000 due, 1,000 used: 3 missing, 3 repeated; first at positions 253 to 255 "
+            "epoch 2: 1,000 due, 1,000 used: 3 repeated, 3 missing; first at positions 253 to 255 "
             "(repeated), positions 285 to 287 (missing)",
-            "3 samples missing, 3 samples repeated, 1 step with other positions than its own.",
+            "3 samples missing, 3 samples repeated, 1 step with positions that are not its own.",
         ),
     ],
 )
@@ -282,7 +282,7 @@ def test_no_byte_that_says_who_took_what_when_can_change_unseen(tmp_path, at, ch
         for name in ("course", "generation", "worker", "kind", "unit")
     )
     proof = prove(RunFolder(path))
-    assert proof.exact == who or (not ended and proof.last_step < 48)  # the last one, in flight
+    assert proof.exact == who or (not ended and proof.run.last_step < 48)  # the last one, in flight
     json.dumps(proof.as_table(), allow_nan=False)
     assert proof.lines()
 
@@ -300,7 +300,7 @@ def test_without_the_size_of_the_data_nothing_is_claimed(tmp_path, capsys):
     assert main(["audit", str(path)]) == 6
     out, err = capsys.readouterr()
     assert "exactly once" not in out
-    assert re.search("nothing can be proved of .*digits: the size of its training set", err)
+    assert re.search("nothing can be proved about .*digits: the size of its training set", err)
 
 
 def test_many_faults_are_counted_and_not_listed_whole(tmp_path, capsys):
@@ -312,7 +312,7 @@ def test_many_faults_are_counted_and_not_listed_whole(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 30
     assert "fault   380 more epochs with faults" in lines
-    assert "fault   step 1 to 20 and 380 more: not exactly the positions that the job gives" in (
+    assert "fault   step 1 to 400: not exactly the positions that the job gives" in (
         "\n".join(lines)
     )
 

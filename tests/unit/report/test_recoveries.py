@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.events import STEPS
-from instep.report.recovery import computed_twice, quantiles, recoveries
+from instep.report.figures.recovery import computed_twice, quantiles, recoveries
 from instep.store.run_folder import step_ends
 
 

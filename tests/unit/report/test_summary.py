@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from instep.events import LEDGER, read_records
-from instep.report.screen import notice
-from instep.report.sections import changes_and_failures
-from instep.report.summary import summarise, time_split, verdict
+from instep.report.figures.summary import summarise, time_split
+from instep.report.page.sections import changes_and_failures
+from instep.report.terminal.closing import closing_lines
+from instep.report.terminal.screen import notice
 from instep.store.run_folder import PARTS, RunFolder
 from made_up_runs import make_run, stopped_by, write_ledger
 
@@ -87,13 +88,13 @@ def test_repeats_and_gaps_are_counted(tmp_path):
     folder = RunFolder(path)
     summary = summarise(folder)
     assert (summary["repeated_samples"], summary["missing_samples"]) == (32, 32)
-    assert "32 repeated, 32 missing" in verdict(summary, folder)[0]
+    assert "32 repeated, 32 missing" in closing_lines(summary, folder)[0]
 
 
 def test_the_verdict_of_a_good_run_ends_with_the_next_commands(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     (folder.path / "report.html").write_text("")
-    lines = verdict(summarise(folder), folder)
+    lines = closing_lines(summarise(folder), folder)
     assert "48 steps   3,000 samples, each exactly once per epoch" in lines[0]
     assert (
         lines[1]
@@ -110,7 +111,7 @@ def test_the_verdict_of_a_good_run_ends_with_the_next_commands(tmp_path):
 
 def test_the_verdict_of_a_failed_run_names_the_cause_and_promises_no_model(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits", steps=21, outcome="failed"))
-    lines = verdict(summarise(folder), folder)
+    lines = closing_lines(summarise(folder), folder)
     assert lines[0].startswith("failed after ")
     assert (
         lines[1] == "cause   IndexError: target 10 is out of bounds   (worker 1, step 22, forward)"
@@ -121,7 +122,7 @@ def test_the_verdict_of_a_failed_run_names_the_cause_and_promises_no_model(tmp_p
 
 def test_the_verdict_of_a_run_without_steps_claims_nothing(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits", steps=0, outcome="interrupted"))
-    first, resume, last = verdict(summarise(folder), folder)
+    first, resume, last = closing_lines(summarise(folder), folder)
     assert first.endswith("no step was committed")
     assert resume == f"next    instep resume {folder.path}"
     assert last == f"        instep report {folder.path}"
@@ -135,7 +136,7 @@ def test_a_run_that_a_rule_stopped_names_rule_figures_and_step(tmp_path):
     summary = summarise(folder)
     assert summary["rule"] == "target"
     assert summary["rule_text"] == "accuracy 0.98 reached the target 0.97, at step 20"
-    lines = verdict(summary, folder)
+    lines = closing_lines(summary, folder)
     assert lines[0].startswith("stopped (target) after ")
     assert lines[1] == "rule    accuracy 0.98 reached the target 0.97, at step 20"
 
@@ -179,9 +180,13 @@ def test_corruption_that_was_found_is_counted_and_shown_everywhere(tmp_path, who
     folder = RunFolder(path)
     summary = summarise(folder)
     assert summary["corruptions"] == 1
-    for shown in ("\n".join(verdict(summary, folder)), notice(event), changes_and_failures(folder)):
+    for shown in (
+        "\n".join(closing_lines(summary, folder)),
+        notice(event),
+        changes_and_failures(folder),
+    ):
         assert words in shown
-        assert "went on from step 9" in shown
+        assert "training continued from step 9" in shown
 
 
 def test_where_nobody_had_a_copy_no_step_is_named_to_go_on_from():
@@ -193,4 +198,4 @@ def test_where_nothing_was_found_it_says_so_in_the_summary_alone(tmp_path):
     folder = RunFolder(make_run(tmp_path / "digits"))
     summary = summarise(folder)
     assert summary["corruptions"] == 0
-    assert not any("wrong" in line for line in verdict(summary, folder))
+    assert not any("wrong" in line for line in closing_lines(summary, folder))

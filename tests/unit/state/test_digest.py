@@ -1,4 +1,4 @@
-"""A digest sees every flipped bit; a watch sees what was written behind its back."""
+"""A digest detects every flipped bit; a memory watch detects unannounced writes."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from instep.state.digest import Watch, _column_sums, _column_sums_by_torch, combined, digests
+from instep.state.digest import MemoryWatch, _column_sums, _column_sums_by_torch, combined, digests
 
 LENGTHS = [1, 3, 511, 1024, 1025, 5000]
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -45,7 +45,7 @@ def test_the_same_bit_flipped_in_two_words_changes_it_too(length, bit, data):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("length", [0, *LENGTHS])
-def test_equal_values_have_equal_digests_wherever_they_lie(dtype, length):
+def test_equal_values_have_equal_digests_anywhere_in_memory(dtype, length):
     tensor = made(length, dtype) if length else torch.zeros(0, dtype=dtype)
     room = torch.zeros(length + 3, dtype=dtype)
     room[3:] = tensor
@@ -59,7 +59,7 @@ def test_the_layout_in_memory_does_not_count():
     assert digests([images]) == digests([images.to(memory_format=torch.channels_last)])
 
 
-def test_a_sparse_tensor_is_told_by_its_rows_and_values():
+def test_the_digest_of_a_sparse_tensor_covers_its_rows_and_values():
     rows, values = torch.tensor([[0, 2]]), made(8).view(2, 4)
     pairs = [(rows, values), (rows.flip(1), values.flip(0))]
     pairs += [(rows, flipped(values, 70)), (rows + 1, values)]
@@ -102,7 +102,7 @@ def watched(share=1e9, clock=None):
     model = nn.Sequential(nn.Linear(700, 500), nn.Conv2d(3, 5, 2), nn.Linear(3, 1))
     model[1].to(memory_format=torch.channels_last)
     model[2].requires_grad_(False)
-    return model, Watch(model.named_parameters(), share, clock or Clock())
+    return model, MemoryWatch(model.named_parameters(), share, clock or Clock())
 
 
 NAMES = [name for name, _ in watched()[0].named_parameters()]
@@ -110,44 +110,44 @@ NAMES = [name for name, _ in watched()[0].named_parameters()]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("element", [0, -1])
-def test_a_watch_names_the_tensor_of_which_a_bit_has_flipped(name, element):
+def test_a_memory_watch_names_the_tensor_with_a_flipped_bit(name, element):
     model, watch = watched()
-    watch.take()
-    assert watch.look() is None
+    watch.record()
+    assert watch.find_change() is None
     memory = model.get_parameter(name).data
     if memory.dim() == 4:
         memory = memory.permute(0, 2, 3, 1)  # as it lies there
     memory.view(-1).view(torch.int32)[element] ^= 1 << 20
-    assert watch.look() == name
+    assert watch.find_change() == name
 
 
-def test_what_is_written_before_the_next_take_is_as_it_must_be():
+def test_what_is_written_before_the_next_record_is_no_change():
     model, watch = watched()
-    watch.take()
+    watch.record()
     with torch.no_grad():
         model[0].weight.add_(1)
-    watch.take()
-    assert watch.look() is None
+    watch.record()
+    assert watch.find_change() is None
 
 
-def test_a_tensor_that_was_given_other_memory_is_not_accused():
+def test_a_tensor_with_new_memory_is_no_change():
     model, watch = watched()
-    watch.take()
+    watch.record()
     model[0].weight.data = model[0].weight.data + 1
-    assert watch.look() is None
-    watch.take()
+    assert watch.find_change() is None
+    watch.record()
     model[0].weight.data[0, 0] += 1
-    assert watch.look() == "0.weight"
+    assert watch.find_change() == "0.weight"
 
 
-def test_a_watch_that_costs_too_much_looks_at_less_each_time_and_at_all_in_turns():
+def test_a_memory_watch_that_costs_too_much_checks_less_each_time_in_rotation():
     clock = Clock()
     _, watch = watched(share=0.01, clock=clock)
     pieces = set()
     for step in range(40):
         clock.tick = 1.0
-        watch.take()
-        assert watch.look() is None
+        watch.record()
+        assert watch.find_change() is None
         clock.tick = 0.0
         clock.now += 100.0
         if step > 10:
@@ -157,8 +157,8 @@ def test_a_watch_that_costs_too_much_looks_at_less_each_time_and_at_all_in_turns
 
 
 def test_a_model_without_parameters_is_watched_without_harm():
-    watch = Watch([], 0.01)
-    watch.take()
-    watch.take()
-    assert watch.look() is None
+    watch = MemoryWatch([], 0.01)
+    watch.record()
+    watch.record()
+    assert watch.find_change() is None
     assert watch.covered == 0

@@ -1,9 +1,6 @@
-"""A model leaves a checkpoint whole and as it was saved, or not at all."""
+"""A model is copied out of a checkpoint as it was saved, or not at all."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 import safetensors.torch
@@ -11,8 +8,8 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError, SpecError
-from instep.state.best import Best, facts_of
 from instep.state.export import check_target, choose, copy_model
+from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors
 
@@ -47,7 +44,9 @@ def test_a_step_or_the_best_is_chosen(folder):
 def test_what_is_not_there_is_answered_with_what_is(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"of step 7: .* has those of step 1, 2, 3, 4\."):
         choose(folder, step=7)
-    with pytest.raises(CheckpointError, match=r"best by 'recall': .*Set checkpoint.keep_best"):
+    with pytest.raises(
+        CheckpointError, match=r"has the metric 'recall': .*Set checkpoint.keep_best"
+    ):
         choose(folder, best=Best(count=1, metric="recall"))
     with pytest.raises(CheckpointError, match="none was kept"):
         choose(tmp_path / "nothing", step=1)
@@ -77,7 +76,7 @@ def test_a_damaged_model_is_refused_and_nothing_is_written(folder, tmp_path, dam
         file.unlink()
     target = tmp_path / "model.safetensors"
     target.write_text("from before")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is (damaged|missing)"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is (damaged|missing|truncated)"):
         copy_model(folder / "step-00000002", target)
     assert target.read_text() == "from before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
@@ -102,8 +101,3 @@ def test_what_a_model_started_from_is_no_target(tmp_path, start):
     with pytest.raises(SpecError, match=r"from which the model of .* started"):
         check_target(target, tmp_path / "run", str(given / start))
     check_target(tmp_path / "other.safetensors", tmp_path / "run", str(given / start))
-
-
-def test_it_takes_no_torch():
-    code = "import instep.state.export, sys; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Nothing is believed that was not checked; a model takes what fits it."""
+"""Nothing is loaded that was not checked; a model takes what fits it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
-from instep.state.load import LoadReport, latest, load, load_model
+from instep.state.intact import newest_intact
+from instep.state.load import LoadReport, load, load_model
 from instep.state.manifest import seal
+from instep.state.packing import pack_state
 from instep.state.restore import restore
-from instep.state.save import CheckpointWriter, save_model
-from instep.state.snapshot import Snapshot, model_tensors, pack_state, parameters_sha256
-from instep.state.sound import newest_sound
+from instep.state.save import CheckpointWriter
+from instep.state.snapshot import Snapshot, model_tensors, parameters_sha256
+from instep.state.staging import save_model
 
 
 @pytest.fixture
@@ -238,7 +240,7 @@ def test_a_thousand_damaged_checkpoints_give_checkpoint_errors_only(whole, tmp_p
         assert str(tmp_path) in text or "now builds another model" in text, "it must say which file"
         assert "\n" not in text
         assert parameters_sha256(model) == before
-        found, sentences = newest_sound(tmp_path)
+        found, sentences = newest_intact(tmp_path)
         if mutate not in (forge_a_header, forge_a_file):  # which only loading can see
             assert found is None
             assert str(copy) in sentences[0]
@@ -275,11 +277,6 @@ def test_a_link_to_the_very_bytes_that_were_saved_is_as_good_as_the_file(whole, 
     assert load(whole).step == 2
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_where_a_look_shows_it(whole):
-    (whole / "model.safetensors").write_bytes(b"")
-    assert latest(whole.parent) == whole.parent / "step-00000001"
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(whole, name):
     (whole / name).unlink()
@@ -292,7 +289,7 @@ def test_what_lies_beside_the_listed_files_is_not_read(whole):
     assert load(whole).step == 2
 
 
-def test_no_checkpoint_at_all_is_said(tmp_path):
+def test_a_missing_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         load(tmp_path / "nothing")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from instep.state.manifest import (
     decode,
     encode,
     file_name,
-    latest,
     open_regular,
     read_manifest,
     seal,
@@ -67,7 +68,7 @@ def test_a_manifest_comes_back_as_it_was():
         (lambda m: m.update(version="2"), "its version is '2'"),
         (lambda m: m.update(version=True), "its version is True"),
         (lambda m: m.pop("version"), "its version is None"),
-        (lambda m: m.update(format="other"), "no manifest of a checkpoint"),
+        (lambda m: m.update(format="other"), "not a manifest of an instep checkpoint"),
         (
             lambda m: m["files"].update(
                 {"../x.safetensors": {"size_bytes": 1, "sha256": "0" * 64}}
@@ -123,11 +124,8 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path):
         check_file(tmp_path / "nothing", FileEntry(0, "0" * 64))
 
 
-def test_there_is_no_latest_where_there_is_nothing(tmp_path):
-    assert latest(tmp_path / "missing") is None
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-2").mkdir()
-    assert latest(tmp_path) is None
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be listed"):
-        latest(tmp_path / "file")
+def test_what_reads_no_tensors_imports_no_torch():
+    names = ("manifest", "intact", "model_file", "retention", "export", "compare")
+    modules = ", ".join(f"instep.state.{name}" for name in names)
+    code = f"import {modules}, sys; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

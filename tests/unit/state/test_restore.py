@@ -1,4 +1,4 @@
-"""A live model takes back what was saved of it, to the bit; another model takes nothing."""
+"""A live model is restored bit for bit; another model is refused."""
 
 from __future__ import annotations
 

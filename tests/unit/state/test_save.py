@@ -1,4 +1,4 @@
-"""Checkpoints are written whole, one after the other, and cleared away in time."""
+"""Checkpoints are written atomically, one after the other, and deleted in time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from torch import nn
 
 from disks import Ext4
 from instep.errors import CheckpointError
-from instep.state.load import latest, load
+from instep.state.intact import newest_intact
+from instep.state.load import load
 from instep.state.manifest import published
-from instep.state.recorded import check_recorded
-from instep.state.save import CheckpointWriter, Saved, save_model
+from instep.state.model_file import check_hash
+from instep.state.save import CheckpointWriter, Saved
 from instep.state.snapshot import Snapshot
+from instep.state.staging import save_model
 
 
 def snapshot_of(step, size=100):
-    """A state of which every part tells the step."""
+    """A state in which every part has the step."""
     return Snapshot(
         step=step,
         tensors={
@@ -66,9 +68,9 @@ def test_one_that_may_not_publish_any_more_leaves_the_checkpoints_as_they_are(tm
     write(tmp_path, 1)
     (outcome,) = write(tmp_path, 2, may_publish=lambda: False)
     assert isinstance(outcome, CheckpointError)
-    assert "step 2 was not saved: others may save by now" in str(outcome)
+    assert "step 2 was not saved: another worker saves by now" in str(outcome)
     assert [step for step, _ in published(tmp_path)] == [1]
-    write(tmp_path, 3)  # whoever may clears away what was left
+    write(tmp_path, 3)  # the next writer deletes what was left
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
@@ -92,7 +94,7 @@ def test_a_run_folder_that_is_gone_is_not_made_anew_but_a_folder_of_checkpoints_
         CheckpointWriter(run / "checkpoints")
 
 
-def test_what_is_saved_is_told_once_and_loads(tmp_path):
+def test_a_save_is_reported_once_and_loads(tmp_path):
     (tmp_path / "run").mkdir()
     writer = CheckpointWriter(tmp_path / "run" / "checkpoints")
     held_s = writer.save(snapshot_of(5))
@@ -105,7 +107,7 @@ def test_what_is_saved_is_told_once_and_loads(tmp_path):
     assert saved.held_s == held_s
     assert 0 < held_s <= saved.seconds
     assert_is_of_step(load(saved.path), 5)
-    assert latest(saved.path.parent) == saved.path
+    assert newest_intact(saved.path.parent)[0] == saved.path
     assert not [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")]
 
 
@@ -120,7 +122,7 @@ def test_the_thread_that_writes_never_pushes_training_off_its_core(tmp_path):
     writer.finish()
 
 
-def test_a_program_that_ends_without_a_word_still_gets_its_last_checkpoint(tmp_path):
+def test_a_program_that_never_calls_finish_still_gets_its_last_checkpoint(tmp_path):
     code = (
         "import sys, torch; from pathlib import Path\n"
         "from instep.state.save import CheckpointWriter\n"
@@ -169,7 +171,7 @@ def test_the_same_step_saved_again_replaces_the_first(tmp_path):
 def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
     write(tmp_path, 7)
     (tmp_path / "step-00000007").rename(tmp_path / "step-00000007.old")
-    found = latest(tmp_path)
+    found = newest_intact(tmp_path)[0]
     assert found is not None
     assert found.name == "step-00000007.old"
     assert_is_of_step(load(found), 7)
@@ -250,7 +252,7 @@ def test_what_changes_its_form_in_its_own_memory_is_saved_as_it_is_now(tmp_path)
             assert found[name].tolist() == tensor.tolist(), (saved.step, name)
 
 
-def test_a_tie_that_ends_without_a_new_tensor_is_seen(tmp_path):
+def test_a_tie_that_ends_without_a_new_tensor_is_detected(tmp_path):
     memory = torch.arange(4.0)
     one, other = memory.view(2, 2), memory.view(2, 2)
     writer = CheckpointWriter(tmp_path)
@@ -263,7 +265,7 @@ def test_a_tie_that_ends_without_a_new_tensor_is_seen(tmp_path):
         other.t_()
 
 
-def test_a_failed_write_is_told_by_poll_and_the_next_save_tries_again(tmp_path):
+def test_a_failed_write_is_returned_by_poll_and_the_next_save_retries(tmp_path):
     writer = CheckpointWriter(tmp_path)
     writer.save(snapshot_of(1))
     writer.finish()
@@ -306,11 +308,9 @@ def test_a_folder_that_cannot_be_listed_for_once_stops_no_later_save(tmp_path, m
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_a_bug_in_the_thread_is_raised_once_and_the_next_save_is_not_its_victim(
-    tmp_path, monkeypatch
-):
+def test_a_bug_in_the_thread_is_raised_once_and_the_next_save_works(tmp_path, monkeypatch):
     writer = CheckpointWriter(tmp_path)
-    monkeypatch.setattr(writer, "_retain", lambda step: 1 / 0)
+    monkeypatch.setattr(writer, "_delete_old", lambda step: 1 / 0)
     writer.save(snapshot_of(1))
     with pytest.raises(ZeroDivisionError):
         writer.finish()
@@ -320,7 +320,7 @@ def test_a_bug_in_the_thread_is_raised_once_and_the_next_save_is_not_its_victim(
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+def test_files_that_a_checkpoint_needs_are_synced_before_it_is_published(tmp_path, monkeypatch):
     ledger, synced, sync = tmp_path / "ledger", [], os.fsync
     ledger.write_text("steps")
 
@@ -329,7 +329,7 @@ def test_what_a_checkpoint_builds_on_is_on_the_disk_before_it_counts(tmp_path, m
         sync(descriptor)
 
     folder = tmp_path / "checkpoints"
-    writer = CheckpointWriter(folder, builds_on=[ledger, tmp_path / "not there"])
+    writer = CheckpointWriter(folder, sync_first=[ledger, tmp_path / "not there"])
     monkeypatch.setattr(os, "fsync", watch)
     writer.save(snapshot_of(1))
     writer.finish()
@@ -349,7 +349,7 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path):
 
 
 def drawn_for(step):
-    """A state that nothing but its step can tell: a byte of another step in it would show."""
+    """A state that depends on the step alone: a byte of another step in it would show."""
     generator = torch.Generator().manual_seed(step)
     draw = torch.randint(0, 256, (3, 80_000), dtype=torch.uint8, generator=generator)
     return Snapshot(
@@ -375,7 +375,7 @@ def assert_equals_what_was_saved(found):
 def save_until_killed(folder, announce):
     """The life of a child: go on from the newest checkpoint, save at every step."""
     torch.set_num_threads(1)
-    newest = latest(folder)
+    newest = newest_intact(folder)[0]
     step = load(newest).step if newest else 0
     writer = CheckpointWriter(folder)
     while True:
@@ -524,19 +524,19 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_checkpoint_that_was_told_of_is_found_after_a_power_failure(tmp_path):
+def test_a_reported_checkpoint_is_found_after_a_power_failure(tmp_path):
     """A copy of the disk is taken at that moment, and what was not synced is not on it."""
     disk = Ext4(tmp_path / "disk", 32 << 20)
     try:
         ledger = disk.path / "ledger.bin"
         ledger.write_bytes(b"committed")
-        options = {"builds_on": [ledger]}
+        options = {"sync_first": [ledger]}
         (saved,) = write(disk.path / "checkpoints", 3, **options)
         found = disk.after_a_power_failure(tmp_path / "found")
     finally:
         disk.close()
     try:
-        checkpoint = latest(found.path / "checkpoints")
+        checkpoint = newest_intact(found.path / "checkpoints")[0]
         assert checkpoint is not None
         assert checkpoint.name == saved.path.name
         assert_is_of_step(load(checkpoint), 3)
@@ -556,6 +556,6 @@ def test_a_model_that_was_saved_is_found_after_a_power_failure(tmp_path):
     try:
         tensors = safetensors.torch.load_file(found.path / "model.safetensors")
         assert torch.equal(tensors["weight"], model.weight)
-        assert check_recorded(found.path / "model.safetensors", sealed=True)
+        assert check_hash(found.path / "model.safetensors", required=True)
     finally:
         found.close()

@@ -63,7 +63,7 @@ def becomes_another(path):
         (becomes_another, r"ledger.bin was removed, renamed or replaced"),
         (lambda path: os.truncate(path, LEDGER_START), r"has 32 bytes, and \d+ were written"),
         (lambda path: os.truncate(path, 0), r"has 0 bytes, and \d+ were written"),
-        (others_write, r"and \d+ were written: the file was cut or written to"),
+        (others_write, r"and \d+ were written: the file was changed by another"),
         (lambda path: shutil.rmtree(path.parent), r"the run folder .*/run was removed or renamed"),
         (
             lambda path: path.parent.rename(path.parent.with_name("moved")),

@@ -34,7 +34,7 @@ def test_runs_are_neither_begun_nor_gone_on_with_nor_reported(frail_disk, tmp_pa
 
 def test_a_run_whose_end_could_not_be_recorded_says_so(tmp_path):
     run = make_run(tmp_path / "run", steps=20, outcome=None)
-    with pytest.raises(RunError, match="the run has ended, but how could not be written"):
+    with pytest.raises(RunError, match="the run has ended, but its end could not be written"):
         finish(run)
 
 

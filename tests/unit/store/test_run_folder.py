@@ -7,8 +7,9 @@ import pytest
 from disks import KINDS, put
 from instep.errors import RunError
 from instep.events import LEDGER, STEPS, read_events, read_records
-from instep.report.page import render
-from instep.report.summary import gap_words, summarise, verdict
+from instep.report.figures.summary import gap_words, summarise
+from instep.report.page.page import render
+from instep.report.terminal.closing import closing_lines
 from instep.store.run_folder import RunFolder, Traffic
 from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
 
@@ -237,7 +238,7 @@ def test_no_change_of_a_field_is_a_traceback(tmp_path):
             except RunError as error:
                 refused += f"events.jsonl is damaged: in line {number + 1} " in str(error)
                 continue
-            assert verdict(summarise(folder), folder)
+            assert closing_lines(summarise(folder), folder)
             assert render(folder)
     assert refused > 100
 
@@ -270,7 +271,7 @@ def test_garbage_for_step_records_is_one_sentence(tmp_path, seed):
     at, size = int(dice.integers(0, len(steps) - 500)), int(dice.integers(100, 500))
     steps[at : at + size] = dice.bytes(size)
     (run / "steps.bin").write_bytes(steps)
-    with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is none"):
+    with pytest.raises(RunError, match=r"steps\.bin is damaged: record \d+ of 96 is impossible"):
         RunFolder(run)
 
 
@@ -290,7 +291,7 @@ def test_steps_whose_records_are_gone_are_told_and_do_not_count_in_the_rate(tmp_
         folder = RunFolder(path)
         summary = summarise(folder)
         assert summary["unrecorded_steps"] == 48 - len(np.unique(steps["step"][kept]))
-        (line,) = [line for line in verdict(summary, folder) if line.startswith("gap")]
+        (line,) = [line for line in closing_lines(summary, folder) if line.startswith("gap")]
         assert words in line
         assert words in render(folder)
         if kept.any():

@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 
-from instep.report.page import write_report
-from instep.report.proof import prove
-from instep.report.summary import summarise, verdict
+from instep.report.figures.proof import prove
+from instep.report.figures.summary import summarise
+from instep.report.page.page import write_report
+from instep.report.terminal.closing import closing_lines
+from instep.store.audit import skipped_in
 from instep.store.run_folder import RunFolder
-from instep.store.skipped import skipped_in
 from made_up_runs import make_ledger, make_run, write_events
 
 LEDGER = make_ledger(2, 100, 10, 8)
@@ -56,7 +57,7 @@ def test_summary_verdict_audit_and_report_have_the_count(tmp_path):
     assert summary["skipped_samples"] == 3
     assert summary["samples"] == 3000
     words = "each exactly once per epoch, 3 of them skipped as unreadable"
-    assert words in verdict(summary, folder)[0]
+    assert words in closing_lines(summary, folder)[0]
     proof = prove(folder)
     assert proof.exact
     assert proof.as_table()["skipped"] == 3

@@ -293,12 +293,10 @@ def deadly_step(comm, victim, dies_at, agree):
     """
     slots, told = [], []
 
-    def room(count):
-        slots.extend([torch.zeros(count), torch.zeros(count)])
-        return tuple(slots)
-
     frail, layout = Frail(comm, None), Layout(FEW, comm.size)
-    two = made(frail, buckets=FEW, room=room, staged=told.append)
+    count = layout.room(comm.rank)
+    slots.extend([torch.zeros(count), torch.zeros(count)])
+    two = made(frail, buckets=FEW, room=tuple(slots), staged=told.append)
     exchange(two, comm, 0, FEW)
     two.apply()
     told.clear()
@@ -364,11 +362,9 @@ def test_staged_is_said_before_the_last_message_and_once_all_lies_there():
         def staged(slot):
             said.append((slot, frail.passed, slots[slot].clone()))
 
-        def room(count):
-            slots.extend([torch.zeros(count), torch.full((count,), torch.nan)])
-            return tuple(slots)
-
-        two = made(frail, buckets=FEW, room=room, staged=staged)
+        count = Layout(FEW, comm.size).room(comm.rank)
+        slots.extend([torch.zeros(count), torch.full((count,), torch.nan)])
+        two = made(frail, buckets=FEW, room=tuple(slots), staged=staged)
         exchange(two, comm, 0, FEW)
         ((slot, passed, then),) = said
         assert slot == 1 - two.committed == 1

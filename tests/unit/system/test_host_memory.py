@@ -25,7 +25,7 @@ LAYOUT = {
 
 
 def keep(memory, course, number, value=None, generation=0):
-    for tensor in memory.stage(course, number).values():
+    for tensor in memory.stage(course, number, generation).values():
         tensor.fill_(number if value is None else value)
     memory.staged(course, number, generation)
 
@@ -75,7 +75,7 @@ def test_a_commit_that_is_staged_again_does_not_cost_the_one_before(file):
     keep(memory, 1, 7)
     keep(memory, 1, 8)  # and abandoned
     assert value_at(memory, 1, 8) == 8
-    memory.stage(1, 8)
+    memory.stage(1, 8, 0)
     assert [value_at(memory, 1, 7), value_at(memory, 1, 8)] == [7, None]
     memory = another(file)  # killed there
     keep(memory, 1, 8, value=80, generation=5)
@@ -206,9 +206,9 @@ def stage_until_killed(file, progress, course, number):
     base = dict(pattern(course, 0))
     while True:
         number += 1
-        for name, tensor in memory.stage(course, number).items():
+        for name, tensor in memory.stage(course, number, 0).items():
             torch.add(base[name], torch.tensor(7 * number).to(tensor.dtype), out=tensor)
-        memory.staged(course, number)
+        memory.staged(course, number, 0)
         progress.words[0], progress.words[1] = course, number
 
 

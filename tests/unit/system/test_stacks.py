@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from instep.data.threads import ASK_READER
+from instep.data.reading.threads import ASK_READER
 from instep.system.processes import Watched
 from instep.system.stacks import (
     ASK,
@@ -31,12 +31,12 @@ HANGS = {
 
 PROGRAM = """
 import os, re, sys, threading, time
-from instep.system.stacks import tell_when_asked
+from instep.system.stacks import write_stack_on_signal
 
 def stand():
     {hang}
 
-tell_when_asked()
+write_stack_on_signal()
 def wakes():
     while True:
         time.sleep(0.001)
@@ -80,10 +80,10 @@ def test_of_a_process_that_was_stopped_the_first_thread_answers_each_time(tmp_pa
 
 READS = """
 import sys, threading, time
-from instep.system.stacks import tell_when_asked
+from instep.system.stacks import write_stack_on_signal
 
-tell_when_asked()
-from instep.data.readers import Ahead
+write_stack_on_signal()
+from instep.data.reading.readers import Ahead
 
 def endless(part):
     print("ready", flush=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.data.given import Lost
+from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
 from instep.spec import CheckpointSpec, CheckSpec, JobSpec, TrainSpec
 from instep.worker.own_checks import verdict_of
@@ -58,5 +58,5 @@ def test_the_verdict_names_a_layer_that_sees_its_micro_batch(layer, train, verdi
 
 
 def test_the_verdict_names_a_sampler_that_is_not_used():
-    lost = [Lost("a sampler is not used", "Give a dataset"), Lost("a generator is not used")]
+    lost = [Unused("a sampler is not used", "Give a dataset"), Unused("a generator is not used")]
     assert verdict_of(nn.ReLU(), TrainSpec(), lost) == "no: a sampler is not used. Give a dataset"

@@ -15,8 +15,8 @@ from instep import spec_file
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.events import LEDGER
-from instep.state.best import Best
 from instep.state.manifest import published, read_manifest
+from instep.state.retention import Best
 from instep.store.folder import make_run_folder, run_id
 from instep.sync.base import make_strategy
 from instep.worker.clock import Clock
@@ -81,7 +81,9 @@ def after(saver, step, last=False, metrics=None):
         ledger_bytes=step * LEDGER.itemsize,
         buffers=SimpleNamespace(moved=set()),
     )
-    saver.after_step(engine, WHERE, last=last, metrics=metrics)
+    due = last or saver.late() or saver.is_best(step, metrics)
+    due = due or saver._member.job.checkpoint.due(step)
+    saver.after_step(engine, WHERE, due=due, last=last, metrics=metrics)
 
 
 def test_what_was_set_aside_is_no_longer_the_best(make_saver, tmp_path):

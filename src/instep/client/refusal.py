@@ -1,0 +1,181 @@
+"""How a process of `instep.join` that cannot begin tells the other processes of its start.
+
+There is no master yet, or none that knows of the failure. Process 0 listens in the master's
+place and gives one answer to every process that connects (`answer_all`): the run cannot
+begin or is complete. Another process connects to say why it ends. A process that may not be
+reached in time finds a note beside the meeting file (`meeting.py`), which it removes. Only
+notes written after a process began count for it: older ones are of an earlier start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from instep.client import meeting as meetings
+from instep.client.placement import Placement
+from instep.comm.channel import Peer
+from instep.comm.endpoint import Switchboard
+from instep.comm.messages import VERSION, Hello, Refused, Welcome
+from instep.errors import InstepError
+from instep.plain_file import read_plain
+from instep.system import causes
+from instep.system.processes import started_at
+from instep.worker.member import Member
+
+TIMEOUT_S = 60.0
+"""How long the processes of one start may take to connect, once process 0 has an answer."""
+
+BRIEFLY_S = 3.0
+"""How long a process that fails before that tries to reach the others."""
+
+
+class _Note(msgspec.Struct):
+    time: float
+    """Unix seconds."""
+    refused: Refused
+
+
+def answer_all(
+    switchboard: Switchboard,
+    count: int,
+    answer: Refused | Welcome,
+    meeting: Path,
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> int:
+    """Wait for `count` processes and send all of them the same answer.
+
+    The meeting file is removed first: the first process to get the answer may end all others,
+    and a file that outlived them would mislead the next start.
+
+    Args:
+        switchboard: the one in the meeting file; closed afterwards.
+        count: how many processes will connect.
+        answer: for each of them.
+        meeting: the meeting file.
+        timeout_s: after so many seconds those that have connected get the answer.
+
+    Returns:
+        How many got it.
+    """
+    connected: dict[int, Peer] = {}
+    token = switchboard.endpoint.token.encode()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(connected) < count and (left_s := deadline - time.monotonic()) > 0:
+            for peer, message in switchboard.hub.receive(left_s):
+                match message:
+                    case Hello(version=version) if version == VERSION and hmac.compare_digest(
+                        message.token.encode(), token
+                    ):
+                        connected[message.number] = peer
+                    case None:
+                        pass
+                    case _:
+                        switchboard.hub.drop(peer)
+    finally:
+        meeting.unlink(missing_ok=True)
+    for peer in connected.values():
+        if peer.socket.fileno() >= 0:
+            switchboard.hub.send(peer, answer)
+    switchboard.close()
+    return len(connected)
+
+
+@contextmanager
+def announced(place: Placement, runs: Path) -> Iterator[None]:
+    """Tell the other processes of this start about an error in the context, and raise it."""
+    try:
+        yield
+    except Exception as error:
+        meeting = meetings.meeting_file(runs, place)
+        with contextlib.suppress(OSError, InstepError):  # the error itself matters more
+            if place.size > 1 and place.rank == 0:
+                _refuse_all(place, meeting, error)
+            elif place.size > 1:
+                _tell_process_0(place, meeting, error)
+        raise
+
+
+def _refuse_all(place: Placement, meeting: Path, error: Exception) -> None:
+    """Process 0: make the processes that connect raise the same; leave notes for the others.
+
+    It does not listen if there are several hosts: nothing says that their network is private.
+    """
+    failed = notes(meeting, 0)
+    others = [n for n in range(1, place.size) if n not in failed]
+    missing = len(others)
+    if place.one_host and others:
+        switchboard = Switchboard()
+        meetings.write(meeting, switchboard.endpoint)
+        answer = causes.refused(error)
+        missing -= answer_all(switchboard, missing, answer, meeting, timeout_s=BRIEFLY_S)
+    if missing:
+        leave_notes(meeting, others, error)
+
+
+def leave_notes(meeting: Path, others: Iterable[int], error: Exception) -> None:
+    """Process 0: leave a note about its error for each process that comes later."""
+    with contextlib.suppress(OSError):
+        for number in others:
+            _leave(meeting, 0, number, error)
+
+
+def _tell_process_0(place: Placement, meeting: Path, error: Exception) -> None:
+    """Another process: tell the master of process 0, or leave a note if there is none yet."""
+    mine = _leave(meeting, place.rank, 0, error)  # first: process 0 writes its file, then looks
+    deadline = time.monotonic() + BRIEFLY_S
+    stale: set[str] = set()
+    while mine.exists() and time.monotonic() < deadline:
+        endpoint = meetings.read(meeting)
+        if endpoint is None or endpoint.token in stale:
+            time.sleep(0.02)
+            continue
+        stale.add(endpoint.token)
+        with contextlib.suppress(InstepError):  # it is gone, or refuses as well
+            member = Member(endpoint, place.rank)
+            mine.unlink(missing_ok=True)
+            try:
+                member.failed(causes.failed(error, 0, ""))
+            finally:
+                member.close()
+
+
+def _file(meeting: Path, sender: int, to: int) -> Path:
+    return meeting.with_name(f"{meeting.name}.{sender}-to-{to}")
+
+
+def _leave(meeting: Path, sender: int, to: int, error: Exception) -> Path:
+    file = _file(meeting, sender, to)
+    meetings.leave(file, _Note(time.time(), causes.refused(error)))
+    return file
+
+
+def notes(meeting: Path, to: int) -> dict[int, InstepError]:
+    """The errors in the notes for a process of this start, by sender; removes the notes.
+
+    Process 0 reads those of all processes, the others read that of process 0.
+    """
+    found: dict[int, InstepError] = {}
+    every = meeting.parent.glob(f"{meeting.name}.*-to-0") if to == 0 else [_file(meeting, 0, to)]
+    for file in every:
+        note = None
+        try:
+            note = msgspec.json.decode(read_plain(file), type=_Note)
+            sender = int(file.name.split(".")[-1].split("-")[0])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            pass  # damaged
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        if note is not None and note.time > started_at():
+            found[sender] = causes.as_error(note.refused)
+    return found

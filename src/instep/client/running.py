@@ -1,0 +1,106 @@
+"""A running job, seen from another program: found by its folder, and changed.
+
+While a job is running, its folder has a file that says where its master listens
+(`meeting.py`). Nothing here imports torch. Way in: `scale`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from instep.client import meeting
+from instep.comm.channel import Channel
+from instep.comm.endpoint import Endpoint
+from instep.comm.messages import Answer, Hello, Scale, Welcome
+from instep.errors import PeerError, RunError, SpecError
+from instep.store.run_folder import RunFolder
+
+MOST_WORKERS = 1 << 15
+
+ANSWER_S = 10.0
+"""How long a master may take to answer; a lost one is replaced in that time."""
+
+FILE = "endpoint.json"
+"""In the run folder, while the run is going on."""
+
+
+@contextmanager
+def published(run: Path, endpoint: Endpoint) -> Iterator[None]:
+    """Let other programs find the run's master, for as long as the context lasts.
+
+    Raises:
+        RunError: the run folder cannot be written.
+    """
+    path = run / FILE
+    try:
+        meeting.write(path, endpoint)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}. Make room, or get access."
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the disk may have failed: the next client replaces the file
+            path.unlink(missing_ok=True)
+
+
+def scale(run: Path, workers: int) -> None:
+    """Change the number of workers of a running job, from one of its next steps on.
+
+    Raises:
+        RunError: there is no such run, or it is not running.
+        SpecError: it cannot have so many workers.
+    """
+    if not 1 <= workers <= MOST_WORKERS:
+        raise SpecError(
+            f"--workers {workers}: a run needs 1 worker or more, and work for each of them."
+        )
+    channel = call(run)
+    try:
+        channel.send(Scale(workers=workers))
+        _await(channel)
+        answer = channel.wait_for(Answer)
+    except PeerError:
+        raise _not_running(run) from None
+    finally:
+        channel.close()
+    if answer.refusal:
+        raise SpecError(answer.refusal)
+
+
+def call(run: Path) -> Channel:
+    """A channel to the master of a running job.
+
+    Raises:
+        RunError: there is no such run, or it is not running.
+    """
+    folder = RunFolder(run)  # says what is wrong with the path
+    try:
+        endpoint = meeting.read(folder.path / FILE)
+        if endpoint is None:
+            raise _not_running(run)
+        channel = Channel.connect(endpoint.address)
+        channel.send(Hello(token=endpoint.token, role="client", number=1, pid=os.getpid()))
+        _await(channel)
+        channel.wait_for(Welcome)
+    except (OSError, PeerError):
+        raise _not_running(run) from None
+    return channel
+
+
+def _await(channel: Channel) -> None:
+    if not channel.wait(ANSWER_S):
+        raise PeerError("no answer came.")
+
+
+def _not_running(run: Path) -> RunError:
+    folder = RunFolder(run)
+    joined = " under instep run, so its processes cannot be reached" if folder.joined else ""
+    return RunError(
+        f"{run} is not running{joined}; it is {folder.outcome}. To resume it with another "
+        f"number of workers: {folder.to_resume}"
+    )

@@ -1,0 +1,69 @@
+"""The rules of `[stop]` over one run: also where a master was lost, or steps were rolled back.
+
+What a rule does is in `stop_rules.py`. This keeps what they have evaluated in step with
+the run's files. Way in: `Verdicts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from instep.comm.messages import Figures
+from instep.control.stop_rules import Fired, Judge, recorded
+from instep.spec import JobSpec
+from instep.store.run_folder import RunFolder
+
+
+class Verdicts:
+    """What the rules of a job make of its figures.
+
+    Args:
+        job: with the rules.
+        earlier: figures of the run before this session, in order.
+    """
+
+    def __init__(self, job: JobSpec, earlier: Iterable[Figures]) -> None:
+        self._job, self._judge = job, Judge(job.stop, earlier)
+        self._void = (-1, 0)  # generation in which results after a step were found wrong; the step
+        self.evaluates = job.stop.by_step or job.stop.by_metric
+
+    def of(self, figures: Figures, generation: int, *, again: bool) -> Fired | None:
+        """Evaluate figures of a committed step; `again` if another master may have done so."""
+        void_in, step = self._void
+        if figures.step > step and generation <= void_in:
+            return None
+        return self._judge.hear(figures, again=again)
+
+    def take_over(self, folder: RunFolder) -> None:
+        """Evaluate the records of a master that was lost."""
+        if self.evaluates:
+            until = int(folder.steps["step"].max(initial=0))  # also of workers that were lost
+            self._evaluate(folder, until)
+
+    def roll_back(self, folder: RunFolder, step: int) -> None:
+        """The workers return to a step in memory: figures of later ones may be wrong."""
+        generations = folder.named("generation_started")
+        self._void = generations[-1]["generation"] if generations else 0, step
+        self._evaluate(folder, step)
+
+    def _evaluate(self, folder: RunFolder, until: int) -> None:
+        figures = recorded(folder.steps, folder.validations, until)
+        self._judge = Judge(self._job.stop, figures)
+
+    def fired_after(self, folder: RunFolder, step: int) -> list[Fired]:
+        """What the newest figures fired; those of the run's last step are not evaluated."""
+        ready = folder.named("worker_ready")
+        last = {ready[-1].get("last_step") if ready else None, self._job.train.stop_after_steps}
+        return [fired for fired in self._judge.fired_after(step) if fired.step not in last]
+
+
+def found_wrong(events: Iterable[dict[str, Any]]) -> int | None:
+    """The last clean step where corruption was found and no group has formed since."""
+    found = None
+    for event in events:
+        if event["event"] == "corruption_found" and event["clean_step"] >= 0:
+            found = event["clean_step"] if found is None else min(found, event["clean_step"])
+        elif event["event"] in ("generation_started", "run_started"):
+            found = None
+    return found

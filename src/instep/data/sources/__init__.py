@@ -1,0 +1,16 @@
+"""Datasets from files that people have on disk; nothing is downloaded.
+
+Each source returns a map-style dataset of (inputs, target). Files are checked
+when they are opened: a damaged or missing one is a `DataError` that names the
+file, what was found and what is expected. `images.py` has MNIST and CIFAR-10,
+`image_folder.py` a folder for each class, `text.py` windows of bytes; `files.py`
+is what they share. Nothing here knows jobs, seeds or batches.
+"""
+
+from __future__ import annotations
+
+from instep.data.sources.image_folder import image_folder
+from instep.data.sources.images import cifar10, mnist
+from instep.data.sources.text import text
+
+__all__ = ["cifar10", "image_folder", "mnist", "text"]

@@ -1,0 +1,47 @@
+"""What the sources share: types, reading by index, and a folder's contents for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from instep.data.order import Indices
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+Sample = tuple[Tensor, Tensor]
+"""(inputs, target)."""
+
+
+class BatchDataset:
+    """A map-style dataset that reads single samples by way of `batch_of`."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def batch_of(self, indices: Indices) -> list[Tensor]:
+        """[inputs, targets], both with a first axis of [count] indices."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Sample:
+        inputs, targets = self.batch_of(np.asarray([range(len(self))[index]], dtype=np.int64))
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Samples by index, for torch's own loader."""
+        rows = [range(len(self))[index] for index in indices]
+        inputs, targets = self.batch_of(np.asarray(rows, dtype=np.int64))
+        return list(zip(inputs, targets, strict=True))
+
+
+def folder_contents(folder: Path) -> str:
+    """What a folder holds, for the error that misses something in it."""
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    names = sorted(path.name for path in folder.iterdir())
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"The folder holds: {listed or 'nothing'}."

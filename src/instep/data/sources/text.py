@@ -1,0 +1,85 @@
+"""Text as windows of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.data.order import Indices
+from instep.data.sources.files import BatchDataset, Bytes, folder_contents
+from instep.errors import DataError
+
+
+class TextWindows(BatchDataset):
+    """Windows of bytes, each with the same window one byte later as its target.
+
+    Sample `i` is (inputs [length] int64, target [length] int64), where target is
+    inputs shifted by one; windows do not overlap.
+    """
+
+    def __init__(self, data: Bytes, length: int) -> None:
+        self.data, self.length = data, length
+
+    def __len__(self) -> int:
+        return (len(self.data) - 1) // self.length
+
+    def batch_of(self, indices: Indices) -> list[Tensor]:
+        """[inputs, targets], each [count, length] int64, of [count] indices."""
+        places = (indices * self.length)[:, np.newaxis] + np.arange(self.length + 1)
+        windows = self.data[places]
+        return [torch.tensor(part, dtype=torch.int64) for part in (windows[:, :-1], windows[:, 1:])]
+
+
+def text(
+    paths_or_folder: str | Path | Sequence[str | Path], length: int, pattern: str = "*.py"
+) -> TextWindows:
+    """Text as bytes, for models that predict the next one; the vocabulary is 256.
+
+    Args:
+        paths_or_folder: a file, which is memory-mapped; several files, joined
+            in their order; or a folder, searched recursively for `pattern`, joined
+            in the order of their names.
+        length: bytes of a window, 1 or more.
+        pattern: of file names, where a folder is given.
+
+    Raises:
+        DataError: no file, one that cannot be read, or too little text.
+    """
+    if length < 1:
+        raise DataError(f"length = {length}: a window needs 1 byte or more.")
+    paths = _text_paths(paths_or_folder, pattern)
+    try:
+        single = len(paths) == 1 and paths[0].stat().st_size > 0
+        parts = [np.memmap(paths[0], np.uint8, "r")] if single else map(_file_bytes, paths)
+        data: Bytes = parts[0] if isinstance(parts, list) else np.concatenate(list(parts))
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    if len(data) <= length:
+        raise DataError(
+            f"{len(paths)} files hold {len(data)} bytes together: one window of length {length} "
+            f"needs at least {length + 1}."
+        )
+    return TextWindows(data, length)
+
+
+def _file_bytes(path: Path) -> Bytes:
+    return np.fromfile(path, np.uint8)
+
+
+def _text_paths(given: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:
+    if not isinstance(given, str | Path):
+        paths = [Path(path) for path in given]
+        if not paths:
+            raise DataError("the list of text files is empty: give at least one.")
+        return paths
+    root = Path(given)
+    if not root.is_dir():
+        return [root]
+    paths = sorted(path for path in root.rglob(pattern) if path.is_file())
+    if not paths:
+        raise DataError(f"{root} holds no file that matches {pattern!r}. {folder_contents(root)}")
+    return paths

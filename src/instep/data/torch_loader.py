@@ -1,0 +1,164 @@
+"""What is kept of a `DataLoader` that the user gave, and messages about what is not used.
+
+The job decides which samples make a step and in what order (`order.py`), so a loader's batch
+size, sampler and generator are not used. This file knows which of them decide how often a
+sample is trained on; whether that is an error is not decided here. Way in: `unpack_loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Unused(NamedTuple):
+    """A property of a `DataLoader` that is not used."""
+
+    text: str
+    """A sentence without its full stop."""
+    remedy: str = ""
+    """What to do instead, if the property decides which samples are trained on or which are in
+    one batch. Empty if it does not."""
+
+
+_HOW_OFTEN = (
+    "Give a dataset that has each sample as often as it should be used, such as "
+    "Subset(dataset, indices), or weight samples in the loss; give the dataset itself if each "
+    "should be used once"
+)
+_TOGETHER = "Give the dataset itself if any samples may be in one batch"
+
+
+class LoaderParts(NamedTuple):
+    """A dataset and how to read it, as the user gave them."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None = None
+    """None for torch's own."""
+    worker_init: Callable[[int], Any] | None = None
+    loaders: int | None = None
+    """Loader processes; None where the user gave no `DataLoader`."""
+    loader: Any = None
+    """The `DataLoader`; None where there was none."""
+
+    @property
+    def info_dataset(self) -> Any:
+        """What `get_worker_info().dataset` is in a loader process: what the user gave torch."""
+        return self.dataset if self.loader is None else self.loader.dataset
+
+    def unused(self, name: str, *, shuffled: bool, batch: int) -> Iterator[Unused]:
+        """The properties of the `DataLoader` that are not used.
+
+        Args:
+            name: of the field that holds it, such as `Recipe.train`.
+            shuffled: whether each epoch has another order.
+            batch: samples of a step.
+        """
+        if self.loader is None:
+            return
+        of = f"{name}'s DataLoader"
+        sampler, batches = _sampler(self.loader), self.loader.batch_sampler
+        if type(batches) is not BatchSampler:
+            yield Unused(
+                f"{of} has a batch_sampler ({type(batches).__name__}), which is not used: every "
+                "sample comes once in an epoch, in batches of train.global_batch",
+                _TOGETHER,
+            )
+        elif batches.batch_size != batch:
+            yield Unused(
+                f"{of} has batch_size = {batches.batch_size}, which is not used: "
+                f"train.global_batch = {batch} says how many samples a step takes"
+            )
+        once = self._every_sample_once(sampler)
+        if (
+            once
+            and type(sampler) is SequentialSampler
+            and shuffled
+            and type(batches) is BatchSampler
+        ):
+            yield Unused(
+                f"{of} has shuffle = False, which is not used: the order of each epoch follows "
+                "from the job's seed"
+            )
+        if not once:
+            yield Unused(
+                f"{of} has a sampler ({type(sampler).__name__}), which is not used: every sample "
+                "comes once in an epoch",
+                ""
+                if type(sampler) is DistributedSampler
+                else _HOW_OFTEN,  # it only divides the samples between processes
+            )
+        if type(batches) is BatchSampler and batches.drop_last:
+            yield Unused(
+                f"{of} has drop_last = True, which is not used: the last batch may be smaller"
+            )
+        if self.loader.generator is not None:
+            yield Unused(
+                f"{of} has a generator, which is not used: the order follows from the job's seed"
+            )
+        if self.loader.timeout:
+            yield Unused(
+                f"{of} has timeout = {self.loader.timeout:g}, which is not used: the time "
+                "limit of a read follows from earlier reads"
+            )
+        context = self.loader.multiprocessing_context
+        if context is not None and context.get_start_method() != "fork":
+            yield Unused(
+                f"{of} has multiprocessing_context = {context.get_start_method()}, which is not "
+                "used: loader processes are forked"
+            )
+
+    def _every_sample_once(self, sampler: Any) -> bool:
+        """Whether an epoch uses each sample of what is read once."""
+        if type(sampler) is SubsetRandomSampler:  # what it leaves out is not read
+            return True
+        if type(sampler) is RandomSampler:
+            once = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        else:
+            once = type(sampler) is SequentialSampler
+        return once and len(sampler) == len(self.dataset)
+
+
+def _sampler(loader: Any) -> Any:
+    """The sampler; a batch sampler that the user gave has its own."""
+    batches = loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else loader.sampler
+
+
+def unpack_loader(given: Any) -> LoaderParts:
+    """A dataset unchanged, or the parts of a `DataLoader`.
+
+    The samples that a `SubsetRandomSampler` leaves out are left out here too.
+
+    Raises:
+        ValueError: its batches are made by the dataset itself (`batch_size = None`).
+    """
+    if not isinstance(given, DataLoader):
+        return LoaderParts(given)
+    if given.batch_sampler is None and hasattr(given.dataset, "__getitem__"):
+        raise ValueError(
+            "has batch_size = None: its dataset gives whole batches, but the job needs single "
+            "samples, from which it makes batches"
+        )
+    dataset = given.dataset
+    sampler = _sampler(given)
+    if type(sampler) is SubsetRandomSampler:
+        dataset = Subset(dataset, list(sampler.indices))
+    return LoaderParts(
+        dataset,
+        None if given.collate_fn is default_collate else given.collate_fn,
+        given.worker_init_fn,
+        given.num_workers,
+        given,
+    )

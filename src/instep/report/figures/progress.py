@@ -1,0 +1,303 @@
+"""The figures of a run that is still going on: rates, shares, the loss, the time left.
+
+The views feed it every event and every record, and ask it for what they show. It knows
+nothing of terminals, colours or layout. Way in: `Progress`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from instep.spec import JobSpec
+from instep.store.run_folder import PARTS, Records, step_ends
+from instep.words import LAST_STEPS, phases_in_words, some_workers, whole_seconds
+
+MEMORY_S, MEMORY_STEPS = 10.0, 20.0
+"""Time constant of the rates: so many seconds or so many steps, whichever is longer."""
+SLOW = 1.5
+"""A worker this many times slower than the median is shown as slow."""
+QUIET_S, QUIET_STEPS = 5.0, 5.0
+"""A worker without records for this long, in seconds and in steps, is shown as quiet."""
+
+_STEPS, _SAMPLES, _WORK, _WAIT, _WALL, _SUMS = range(6)
+
+
+class Row(NamedTuple):
+    """One line of the table: a worker, several of them, or all."""
+
+    name: str
+    state: str
+    rate: float  # samples per second
+    share: float  # of the samples of recent steps, 0 to 1
+    wait: float  # of the time of recent steps, 0 to 1
+    sent: float  # bytes since the start
+    received: float
+    note: str = ""  # instead of the figures, before the first step
+
+
+class Progress:
+    """Figures of a run; takes an amount of memory that does not grow with the run's length.
+
+    Rates and shares are exponential moving averages over recent steps: over ten seconds, or
+    over twenty steps if those take longer. The loss is that of the summary.
+
+    Args:
+        job: as run.
+        name: of the run.
+        clock: seconds, from any origin.
+        earlier: steps that earlier sessions committed, and the loss of each: [steps] and [steps].
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        name: str,
+        clock: Callable[[], float],
+        earlier: tuple[Records, Records] | None = None,
+    ) -> None:
+        self._earlier = earlier
+        self.job, self.name, self.clock = job, name, clock
+        self.began = clock()
+        self.workers = list(range(job.workers))
+        self.states: dict[int, str] = {}
+        self.phases: dict[int, dict[str, float]] = {}
+        self.ready: dict[str, Any] = {}
+        self.generations = 0
+        self.step = self.epoch = self.committed = 0
+        self.validated: dict[str, Any] = {}
+        self.saved: tuple[float, dict[str, Any]] | None = None
+        self.traffic: dict[int, tuple[float, float]] = {}
+        self.steps_seen = False
+        """Whether a worker has recorded a step in this session."""
+        self._pauses_s = 0.0
+        self._first_step = 0
+        self._losses = deque[tuple[float, int]](maxlen=LAST_STEPS)
+        self._sum: tuple[float, ...] = (0.0, 0)  # loss times samples, and samples
+        self._loss_step = 0  # the last that is in it
+        self._sums = np.zeros((0, _SUMS))
+        self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
+        self._seen = np.zeros(0)  # when each worker last sent a record, on `clock`
+        self._make_room(job.workers)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Take in one event of `EVENTS`; events that change no figure are ignored."""
+        what, worker = event["event"], event.get("worker", -1)
+        if what == "run_started":
+            self._first_step = event.get("resumed_step", -1) + 1
+        elif what == "worker_joined":
+            self.states[worker] = "joined"
+        elif what == "worker_ready":
+            self.states[worker], self.ready = "ready", event
+            self.phases[worker] = event["phases"]
+            if self._earlier is not None:  # now the length of an epoch is known
+                self._follow_loss(*self._earlier)
+                self._earlier = None
+        elif what == "generation_started":
+            self.workers = sorted({*self.workers, *event["members"]})
+            self._make_room(self.workers[-1] + 1)
+            self.generations += 1
+        elif what == "traffic":
+            self.traffic[worker] = (event["sent_bytes"], event["received_bytes"])
+        elif what == "validated":
+            self.validated = event
+            self._pauses_s += event["seconds"]
+        elif what == "epoch_finished" and not self.job.train.steps:
+            samples = event["samples"]  # those of earlier sessions included
+            self._sum = event["loss"] * samples, samples
+            self._loss_step = max(self._loss_step, event["step"])
+        elif what == "checkpoint_saved":
+            self.saved = (self.clock(), event)
+        elif what == "worker_failed":
+            self._leaves(worker, "failed")
+        elif what == "run_finished":
+            for one in self.workers:
+                if self.states.get(one) in ("joined", "ready"):
+                    self.states[one] = "done"
+        elif what == "process_ended" and self.states.get(worker) != "failed":
+            self._leaves(worker, f"exit {event['code']}" if event["code"] else "done")
+
+    def _leaves(self, worker: int, state: str) -> None:
+        self.states[worker] = state
+        if state != "done" and 0 <= worker < len(self._sums):
+            self._sums[worker] = 0
+
+    def records(self, ledger: Records, steps: Records) -> None:
+        """Take in new records, [any] of `LEDGER` and [any] of `STEPS`."""
+        if len(ledger):
+            self._first_step = self._first_step or int(ledger["step"].min())
+            self.step = max(self.step, int(ledger["step"].max()))
+            self.epoch = max(self.epoch, int(ledger["epoch"].max()))
+            self.committed += int((ledger["stop"] - ledger["first"]).sum())
+        if len(steps):
+            self.steps_seen = True
+            self._make_room(int(steps["worker"].max()) + 1)
+            self._follow_rates(steps)
+
+    def _make_room(self, workers: int) -> None:
+        missing = workers - len(self._sums)
+        if missing > 0:
+            self._sums = np.vstack([self._sums, np.zeros((missing, _SUMS))])
+            self._end = np.append(self._end, np.full(missing, np.inf))
+            self._seen = np.append(self._seen, np.full(missing, np.inf))
+            self.workers = sorted({*self.workers, *range(workers - missing, workers)})
+
+    def _follow_rates(self, steps: Records) -> None:
+        worker, count = steps["worker"], len(self._sums)
+        parts_s = {part: np.bincount(worker, steps[f"{part}_s"], count) for part in PARTS}
+        busy_s = sum(parts_s.values())
+        end = np.zeros(count)
+        np.maximum.at(end, worker, step_ends(steps))
+        new = np.zeros((count, _SUMS))
+        new[:, _STEPS] = np.bincount(worker, minlength=count)
+        new[:, _SAMPLES] = np.bincount(worker, steps["samples"], count)
+        new[:, _WORK] = parts_s["load"] + parts_s["forward"] + parts_s["backward"]
+        new[:, _WAIT] = parts_s["wait"]
+        # Time between steps counts, unless it is so long that it was a pause (a validation).
+        new[:, _WALL] = np.clip(end - self._end, busy_s, 2 * busy_s)
+        forget = np.minimum(new[:, _WALL] / MEMORY_S, new[:, _STEPS] / MEMORY_STEPS)
+        self._sums = self._sums * np.exp(-forget)[:, None] + new
+        active = new[:, _STEPS] > 0
+        self._end[active], self._seen[active] = end[active], self.clock()
+        numbers, first = np.unique(steps["step"], return_index=True)
+        self._follow_loss(numbers, steps["loss"][first])  # all workers record the same loss
+
+    def _follow_loss(self, numbers: Records, losses: Records) -> None:
+        """Take in the losses of steps that are new."""
+        train, per_epoch = self.job.train, self._epoch_steps
+        for step, loss in zip(numbers.tolist(), losses.tolist(), strict=True):
+            if step <= self._loss_step:
+                continue
+            if not train.steps and (step - 1) // per_epoch != (self._loss_step - 1) // per_epoch:
+                self._losses.clear()
+                self._sum = (0.0, 0)
+            self._loss_step = step
+            size = train.global_batch
+            if self.ready:
+                size = min(size, self.ready["samples"] - (step - 1) % per_epoch * size)
+            if train.steps:
+                self._losses.append((loss * size, size))
+                sums = zip(*self._losses, strict=True)
+                self._sum = tuple(map(sum, sums))
+            else:
+                self._sum = self._sum[0] + loss * size, self._sum[1] + size
+
+    @property
+    def _epoch_steps(self) -> int:
+        """Steps of an epoch; a number without end until the number of samples is known."""
+        return -(-self.ready["samples"] // self.job.train.global_batch) if self.ready else 1 << 62
+
+    @property
+    def loss(self) -> float:
+        """Mean over the samples of the epoch so far, or of the last 100 steps of a job of steps.
+
+        NaN before the first step.
+        """
+        return float(self._sum[0] / self._sum[1]) if self._sum[1] else math.nan
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all workers together, over recent steps."""
+        return sum(row.rate for row in self._every_row(self.clock()))
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the data that the job asks for; None if it counts steps."""
+        train, own_loop = self.job.train, self.ready and self.total is None
+        return None if train.steps or (own_loop and not train.epochs) else train.passes
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole job; None until a worker has said so, or if it has no fixed length."""
+        last: int | None = self.ready.get("last_step", self.job.train.steps)
+        return last
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, validations included; None until it can be estimated."""
+        steps, wall_s = self._sums[:, _STEPS].sum(), self._sums[:, _WALL].sum()
+        if self.total is None or not steps:
+            return None
+        last = min(self.total, self.job.train.stop_after_steps or self.total)
+        pause_s = self._pauses_s / max(self.step - self._first_step + 1, 1)
+        return max(last - self.step, 0) * float(wall_s / steps + pause_s)
+
+    def waiting_for(self) -> str:
+        """What has to happen before the first step, in words."""
+        absent = [w for w in self.workers if w not in self.states]
+        if absent:
+            return f"waiting for {some_workers(absent)} to join"
+        unready = [w for w in self.workers if self.states[w] == "joined"]
+        if unready:
+            return f"waiting for {some_workers(unready)} to load the model and the data"
+        return "waiting for the first step"
+
+    def rows(self, most: int) -> tuple[list[Row], Row]:
+        """The rows of the table.
+
+        Returns:
+            At most `most` rows: failed workers first, then those that are starting, then the
+            slowest; workers that do not fit share one row. And a row for all workers.
+        """
+        rows = self._every_row(self.clock())
+        whole = _together("all", rows)
+        if len(rows) > most:
+            rest = rows[most - 1 :]
+            rows = [*rows[: most - 1], _together(f"{len(rest)} more", rest)]
+        return rows, whole
+
+    def _every_row(self, now: float) -> list[Row]:
+        wall, samples, work = (self._sums[:, field] for field in (_WALL, _SAMPLES, _WORK))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate, wait = samples / wall, self._sums[:, _WAIT] / wall
+            cost = np.where(samples, work / samples, np.nan)  # seconds of own work per sample
+            known = cost[np.isfinite(cost)]  # of two workers, the faster one is the reference
+            slowness = cost / np.quantile(known, 0.5, method="lower") if len(known) else cost
+        share = samples / max(samples.sum(), 1)
+        figures = np.nan_to_num(np.stack([rate, share, wait, slowness]), posinf=0.0)
+        place = {"failed": 0, "starting": 1, "joined": 1}  # failed and starting workers come first
+        order = sorted(
+            self.workers,
+            key=lambda w: (place.get(self._state(w, 1, now), 2), -round(figures[3][w], 1), w),
+        )
+        return [
+            Row(
+                str(w),
+                self._state(w, float(figures[3][w]), now),
+                rate=float(figures[0][w]),
+                share=float(figures[1][w]),
+                wait=float(figures[2][w]),
+                sent=self.traffic.get(w, (0, 0))[0],
+                received=self.traffic.get(w, (0, 0))[1],
+                note=phases_in_words(self.phases.get(w, {})),
+            )
+            for w in order
+        ]
+
+    def _state(self, worker: int, slowness: float, now: float) -> str:
+        state = self.states.get(worker, "starting")
+        steps, _, _, _, wall_s = self._sums[worker]
+        if not steps or state not in ("starting", "joined", "ready"):
+            return state
+        silent_s = now - self._seen[worker]
+        if silent_s > max(QUIET_S, QUIET_STEPS * wall_s / steps):
+            return f"quiet {whole_seconds(silent_s)}"
+        return f"slow {slowness:.1f}x" if slowness >= SLOW else "training"
+
+
+def _together(name: str, rows: Sequence[Row]) -> Row:
+    training = sum(row.state.startswith(("training", "slow")) for row in rows)
+    waits = [row.wait for row in rows if row.rate]
+    return Row(
+        name,
+        f"{training} training" if training else "",
+        rate=sum(row.rate for row in rows),
+        share=sum(row.share for row in rows),
+        wait=sum(waits) / max(len(waits), 1),
+        sent=sum(row.sent for row in rows),
+        received=sum(row.received for row in rows),
+    )

@@ -1,0 +1,217 @@
+"""What `instep audit` answers: is the ledger of a run what its job says it must be?
+
+Two questions about the committed steps: is every position of every epoch in the
+ledger exactly once (`store/audit.py`), and do the records of each step cover exactly
+the positions that the job gives to that step (`untiled`)? A run that is still going
+on, or that a crash cut short, is checked as far as it got, and the answer says how far
+that is. Nothing is written. Way in: `prove`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instep.data.order import position
+from instep.events import LEDGER, LEDGER_START
+from instep.store.audit import Audit, EpochAudit, Stretch
+from instep.store.run_folder import Records, RunFolder
+from instep.units import readable_count
+from instep.words import command, plural, ranges
+
+_MOST_LINES = 20  # of epochs with a fault, and of steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What the ledger of a run says, and whether it is what it must be."""
+
+    run: RunFolder
+    torn_bytes: int
+    """Bytes at the end of the file, too few for a record."""
+
+    untiled: tuple[int, ...]
+    """Steps whose records do not tile the positions of their global batch."""
+
+    @property
+    def audit(self) -> Audit:
+        """How often each position was used, up to the last committed step."""
+        return self.run.audit
+
+    @property
+    def beyond(self) -> int:
+        """Records of steps after the last committed one, if the run did not end well."""
+        return len(self.run.ledger) - len(self.run.committed)
+
+    @property
+    def exact(self) -> bool:
+        """Whether each sample that was due was used once, in the step in which it was due."""
+        over = self.run.outcome in ("completed", "stopped")
+        known = self.run.epoch_samples > 0 or not len(self.run.ledger)
+        return self.audit.exact and not self.untiled and known and not (over and self.beyond)
+
+    @property
+    def fault(self) -> str:
+        """What is not exact, in one sentence."""
+        if not self.run.epoch_samples:
+            return (
+                f"nothing can be proved about {self.run.path}: the size of its training set is not "
+                "in events.jsonl, and without it the ledger says too little."
+            )
+        counts = {
+            "missing": self.audit.missing,
+            "repeated": self.audit.repeated,
+            "not due": self.audit.stray,
+        }
+        parts = [f"{readable_count(n)} samples {what}" for what, n in counts.items() if n]
+        if self.untiled:
+            parts.append(f"{plural(len(self.untiled), 'step')} with positions that are not its own")
+        if self.beyond and not parts:
+            parts.append(f"{plural(self.beyond, 'record')} after the last step")
+        return (
+            f"the ledger of {self.run.path} is not exact up to step {self.run.last_step}: "
+            f"{', '.join(parts)}. Either the file was damaged, or the run did not train on what "
+            "its job says."
+        )
+
+    def as_table(self) -> dict[str, Any]:
+        """The proof as plain data; epochs count from 0, positions are [first, stop)."""
+        return {
+            "run": str(self.run.path),
+            "exact": self.exact,
+            "outcome": self.run.outcome,
+            "last_step": self.run.last_step,
+            "planned_steps": self.run.planned_steps,
+            "records": len(self.run.ledger),
+            "beyond": self.beyond,
+            "torn_bytes": self.torn_bytes,
+            "epoch_samples": self.run.epoch_samples,
+            "used": self.audit.used,
+            "repeated": self.audit.repeated,
+            "missing": self.audit.missing,
+            "stray": self.audit.stray,
+            "epochs": [
+                {**asdict(each), "faults": [fault._asdict() for fault in each.faults]}
+                for each in self.audit.epochs
+            ],
+            "skipped": len(self.run.skipped),
+            "untiled_steps": list(self.untiled),
+            "sha256": self.audit.sha256,
+        }
+
+    def lines(self) -> list[str]:
+        """The proof for a person; the last line is the next command."""
+        lines = [self._coverage()]
+        if self.run.last_step and self.run.epoch_samples:
+            lines += [*self._epochs(), self._steps()]
+            if self.run.skipped:
+                why = "the sample could not be read and was left out of its step"
+                lines.append(f"skipped {plural(len(self.run.skipped), 'position')}: {why}")
+            used = readable_count(self.audit.used)
+            lines.append(f"total   {used} samples used, {fault_counts(self.audit)}")
+            lines.append(f"sha256  {self.audit.sha256} of every (epoch, position)")
+        return [*lines, f"next    {command('report', self.run.path)}"]
+
+    def _coverage(self) -> str:
+        run = self.run
+        planned = f" of {readable_count(run.planned_steps)}" if run.planned_steps else ""
+        parts = [run.outcome, f"{readable_count(run.last_step)}{planned} steps committed"]
+        parts.append(f"{plural(len(run.ledger), 'record')} in the ledger")
+        if self.beyond:
+            parts.append(f"{readable_count(self.beyond)} of them after the last committed step")
+        if self.torn_bytes:
+            parts.append(f"the last {self.torn_bytes} bytes are not a whole record")
+        return "covers  " + ", ".join(parts)
+
+    def _epochs(self) -> Iterator[str]:
+        samples = readable_count(self.run.epoch_samples)
+        good = [epoch for epoch in self.audit.epochs if epoch.exact]
+        whole = [epoch.epoch + 1 for epoch in good if epoch.expected == self.run.epoch_samples]
+        if whole:
+            several = " each" if len(whole) > 1 else ""
+            yield f"epoch   {ranges(whole)}: {samples} samples{several}, each exactly once"
+        for epoch in good:
+            if epoch.expected != self.run.epoch_samples:
+                so_far = f"{readable_count(epoch.expected)} of {samples}"
+                yield f"epoch   {epoch.epoch + 1}: {so_far} samples so far, each exactly once"
+        bad = [epoch for epoch in self.audit.epochs if not epoch.exact]
+        yield from map(_faulty_epoch, bad[:_MOST_LINES])
+        if len(bad) > _MOST_LINES:
+            yield f"fault   {len(bad) - _MOST_LINES} more epochs with faults"
+
+    def _steps(self) -> str:
+        if not self.untiled:
+            return "steps   each took exactly the positions that the job gives it"
+        shown = ranges(self.untiled, _MOST_LINES)
+        return f"fault   step {shown}: not exactly the positions that the job gives it"
+
+
+def fault_counts(audit: Audit | EpochAudit, *, zeros: bool = True) -> str:
+    """`3 repeated, 0 missing, 0 not due`; without `zeros` only what is above 0."""
+    counts = {"repeated": audit.repeated, "missing": audit.missing, "not due": audit.stray}
+    return ", ".join(f"{readable_count(n)} {what}" for what, n in counts.items() if n or zeros)
+
+
+def prove(run: RunFolder) -> Proof:
+    """Check everything that a run has committed by now; writes nothing."""
+    file = run.path / "ledger.bin"
+    size = file.stat().st_size if file.is_file() else 0
+    samples, batch = run.epoch_samples, run.spec.train.global_batch
+    wrong = untiled(run.committed, samples, batch, run.last_step) if samples else ()
+    return Proof(
+        run=run,
+        torn_bytes=(size - LEDGER_START) % LEDGER.itemsize if size > LEDGER_START else 0,
+        untiled=tuple(int(step) for step in wrong),
+    )
+
+
+def untiled(ledger: Records, samples: int, global_batch: int, last_step: int) -> NDArray[np.int64]:
+    """Steps whose records are not exactly the positions of their global batch, in order.
+
+    The shares of a step may be cut anywhere and come in any order; sorted, they must begin
+    where its global batch begins, follow each other without gap or overlap, end where it
+    ends, and be of its epoch.
+
+    Args:
+        ledger: [records] of `events.LEDGER`; empty shares are allowed.
+        samples: positions of one epoch.
+        global_batch: positions of one step.
+        last_step: the last committed step, from 1.
+
+    Returns:
+        [any] steps. Those up to `last_step` that have no record are among them.
+    """
+    real = ledger[ledger["stop"] != ledger["first"]]
+    real = real[np.lexsort((real["first"], real["step"]))]
+    step = real["step"]
+    strange = step[(step < 1) | (step > last_step)]
+    real = real[(step >= 1) & (step <= last_step)]
+    step, first, stop = real["step"], real["first"], real["stop"]
+    fixed = (position(number, samples, global_batch) for number in range(1, last_step + 1))
+    due = np.fromiter(chain.from_iterable(fixed), np.int64, count=3 * last_step)
+    epoch, begin, end = due.reshape(-1, 3)[step - 1].T
+    changes = step[1:] != step[:-1]
+    opens, closes = np.append(True, changes)[: len(step)], np.append(changes, True)[: len(step)]
+    joins = first == np.where(opens, begin, np.append(0, stop[:-1])[: len(step)])
+    good = joins & (real["epoch"] == epoch) & (~closes | (stop == end))
+    absent = np.setdiff1d(np.arange(1, last_step + 1), step)
+    return np.unique(np.concatenate([step[~good], absent, strange])).astype(np.int64)
+
+
+def _faulty_epoch(epoch: EpochAudit) -> str:
+    words = fault_counts(epoch, zeros=False)
+    due, used = readable_count(epoch.expected), readable_count(epoch.used)
+    where = ", ".join(map(_place, epoch.faults))
+    return f"fault   epoch {epoch.epoch + 1}: {due} due, {used} used: {words}; first at {where}"
+
+
+def _place(fault: Stretch) -> str:
+    what = "not due" if fault.what == "stray" else fault.what
+    if fault.stop - fault.first == 1:
+        return f"position {fault.first} ({what})"
+    return f"positions {fault.first} to {fault.stop - 1} ({what})"

@@ -1,0 +1,188 @@
+"""A run in two dozen figures: the contents of `summary.json`, and the sentences about them.
+
+Figures come from the files of the run alone. What was not measured is `None`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from instep.store.run_folder import PARTS, Records, RunFolder
+from instep.units import readable_count
+from instep.words import LAST_STEPS, ranges, stop_words
+
+_MOST_GAPS = 5
+
+
+def summarise(folder: RunFolder) -> dict[str, Any]:
+    """The contents of `summary.json`: every value is valid JSON, `None` where unknown.
+
+    Seconds, samples and bytes are plain numbers in those units. `loss` is the
+    mean over the samples of the last epoch, or over the last 100 steps of a job
+    that counts steps; `time` is seconds by part, mean over the workers.
+    """
+    proof = folder.audit
+    training_s = folder.training_seconds()
+    metrics = folder.last("validated").get("metrics") or {}
+    summary = {
+        "name": folder.spec.name,
+        "run": str(folder.path),
+        "outcome": folder.outcome,
+        "rule": folder.ending.get("rule"),
+        "rule_text": _not_finite(folder) or _rule_text(folder),
+        "diverged": bool(_not_finite(folder)) or folder.ending.get("rule") == "diverged",
+        "steps": folder.last_step,
+        "epochs": _finished_epochs(folder),
+        "samples": proof.used,
+        "loss": _final_loss(folder),
+        "metrics": dict(metrics),
+        "workers": folder.team,
+        "seconds": folder.seconds,
+        "samples_per_second": folder.timed_samples / training_s if training_s > 0 else None,
+        "unrecorded_steps": len(folder.unrecorded),
+        "wire_bytes": sum(moved.sent_bytes for moved in folder.traffic.values()),
+        "time": mean_split(folder),
+        "parameters_sha256": folder.last("model_saved").get("parameters_sha256"),
+        "generations": len(folder.generations),
+        "repeated_samples": proof.repeated + proof.stray,
+        "missing_samples": proof.missing,
+        "skipped_samples": len(folder.skipped),
+        "same_as_one_machine": folder.last("same_as_one_machine").get("verdict"),
+        "corruptions": len(folder.named("corruption_found")),
+    }
+    cleaned: dict[str, Any] = finite(summary)
+    return cleaned
+
+
+def _not_finite(folder: RunFolder) -> str | None:
+    """From which step on no loss was a finite number; None if the last one was."""
+    step, loss = committed_losses(folder)
+    good = np.flatnonzero(np.isfinite(loss))
+    since = int(good[-1]) + 1 if len(good) else 0
+    if since == len(loss):
+        return None
+    return f"the loss was {loss[since]} from step {readable_count(step[since])} on"
+
+
+def _rule_text(folder: RunFolder) -> str | None:
+    """Why the run stopped where it did, as the request to stop said; None if it ran to its end."""
+    rule = folder.ending.get("rule")
+    asked = [e for e in folder.stop_requests if e["rule"] == rule and e.get("why")]
+    if not asked:
+        return None
+    by_clock = rule in ("time_limit", "interrupted")  # the request could not name the step
+    return stop_words({**asked[0], "step": folder.last_step} if by_clock else asked[0])
+
+
+def time_split(folder: RunFolder, worker: int) -> dict[str, float]:
+    """Seconds of one worker by part of the step; `other` is training time outside all parts."""
+    steps = folder.steps_of(worker)
+    split = {part: float(steps[f"{part}_s"].sum(dtype=np.float64)) for part in PARTS}
+    split["other"] = max(0.0, folder.training_seconds(worker) - sum(split.values()))
+    return split
+
+
+def mean_split(folder: RunFolder) -> dict[str, float]:
+    """`time_split`, mean over the workers that recorded a step."""
+    splits = [time_split(folder, int(worker)) for worker in np.unique(folder.steps["worker"])]
+    share = 1 / max(1, len(splits))
+    return {part: sum(split[part] for split in splits) * share for part in (*PARTS, "other")}
+
+
+def committed_losses(folder: RunFolder) -> tuple[Records, Records]:
+    """`loss_per_step` of the committed steps."""
+    step, loss = loss_per_step(folder)
+    kept = step <= folder.last_step
+    return step[kept], loss[kept]
+
+
+def loss_per_step(folder: RunFolder) -> tuple[Records, Records]:
+    """Steps in order, and for each the loss of its global batch: [steps] and [steps].
+
+    If a step was computed twice, the later one counts: it is the committed one.
+    """
+    steps = folder.steps
+    order = np.lexsort((steps["begin"], steps["step"]))
+    number = steps["step"][order]
+    newest = np.append(number[1:] != number[:-1], True)[: len(number)]
+    return number[newest], steps["loss"][order][newest]
+
+
+def _final_loss(folder: RunFolder) -> float | None:
+    step, loss = committed_losses(folder)
+    if folder.spec.train.steps is None and len(folder.committed):
+        newest = folder.committed["epoch"].max()
+        kept = np.isin(step, folder.committed["step"][folder.committed["epoch"] == newest])
+    else:
+        kept = step > folder.last_step - LAST_STEPS
+    if not kept.any():
+        return None
+    weight = _samples_of(folder, step[kept])
+    return float(np.average(loss[kept], weights=weight if weight.any() else None))
+
+
+def _samples_of(folder: RunFolder, steps: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Samples of each of these steps (ascending), over all workers, [steps]."""
+    mine = folder.committed[np.isin(folder.committed["step"], steps)]
+    where = np.searchsorted(steps, mine["step"])
+    taken = np.bincount(where, weights=mine["stop"] - mine["first"], minlength=len(steps))
+    missed = [event["step"] for event in folder.skipped if event["step"] in steps]
+    read: np.ndarray[Any, Any] = taken - np.bincount(
+        np.searchsorted(steps, missed), minlength=len(steps)
+    )
+    return read
+
+
+def _finished_epochs(folder: RunFolder) -> int:
+    if folder.epoch_steps:
+        return folder.last_step // folder.epoch_steps
+    return len({event["epoch"] for event in folder.named("epoch_finished")})
+
+
+def finite(value: Any) -> Any:
+    """The same data with `None` for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def gap_words(folder: RunFolder) -> str:
+    """Which step records are missing, in a sentence; empty if none is missing."""
+    steps = folder.unrecorded
+    if not len(steps):
+        return ""
+    if not len(folder.steps):
+        return (
+            f"{folder.path / 'steps.bin'} holds no step record: the losses and times of all steps "
+            "are missing."
+        )
+    word = "steps" if len(steps) > 1 else "step"
+    return (
+        f"the step records of {word} {ranges(steps.tolist(), _MOST_GAPS)} are missing: losses and "
+        "times are of the rest."
+    )
+
+
+def exactness_words(summary: dict[str, Any]) -> str:
+    """What the audit found, as the end of a sentence about samples."""
+    repeated, missing = summary["repeated_samples"], summary["missing_samples"]
+    if repeated or missing:
+        return f"{readable_count(repeated)} repeated, {readable_count(missing)} missing"
+    if not summary["samples"]:
+        return "none used"
+    unread = summary["skipped_samples"]
+    left_out = f", {readable_count(unread)} of them skipped as unreadable" if unread else ""
+    return f"each exactly once per epoch{left_out}"
+
+
+def cause_words(failure: dict[str, Any]) -> str:
+    """`ValueError: target 10 out of range`, from a `worker_failed` event."""
+    parts = [str(failure[key]) for key in ("kind", "cause") if failure.get(key)]
+    return ": ".join(parts) or "unknown"

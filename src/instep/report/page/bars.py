@@ -1,0 +1,135 @@
+"""The drawn parts of the report page: throughput strips and stacked bars.
+
+Each is a function from a run to markup that needs no script. At most
+`MOST_WORKERS` workers are drawn one by one, to keep the page small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from instep.report.figures.curves import throughput
+from instep.report.figures.summary import mean_split, time_split
+from instep.report.page.markup import Html, join, more, section, tag
+from instep.store.run_folder import PARTS, RunFolder
+from instep.units import readable_count, readable_seconds, readable_share
+
+MOST_WORKERS = 48
+"""Workers drawn one by one."""
+
+_MOST_MARKS = 40  # on one strip
+
+
+def throughput_strips(folder: RunFolder) -> Html:
+    """Samples per second of each worker over the time of the run, on one scale."""
+    workers = [int(w) for w in np.unique(folder.steps["worker"])]
+    speeds = {worker: throughput(folder, worker) for worker in workers[:MOST_WORKERS]}
+    top = max((float(speed.max()) for speed in speeds.values()), default=0.0)
+    if top <= 0:
+        return Html("")
+    rows = []
+    for worker, speed in speeds.items():
+        active_s = folder.training_seconds(worker)
+        mean = float(folder.steps_of(worker)["samples"].sum()) / max(active_s, 1e-9)
+        rows += [
+            tag("span", f"worker {worker}", class_="who"),
+            _strip(speed / top, _marks(folder, worker)),
+            tag("span", f"{readable_count(mean)}/s", class_="num"),
+        ]
+    axis = tag(
+        "div", tag("span", "0"), tag("span", readable_seconds(folder.seconds)), class_="axis"
+    )
+    note = (
+        f"Samples per second over the time of the run; full height is {readable_count(top)}. "
+        "Lines mark new generations (dotted), checkpoints (thin) and failures (red)."
+    )
+    body = tag("div", *rows, tag("span"), axis, class_="strips")
+    return section("Throughput", body, more(len(workers), MOST_WORKERS, "workers"), note=note)
+
+
+def _strip(heights: Any, marks: list[Html]) -> Html:
+    width = 1000 / len(heights)
+    points = [f"{(i + 0.5) * width:.0f},{40 - 38 * h:.1f}" for i, h in enumerate(heights)]
+    area = f"M0,40L{'L'.join(points)}L1000,40Z"
+    drawn = [tag("path", d=area, class_="area"), *marks]
+    return Html(
+        f'<svg viewBox="0 0 1000 40" preserveAspectRatio="none" class="strip">{join(drawn)}</svg>'
+    )
+
+
+def _marks(folder: RunFolder, worker: int) -> list[Html]:
+    chosen = [(e, "generation") for e in folder.generations[1:]]
+    chosen += [(e, "checkpoint") for e in folder.checkpoints]
+    chosen += [(e, "failure") for e in folder.failures if e.get("worker") == worker]
+    seconds = max(folder.seconds, 1e-9)
+    lines = []
+    for event, kind in chosen[-_MOST_MARKS:]:
+        x = round(1000 * float(folder.elapsed(event["time"])) / seconds)
+        lines.append(tag("line", x1=x, x2=x, y1=0, y2=40, class_=kind))
+    return lines
+
+
+def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
+    """Stacked bars: where each worker's time went, in one run or in each of two."""
+    rows, parts = [], [*PARTS, "other"]
+    for folder, name in zip(runs, names, strict=True):
+        prefix = f"{name}, " if len(runs) > 1 else ""
+        workers = [int(w) for w in np.unique(folder.steps["worker"])]
+        for worker in workers[: MOST_WORKERS // len(runs)]:
+            rows.append((f"{prefix}worker {worker}", time_split(folder, worker)))
+    if not rows:
+        return Html("")
+    mean_of = f" The means are of {names[0]}." if len(runs) > 1 else ""
+    note = "Training time of each worker, from its first step to its last. "
+    note += "Exchange that overlaps the backward pass is inside backward; other is validation and "
+    note += "everything between steps." + mean_of
+    whole = sum(len(np.unique(folder.steps["worker"])) for folder in runs)
+    bars = _bars(rows, parts, mean_split(runs[0]))
+    return section("Where the time went", bars, more(whole, len(rows), "workers"), note=note)
+
+
+def start_up(folder: RunFolder) -> Html:
+    """Stacked bars: from the command to the first step, by phase."""
+    newest = {int(e["worker"]): e.get("phases") or {} for e in folder.named("worker_ready")}
+    rows = [(f"worker {w}", p) for w, p in sorted(newest.items()) if p][:MOST_WORKERS]
+    if not rows:
+        return Html("")
+    parts = list(dict.fromkeys(phase for _, phases in rows for phase in phases))
+    mean = {p: sum(float(row.get(p, 0.0)) for _, row in rows) / len(rows) for p in parts}
+    bars = _bars(rows, parts, mean)
+    note = "From the command until each worker was ready."
+    return section("Start-up", bars, more(len(newest), len(rows), "workers"), note=note)
+
+
+def _bars(rows: list[tuple[str, Any]], parts: list[str], mean: dict[str, float]) -> Html:
+    """Rows of one scale, and a legend with the mean of each part."""
+    longest = max((sum(split.values()) for _, split in rows), default=0.0) or 1.0
+    drawn = []
+    for label, split in rows:
+        pieces = [
+            tag(
+                "i",
+                class_=f"c{at % 8}",
+                style=f"width:{100 * split.get(part, 0.0) / longest:.3f}%",
+                title=f"{label}: {part} {readable_seconds(split.get(part, 0.0))}",
+            )
+            for at, part in enumerate(parts)
+            if split.get(part, 0.0) > 0
+        ]
+        total = readable_seconds(sum(split.values()))
+        drawn += [tag("span", label, class_="who"), tag("div", *pieces, class_="bar")]
+        drawn += [tag("span", total, class_="num")]
+    whole = sum(mean.values())
+    legend = [
+        tag(
+            "li",
+            tag("i", class_=f"c{at % 8}"),
+            tag("span", part),
+            tag("b", readable_seconds(mean[part]) if mean[part] else "0"),
+            tag("em", readable_share(mean[part], whole)),
+        )
+        for at, part in enumerate(parts)
+    ]
+    return join([tag("div", *drawn, class_="bars"), tag("ul", *legend, class_="legend")])

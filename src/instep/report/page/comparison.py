@@ -1,0 +1,74 @@
+"""The part of the report page that compares two runs: their results, and their settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from instep.report.page.markup import MOST_ROWS, Html, figure, section, shortened, table, tag
+from instep.store.run_folder import RunFolder
+from instep.units import readable_bytes, readable_count, readable_seconds
+
+_FIGURES = {
+    "outcome": None,
+    "steps": readable_count,
+    "samples": readable_count,
+    "loss": None,
+    "workers": None,
+    "seconds": readable_seconds,
+    "samples_per_second": readable_count,
+    "wire_bytes": readable_bytes,
+    "generations": None,
+    "repeated_samples": None,
+    "missing_samples": None,
+    "parameters_sha256": lambda digest: f"{digest[:12]}...",
+}
+"""Keys of a summary, and how the value of each is shown."""
+
+
+def comparison(runs: list[RunFolder], summaries: list[dict[str, Any]]) -> Html:
+    """Two runs side by side: figures, validation metrics among them, and settings that differ."""
+    head = [tag("span", name, class_=f"run{at}") for at, name in enumerate(run_names(runs))]
+    rows = []
+    for name, unit in _FIGURES.items():
+        rows.append([name.replace("_", " "), *(figure(each[name], unit) for each in summaries)])
+        if name == "loss":
+            for metric in dict.fromkeys(key for each in summaries for key in each["metrics"]):
+                values = [figure(each["metrics"].get(metric)) for each in summaries]
+                rows.append([f"validation {metric}", *values])
+    changed = differing_settings(runs[0].job, runs[1].job)[:MOST_ROWS]
+    settings = (
+        table(["setting", *head], [[shortened(cell) for cell in row] for row in changed])
+        if changed
+        else tag("p", "None: both runs were given the same job.", class_="note")
+    )
+    title = tag("h3", "Settings that differ")
+    return section("Side by side", table(["figure", *head], rows), title, settings)
+
+
+def run_names(runs: list[RunFolder]) -> list[str]:
+    """What to call each run: its folder's name, or the whole path if two names are equal."""
+    names = [folder.path.absolute().name for folder in runs]
+    return names if len(set(names)) == len(names) else [str(folder.path) for folder in runs]
+
+
+def differing_settings(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Keys of two jobs whose values differ, as (`section.key`, value, value).
+
+    A key that only one of them has reads `not given` in the other.
+    """
+    left, right = dict(flat(one)), dict(flat(other))
+    keys = dict.fromkeys([*left, *right])
+    pairs = [(key, left.get(key, "not given"), right.get(key, "not given")) for key in keys]
+    return [(key, a, b) for key, a, b in pairs if a != b]
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A nested table as (`section.key`, value as text)."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", text

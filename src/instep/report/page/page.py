@@ -1,0 +1,107 @@
+"""The report of a run, or of two compared: one HTML file, no network.
+
+`page.html` is the frame, `page.css` the look, `page.js` draws the curves;
+`sections.py`, `bars.py` and `comparison.py` write the rest. The file carries a content
+security policy that forbids it to load anything, so it is the same page offline and in an e-mail.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from instep.plain_file import replace_plain
+from instep.report.figures.curves import charts
+from instep.report.figures.summary import summarise
+from instep.report.page import bars, sections
+from instep.report.page.comparison import comparison, run_names
+from instep.report.page.markup import Html, embedded_json, join, section, tag
+from instep.store.run_folder import RunFolder
+from instep.words import of_what
+
+
+def write_report(folder: RunFolder, path: Path, other: RunFolder | None = None) -> None:
+    """Write the page to `path`, under 2 MB for any length of run.
+
+    Args:
+        folder: the run that the page is about.
+        path: the file to write; replaced if it exists, whole or not at all.
+        other: a second run to compare with; its curves share the charts.
+    """
+    replace_plain(path, render(folder, other))
+
+
+def render(folder: RunFolder, other: RunFolder | None = None) -> str:
+    """The page as text; see `write_report`."""
+    runs = [folder] if other is None else [folder, other]
+    names, drawn = run_names(runs), charts(runs)
+    return Template(_file("page.html")).substitute(
+        title=join([" and ".join(names)]),
+        style=_file("page.css"),
+        body=_body(runs, names, drawn),
+        data=embedded_json({"runs": names, "charts": drawn}),
+        script=_file("page.js"),
+    )
+
+
+def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) -> Html:
+    summaries = [summarise(each) for each in runs]
+    head = [tag("p", "instep", class_="mark"), tag("h1", " and ".join(names))]
+    if len(runs) == 1:
+        ends = [sections.verdict_line(summaries[0], runs[0])]
+        top = sections.tiles(summaries[0], of_what(runs[0].spec.train.steps))
+    else:
+        ends = list(map(sections.verdict_line, summaries, runs, names))
+        top = comparison(runs, summaries)
+    shared = [tag("header", *head, *ends), top, _curves(drawn)]
+    spent = bars.time_spent(runs, names)
+    strips = bars.throughput_strips(runs[0])
+    if len(runs) == 1:
+        return join([*shared, strips, spent, *_details(runs[0], summaries[0])])
+    alone = tag("p", f"The rest is about {names[0]} alone.", class_="alone")
+    return join([*shared, spent, alone, strips, *_details(runs[0], summaries[0])])
+
+
+def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
+    """The parts that are about one run only."""
+    return [
+        bars.start_up(folder),
+        sections.who_did_what(folder),
+        sections.audit_of_samples(folder),
+        sections.skipped_samples(folder),
+        sections.changes_and_failures(folder),
+        sections.checkpoints(folder),
+        sections.configuration(folder),
+        sections.reproduce(folder, summary),
+    ]
+
+
+def _curves(drawn: list[dict[str, Any]]) -> Html:
+    if not drawn:
+        return section("Curves", tag("p", "No curves: no step was committed.", class_="note"))
+    switches = [_switch("x", "step", "samples", "seconds"), _switch("y", "linear", "log")]
+    frames = [tag("figure", class_="chart", data_chart=at) for at in range(len(drawn))]
+    without = tag(
+        "noscript", tag("p", "The curves need JavaScript: a script in this page draws them.")
+    )
+    bar = tag("div", *switches, class_="switches")
+    return section("Curves", bar, tag("div", *frames, class_="charts"), without)
+
+
+def _switch(name: str, *choices: str) -> Html:
+    """Radio buttons in a row; the first is chosen."""
+    buttons = [
+        tag(
+            "label",
+            tag("input", type="radio", name=name, value=choice, checked=choice == choices[0]),
+            tag("span", choice),
+        )
+        for choice in choices
+    ]
+    return tag("fieldset", *buttons, aria_label=f"{name} axis")
+
+
+def _file(name: str) -> str:
+    return files("instep.report.page").joinpath(name).read_text(encoding="utf-8")

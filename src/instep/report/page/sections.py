@@ -1,0 +1,280 @@
+"""The parts of the report page that are text and tables, each a function from a run to markup.
+
+`page.py` puts them in order. Long lists are cut, and say so, to keep the page small.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from instep.report.figures.summary import cause_words, exactness_words, gap_words
+from instep.report.page.comparison import flat
+from instep.report.page.markup import (
+    MOST_ROWS,
+    Html,
+    figure,
+    join,
+    listing,
+    section,
+    shortened,
+    table,
+    tag,
+)
+from instep.store.audit import EpochAudit
+from instep.store.run_folder import Event, RunFolder
+from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
+from instep.words import corruption_in_words, start_in_words
+
+_ENDINGS = {
+    "completed": ("good", "Completed"),
+    "stopped": ("calm", "Stopped early"),
+    "interrupted": ("calm", "Interrupted"),
+    "failed": ("bad", "Failed"),
+}
+"""For each outcome the colour of its dot, and how the sentence begins."""
+
+
+def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> Html:
+    """How the run ended, in one sentence, with the cause if it failed; `name` goes before it."""
+    mark, opening = _ENDINGS.get(summary["outcome"], ("calm", "Still running, or cut short"))
+    rule = f" by {summary['rule']}" if summary["rule"] and summary["outcome"] == "stopped" else ""
+    why = f": {summary['rule_text']}" if summary["rule_text"] else ""
+    sentence = f"{opening}{rule} after {readable_seconds(summary['seconds'])}{why}."
+    if summary["steps"]:
+        steps, samples = readable_count(summary["steps"]), readable_count(summary["samples"])
+        sentence += f" {steps} steps, {samples} samples, {exactness_words(summary)}."
+    else:
+        sentence += " No step was committed."
+    if summary["repeated_samples"] or summary["missing_samples"]:
+        mark = "bad"
+    elif summary["diverged"] and mark == "good":
+        mark = "calm"
+    label = tag("b", f"{name}: ") if name else ""
+    parts = [tag("p", tag("span", class_=f"dot {mark}"), label, sentence, class_="verdict")]
+    if gap := gap_words(folder):
+        parts.append(tag("p", f"{gap[0].upper()}{gap[1:]}"))
+    if folder.outcome == "failed" and folder.failures:
+        parts.append(_cause(folder.failures[0]))
+    return join(parts)
+
+
+def _cause(failure: Event) -> Html:
+    place = f"worker {failure.get('worker')}, step {failure.get('step')}, {failure.get('phase')}"
+    code = " ".join(shortened(failure[key]) for key in ("where", "line") if failure.get(key))
+    lines = [tag("strong", shortened(cause_words(failure))), tag("span", place)]
+    return tag("div", *lines, tag("code", code) if code else "", class_="cause")
+
+
+def tiles(summary: dict[str, Any], of: str) -> Html:
+    """The few figures that everybody looks for first; `of` is what the loss is a mean of."""
+    shown = [(f"training loss, {of}", figure(summary["loss"]))]
+    shown += [(f"validation {n}", figure(v)) for n, v in list(summary["metrics"].items())[:3]]
+    shown += [
+        ("samples per second", figure(summary["samples_per_second"], readable_count)),
+        ("workers", figure(summary["workers"], readable_count)),
+        ("sent over the network", figure(summary["wire_bytes"], readable_bytes)),
+    ]
+    cells = [tag("div", tag("dt", name), tag("dd", value)) for name, value in shown]
+    return tag("dl", *cells, class_="tiles")
+
+
+def who_did_what(folder: RunFolder) -> Html:
+    """Samples of each worker, from the ledger; how fast it computes; each new assignment."""
+    done = folder.committed
+    if not len(done):
+        return Html("")
+    workers, place = np.unique(done["worker"], return_inverse=True)
+    samples = np.bincount(place, weights=done["stop"] - done["first"])
+
+    def row(at: int) -> list[str]:
+        steps, count = folder.steps_of(int(workers[at])), int(samples[at])
+        busy_s = sum(float(steps[part].sum()) for part in ("load_s", "forward_s", "backward_s"))
+        speed = float(steps["samples"].sum()) / busy_s if busy_s > 0 else None
+        share = readable_share(count, int(samples.sum()))
+        return [
+            f"worker {workers[at]}",
+            readable_count(count),
+            share,
+            figure(speed, readable_count),
+        ]
+
+    head = ["worker", "samples", "share", "samples/s while computing"]
+    body = [listing(head, range(len(workers)), row, "workers")]
+    if assigned := folder.named("work_dealt"):
+        head = ["from step", "why", "micro-batches of each worker"]
+        body.append(tag("h3", "Changes of the assignment"))
+        body.append(listing(head, assigned, _assignment, "changes", newest=True, numbers_from=9))
+    note = "Counted from the ledger of committed steps. A slow worker is given less work."
+    return section("Work of each worker", *body, note=note)
+
+
+def _assignment(event: Event) -> list[str]:
+    members, counts = event.get("members"), event.get("micro_batches")
+    if not (isinstance(members, list) and isinstance(counts, list)):
+        return [shortened(event.get(key, "")) for key in ("step", "reason", "micro_batches")]
+    each = [f"{worker}: {count}" for worker, count in zip(members, counts, strict=False)]
+    step = readable_count(event.get("step") or 0)
+    return [step, shortened(event.get("reason", "")), shortened(", ".join(each), 200)]
+
+
+def audit_of_samples(folder: RunFolder) -> Html:
+    """The audit, with neighbouring epochs of equal counts in one row, and its hash."""
+    proof = folder.audit
+    if not proof.epochs:
+        return Html("")
+    note = (
+        "Counted from the ledger of committed steps: every sample that was due was used once."
+        if proof.exact
+        else "Counted from the ledger of committed steps. It does not hold: see the table."
+    )
+    if not folder.epoch_samples:
+        note = "The size of the training set was not recorded, so nothing can be proved."
+    head = ["epoch", "due", "used", "repeated", "missing", "not due"]
+    groups = [list(group) for _, group in groupby(proof.epochs, key=_counts)]
+    what, digest = "sha256 of every (epoch, position) used ", tag("code", proof.sha256)
+    rows = listing(head, groups, _audit_row, "rows")
+    return section("Audit of samples", rows, tag("p", what, digest, class_="note hash"), note=note)
+
+
+def _counts(entry: EpochAudit) -> tuple[int, ...]:
+    return (entry.expected, entry.used, entry.repeated, entry.missing, entry.stray)
+
+
+def _audit_row(group: list[EpochAudit]) -> list[str]:
+    first, last = group[0].epoch + 1, group[-1].epoch + 1
+    name = str(first) if first == last else f"{first} to {last}, each"
+    return [name, *(readable_count(count) for count in _counts(group[0]))]
+
+
+def skipped_samples(folder: RunFolder) -> Html:
+    """Which samples could not be read and were left out of their steps, the first of them."""
+    if not folder.skipped:
+        return Html("")
+    note = (
+        f"{readable_count(len(folder.skipped))} times a sample could not be read and was left out "
+        "of its step: gradient and loss are the means over the others."
+    )
+    head = ["epoch", "step", "sample", "cause"]
+    rows = listing(head, folder.skipped, _skipped_row, "samples", numbers_from=9)
+    return section("Skipped samples", rows, note=note)
+
+
+def _skipped_row(event: Event) -> list[str]:
+    places = [str(event["epoch"] + 1), str(event["step"]), str(event["index"])]
+    return [*places, shortened(event.get("cause", ""))]
+
+
+def changes_and_failures(folder: RunFolder) -> Html:
+    """Which workers were members when, what failed, and the warnings."""
+    body = []
+    if folder.generations:
+        head = ["generation", "members", "why", "at", "took"]
+
+        def row(event: Event) -> list[str]:
+            return _generation_row(folder, event)
+
+        body.append(
+            listing(head, folder.generations, row, "generations", newest=True, numbers_from=3)
+        )
+    if folder.failures:
+        head = ["worker", "step", "while", "cause", "where"]
+        body.append(tag("h3", "Failures"))
+        body.append(listing(head, folder.failures, _failure_row, "failures", numbers_from=9))
+    found = [corruption_in_words(e) for e in folder.named("corruption_found")]
+    warnings = [e.get("text", "") for e in folder.named("warning")]
+    for title, texts in (("Corruption found", found), ("Warnings", warnings)):
+        if texts:
+            items = dict.fromkeys(shortened(text) for text in texts[:MOST_ROWS])
+            body += [tag("h3", title), tag("ul", *(tag("li", text) for text in items))]
+    note = "A generation is a period in which the members do not change."
+    return section("Generations and failures", *body, note=note) if body else Html("")
+
+
+def _generation_row(folder: RunFolder, event: Event) -> list[str]:
+    members = event.get("members")
+    names = ", ".join(map(str, members)) if isinstance(members, list) else str(members)
+    at, took = folder.elapsed(event["time"]), event.get("seconds")
+    return [
+        str(event.get("generation")),
+        shortened(names, 120),
+        shortened(event.get("reason", "")),
+        readable_seconds(float(at)),
+        figure(took, readable_seconds),
+    ]
+
+
+def _failure_row(event: Event) -> list[str]:
+    where = " ".join(str(event[key]) for key in ("where", "line") if event.get(key))
+    place = [str(event.get(key, "")) for key in ("worker", "step", "phase")]
+    return [*place, shortened(cause_words(event)), tag("code", shortened(where))]
+
+
+def checkpoints(folder: RunFolder) -> Html:
+    """What was saved, how large it is, and how long training paused for it."""
+    saved = folder.checkpoints
+    if not saved:
+        return Html("")
+    head = ["step", "file", "size", "training paused", "took"]
+    rows = listing(head, saved, _checkpoint_row, "checkpoints", newest=True, numbers_from=2)
+    return section("Checkpoints", rows)
+
+
+def _checkpoint_row(event: Event) -> list[str]:
+    return [
+        readable_count(event["step"]),
+        tag("code", shortened(event.get("path", ""), 200)),
+        figure(event.get("size_bytes"), readable_bytes),
+        figure(event.get("held_s"), readable_seconds),
+        figure(event.get("seconds"), readable_seconds),
+    ]
+
+
+def configuration(folder: RunFolder) -> Html:
+    """The job as run, and the machine it ran on."""
+    started, ready = folder.last("run_started"), folder.last("worker_ready")
+    facts = {
+        "host": started.get("host"),
+        "versions": started.get("versions"),
+        **{key: ready.get(key) for key in ("device", "threads", "loader", "parameters")},
+        "training samples": ready.get("samples"),
+        "validation samples": ready.get("validation_samples"),
+        "same as one machine": folder.last("same_as_one_machine").get("verdict"),
+    }
+    if loaded := folder.last("model_loaded"):
+        facts["started from"] = start_in_words(loaded)
+    known = {key: value for key, value in facts.items() if value is not None}
+    columns = [
+        tag("div", tag("h3", title), _settings(flat(values)))
+        for title, values in (("Job", folder.job), ("Environment", known))
+    ]
+    return section("Configuration", tag("div", *columns, class_="columns"))
+
+
+def _settings(pairs: Iterable[tuple[str, str]]) -> Html:
+    rows = [[key, tag("code", shortened(value))] for key, value in pairs]
+    return table(["setting", "value"], rows[:400], numbers_from=9) if rows else Html("")
+
+
+def reproduce(folder: RunFolder, summary: dict[str, Any]) -> Html:
+    """The command, and the hashes that another run of it can be compared with."""
+    started = folder.last("run_started")
+    command = started.get("command")
+    if isinstance(command, list):
+        command = shlex.join(map(str, command))
+    hashes = [
+        ("recipe", started.get("recipe_sha256")),
+        ("model it started from", folder.last("model_loaded").get("sha256")),
+        ("every (epoch, position) used", folder.audit.sha256 if folder.audit.epochs else None),
+        ("parameters", summary["parameters_sha256"]),
+    ]
+    rows = [[name, tag("code", shortened(value))] for name, value in hashes if value]
+    body = [tag("pre", tag("code", shortened(command)))] if command else []
+    if rows:
+        body.append(table(["sha256 of", ""], rows, numbers_from=9))
+    note = f"Seed {folder.spec.seed}, determinism “{folder.spec.train.determinism}”."
+    return section("How to reproduce", *body, note=note)

@@ -1,0 +1,104 @@
+"""The lines that a run ends with on a terminal: how it ended, what came out, the next commands.
+
+A line appears only where there is something true to say. Way in: `closing_lines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from instep.report.figures.summary import cause_words, exactness_words, gap_words
+from instep.store.run_folder import RunFolder
+from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
+from instep.words import (
+    command,
+    corruption_in_words,
+    of_what,
+    plural,
+    short_number,
+    start_in_words,
+)
+
+
+def closing_lines(summary: dict[str, Any], folder: RunFolder) -> list[str]:
+    """The lines for one run; the last ones are the commands to run next."""
+    return list(_lines(summary, folder))
+
+
+def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
+    yield _ending(summary)
+    if summary["rule_text"]:
+        yield f"rule    {summary['rule_text']}"
+    if folder.outcome == "failed" and folder.failures:
+        yield from _cause(folder.failures[0])
+    yield from filter(None, (_quality(summary, folder), _effort(summary)))
+    if gap := gap_words(folder):
+        yield f"gap     {gap}"
+    for event in folder.named("corruption_found"):
+        yield f"wrong   {corruption_in_words(event)}"
+    if same := summary["same_as_one_machine"]:
+        yield f"same    as one machine: {same}"
+    if loaded := folder.last("model_loaded"):
+        yield f"start   {start_in_words(loaded)}"
+    model, page = folder.path / "model.safetensors", folder.path / "report.html"
+    commands = [command("report", folder.path)]
+    if model.exists():
+        sha256 = summary["parameters_sha256"]
+        yield f"model   {model}" + (f"   sha256 {sha256[:12]}" if sha256 else "")
+        commands.append(command("export", folder.path, "--to model.safetensors"))
+    if page.exists():
+        yield f"report  {page}"
+    if folder.outcome != "completed":
+        commands.insert(0, folder.to_resume)
+    for number, text in enumerate(commands):
+        yield f"{'' if number else 'next':8}{text}"
+
+
+def _ending(summary: dict[str, Any]) -> str:
+    took = readable_seconds(summary["seconds"])
+    rule = f" ({summary['rule']})" if summary["rule"] else ""
+    how = {
+        "completed": f"diverged{rule} after {took}" if summary["diverged"] else f"done in {took}",
+        "stopped": f"stopped{rule} after {took}",
+        "interrupted": f"interrupted after {took}",
+        "failed": f"failed after {took}",
+    }.get(summary["outcome"], f"no end recorded; the last entry was written after {took}")
+    if not summary["steps"]:
+        return f"{how}   no step was committed"
+    steps, samples = readable_count(summary["steps"]), readable_count(summary["samples"])
+    return f"{how}   {steps} steps   {samples} samples, {exactness_words(summary)}"
+
+
+def _cause(failure: dict[str, Any]) -> Iterator[str]:
+    place = f"worker {failure.get('worker')}, step {failure.get('step')}, {failure.get('phase')}"
+    yield f"cause   {cause_words(failure)}   ({place})"
+    if failure.get("where"):
+        yield f"        {failure['where']}   {failure.get('line') or ''}".rstrip()
+
+
+def _quality(summary: dict[str, Any], folder: RunFolder) -> str:
+    parts = []
+    if summary["loss"] is not None:
+        of = of_what(folder.spec.train.steps)
+        parts.append(f"training loss {short_number(summary['loss'])} ({of})")
+    metrics = {name: v for name, v in summary["metrics"].items() if isinstance(v, (int, float))}
+    if metrics:
+        parts.append("validation " + ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()))
+    return "   ".join(parts)
+
+
+def _effort(summary: dict[str, Any]) -> str:
+    if summary["samples_per_second"] is None:
+        return ""
+    time = summary["time"]
+    parts = [
+        plural(summary["workers"], "worker"),
+        f"{readable_count(summary['samples_per_second'])} samples/s",
+    ]
+    if summary["workers"] > 1:
+        exchange = readable_share(time["wait"] + time["wire"], sum(time.values()))
+        parts.append(f"{exchange} of the time in gradient exchange")
+    if summary["wire_bytes"]:
+        parts.append(f"sent {readable_bytes(summary['wire_bytes'])}")
+    return "   ".join(parts)

@@ -1,0 +1,81 @@
+"""Processes that come to a run that cannot begin, or is over, all hear so."""
+
+import threading
+
+import pytest
+
+from instep.client.refusal import answer_all
+from instep.comm.channel import Channel
+from instep.comm.endpoint import Switchboard
+from instep.comm.messages import Hello, Refused, Welcome
+from instep.errors import CheckpointError, PeerError, WorkerError
+from instep.worker.member import Member
+
+REFUSED = Refused(kind="CheckpointError", text="it is damaged.", exit_code=7)
+
+
+@pytest.fixture
+def meeting(tmp_path):
+    file = tmp_path / "meeting"
+    file.touch()
+    return file
+
+
+def told(answer, meeting, numbers, **options):
+    """What each of these processes makes of the answer, and whether the file was there still."""
+    switchboard, found = Switchboard(), {}
+
+    def come(number):
+        try:
+            found[number] = Member(switchboard.endpoint, number), meeting.exists()
+        except Exception as error:
+            found[number] = error, meeting.exists()
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    count = answer_all(switchboard, answer=answer, meeting=meeting, **{"count": 3, **options})
+    for thread in threads:
+        thread.join()
+    return count, found
+
+
+def test_all_raise_the_same_kind_of_error_once_the_meeting_file_is_gone(meeting):
+    count, found = told(REFUSED, meeting, [1, 2, 3])
+    assert count == 3
+    for error, was_there in found.values():
+        assert type(error) is CheckpointError
+        assert (str(error), error.exit_code) == ("it is damaged.", 7)
+        assert not was_there
+
+
+def test_an_error_that_is_not_ours_arrives_as_that_of_a_worker(meeting):
+    odd = Refused(kind="error", text="KeyError: 'x'", exit_code=5)
+    _, found = told(odd, meeting, [1], count=1)
+    assert type(found[1][0]) is WorkerError
+
+
+def test_whoever_does_not_come_is_not_waited_for_without_end(meeting):
+    count, found = told(REFUSED, meeting, [2], timeout_s=1.0)
+    assert count == 1
+    assert type(found[2][0]) is CheckpointError
+    assert not meeting.exists()
+
+
+def test_a_run_that_is_over_is_known_as_such(meeting, tmp_path):
+    job = 'recipe = "a.py:f"'
+    over = Welcome(job=job, run=str(tmp_path), started=1.0, complete=True)
+    _, found = told(over, meeting, [0, 1, 2])
+    for member, _ in found.values():
+        assert (member.complete, member.run) == (True, tmp_path)
+        member.close()
+
+
+def test_a_stranger_is_told_nothing(meeting):
+    switchboard = Switchboard()
+    channel = Channel.connect(switchboard.endpoint.address)
+    channel.send(Hello(token="guessed", role="worker", number=1, pid=1))
+    assert answer_all(switchboard, 1, REFUSED, meeting, timeout_s=0.2) == 0
+    with pytest.raises(PeerError):
+        channel.receive()
+    channel.close()
