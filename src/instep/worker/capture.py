@@ -100,6 +100,8 @@ def capture(
     }
     if progress.turns:
         facts["turns"] = pack_state(list(progress.turns))[1]
+    if update.between.made:
+        facts["between"] = dict(update.between.made)
     tensors = {"model": model_tensors(model)}
     for each, of in _updates(update, strategy, turns):
         own = each.update
@@ -175,6 +177,7 @@ def restore(
             f"{source} is of another optimizer or scheduler than the recipe now makes: "
             f"{sentence(error)}"
         ) from error
+    update.between.made = dict(facts.get("between", {}))
     for each, of in _updates(update, strategy, turns):
         each.strategy.load_state(tensors.get(f"strategy{of}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()

@@ -288,7 +288,13 @@ class Training(Loop):
         every = self.recipe.given["train"].unused(
             "Recipe.train", shuffled=True, batch=self.job.train.global_batch
         )
-        decisive = "; ".join(f"{text}. {remedy}" for text, remedy in every if remedy)
+        reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
+        if self.job.sync.codec != "none":
+            reasons.append(
+                f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
+                "depends on the number of workers. Leave it out"
+            )
+        decisive = "; ".join(reasons)
         return trial._replace(verdict=f"no: {decisive}") if decisive else trial
 
     @property
