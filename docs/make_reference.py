@@ -33,8 +33,7 @@ the recipe and of the model to start from are relative to the job file.
 given, in `job.toml`. A key that was renamed is refused with its new name.
 
 Some keys are ahead of the code. This version refuses, before anything starts, a
-`codec` other than `"none"`, a `[mesh]` above 1, a strategy other than `"all_reduce"`
-and `servers` other than 1.
+`[mesh]` above 1 and `servers` other than 1.
 
 This page is written by `docs/make_reference.py` from `src/instep/spec.py`;
 change the texts there.

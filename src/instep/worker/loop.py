@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, TOLD
-from instep.data.loader import Loader, Read, Skipped
+from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
@@ -129,6 +129,10 @@ class Loop(ABC):
     def _by_speed(self) -> bool:
         """Whether a slow worker is dealt less."""
         return False
+
+    def _slices(self, share: Share) -> Iterable[Slice]:
+        """What is read for a step, in order."""
+        return (part.samples for part in share.passes)
 
     @abstractmethod
     def _lengths(self) -> dict[str, int]:
@@ -240,7 +244,7 @@ class Loop(ABC):
             assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
-                Lockstep(member.form, self.job.train, self.samples, by_speed=self._by_speed),
+                Lockstep(member.form, self.job.per_commit, self.samples, by_speed=self._by_speed),
                 compare=not given,
             )
         except PeerError:
@@ -306,8 +310,8 @@ class Loop(ABC):
         """The steps until the end, or until work is dealt otherwise; whether that is so."""
         first, dealing = self.step + 1, self.engine.assignment.dealing
         dealt = dealing.speeds
-        parts = (part.samples for _, share in self._plan(first) for part in share.passes)
-        loads = self._loader.read(parts, self._record)
+        slices = (each for _, share in self._plan(first) for each in self._slices(share))
+        loads = self._loader.read(slices, self._record)
         try:
             for where, share in self._plan(first):
                 self.step += 1
@@ -340,7 +344,7 @@ class Loop(ABC):
         """From samples to a commit."""
         agreed = yield from self._agree(where, share, loads)
         if agreed is None:  # the gradients did not fit: the same passes, on another lattice
-            again = self._loader.read((part.samples for part in share.passes), self._record)
+            again = self._loader.read(self._slices(share), self._record)
             agreed = yield from self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
         self._regroups = agreed.regroups
@@ -381,7 +385,7 @@ class Loop(ABC):
     def _settle(self, done: Commit) -> Step:
         """Judge it, validate, save. Done again if a member is lost in it."""
         self.member.check_lease()
-        where = position(done.step, self.samples, self.job.train.global_batch)
+        where = position(done.step, self.samples, self.job.per_commit.global_batch)
         self._tell_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
@@ -392,7 +396,7 @@ class Loop(ABC):
         if done.ends:
             self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
         self.state.settled = done.step
-        per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
+        per_epoch = steps_in_epoch(self.samples, self.job.per_commit.global_batch)
         ends_epoch = done.step % per_epoch == 0
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch)
 
