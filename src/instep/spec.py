@@ -221,6 +221,11 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     """Handed to the strategy, which owns their names, defaults and checks."""
 
+    @property
+    def own_state(self) -> bool:
+        """Whether a worker remembers what no other does, and hands it over before it leaves."""
+        return self.codec != "none"
+
 
 class MeshSpec(Section, frozen=True, kw_only=True):
     """Ranks that share one replica of the model; their product is the size of a replica."""

@@ -87,6 +87,7 @@ def _serve(
             journal=journal,
             signs=signs,
             why=note["why"],
+            drains=job.sync.own_state,
         )
         master.serve()
         return master.stale

@@ -63,8 +63,8 @@ class AllReduce:
         self._sums: Sums = Plain()
         self._loaded: Mapping[str, Tensor] | None = None  # until `start`
         self._two: TwoPhase | None = None
-        self._own: Mapping[str, Tensor] | None = None  # until `start`
-        self._left: _Left | None = None  # the same, as it lay in memory
+        self._carried = _Carried({})  # what was dropped before, between two generations
+        self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
         self._memory: Memory | None = None
         self._attempt = BEGINNING
         self._comm: Comm
@@ -78,13 +78,11 @@ class AllReduce:
         parts: int = 0,
         memory: Memory | None = None,
         at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
     ) -> None:
         """Lay out the buckets."""
         state, self._loaded = self.state(), None
-        own, left = self.own_state(), self._left
-        if left is None and self._two is not None and self._own is None:
-            left = _Left(self._comm.size, self._comm.rank, self._two.residual.clone())
-        self._own = self._left = None
+        self._keep()
         self._parameters, self._comm = list(parameters), comm
         if self._codec is not None:
             if parts:
@@ -99,7 +97,7 @@ class AllReduce:
             self._sums.load_state(state)
         self._buckets = self._with_room((1 + self._sums.flags) * len(self._parameters) + notes)
         if self._codec is not None:
-            self._carry_over(self._codec, own, left, memory, at)
+            self._carry_over(self._codec, memory, at, draining)
         self._home = {
             member: (number, view)
             for number, bucket in enumerate(self._buckets)
@@ -108,46 +106,62 @@ class AllReduce:
         self._seen = [0.0] * len(self._parameters)
         self._begin_step()
 
+    def _keep(self) -> None:
+        """What the group of before has dropped is carried over."""
+        if self._two is not None:
+            self._carried = _Carried.of(self._two.layout, self._comm.rank, self._two.residual)
+            self._two = None
+
     def _carry_over(
-        self,
-        codec: Codec,
-        own: Mapping[str, Tensor],
-        left: _Left | None,
-        memory: Memory | None,
-        at: Attempt,
+        self, codec: Codec, memory: Memory | None, at: Attempt, draining: Sequence[int]
     ) -> None:
         """Lay out what the codec drops, beginning with what was dropped before.
 
-        A rank that has its place of before gets it as it lay, so that steps go on to the bit.
+        What there was before counts until every rank has got so far.
         """
         comm, device = self._comm, self._buckets[0].flat.device
-        layout = _layout(self._buckets[:-1], self._parameters, comm.size)
-        state = {name.removeprefix("residual/"): residual for name, residual in own.items()}
+        layout = _layout(self._buckets[:-1], self._parameters, comm.size, draining)
         count = layout.room(comm.rank)
+        place = torch.tensor([comm.rank, comm.size, *draining])
         slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
+        carried = self._handed_over(draining) if draining else self._carried
         if memory is not None:
-            place = torch.tensor([comm.size, comm.rank])
-            memory.lay_out({"residual": ((count,), torch.float32), "place": ((2,), torch.int64)})
-            first = memory.stage(*at)
-            first["place"].copy_(place)
-            self._fill(first["residual"], layout, state, left)
+            memory.lay_out(
+                {"residual": ((count,), torch.float32), "place": (tuple(place.shape), torch.int64)}
+            )
+            slot = memory.stage(*at)
+            slot["place"].copy_(place)
+            slots = slot["residual"], slots[1]
+        carried.fill(slots[0], layout, comm)
+        if memory is not None:
             memory.staged(*at)
-            second = memory.stage(*at._replace(number=at.number + 1))
-            second["place"].copy_(place)
-            slots = first["residual"], second["residual"]
-        else:
-            self._fill(slots[0], layout, state, left)
-        self._memory = memory
+        self._next = at.generation, carried
+        comm.all_reduce(torch.zeros(1, device=device)).wait()
+        if memory is not None:
+            slot = memory.stage(*at._replace(number=at.number + 1))
+            slot["place"].copy_(place)
+            slots = slots[0], slot["residual"]
+        self._memory, self._next = memory, None
         self._two = TwoPhase(codec, comm, layout, slots, device=device, staged=self._stamp)
 
-    def _fill(
-        self, slot: Tensor, layout: Layout, state: Mapping[str, Tensor], left: _Left | None
-    ) -> None:
-        comm = self._comm
-        if left is not None and left[:2] == (comm.size, comm.rank) and len(left.flat) == len(slot):
-            slot.copy_(left.flat)
-        else:
-            layout.fill(slot, comm.rank, state)
+    def _handed_over(self, draining: Sequence[int]) -> _Carried:
+        """What this rank carries once those that leave have given theirs to the lowest other."""
+        comm, totals = self._comm, dict[str, Tensor]()
+        taker = min(rank for rank in range(comm.size) if rank not in draining)
+        for slot, parameter in enumerate(self._parameters):
+            nothing = torch.zeros_like(parameter, dtype=torch.float32)
+            mine = self._carried.totals.get(str(slot), nothing)
+            given = mine.clone() if comm.rank in draining else nothing.clone()
+            comm.all_reduce(given).wait()
+            if comm.rank not in draining:
+                totals[str(slot)] = mine + given if comm.rank == taker else mine
+        return _Carried(totals)
+
+    def resolve(self, generation: int) -> None:
+        """What was handed over counts, or does not, on every rank alike."""
+        if self._next is not None and self._next[0] == generation:
+            self._carried = self._next[1]
+        self._next = None
 
     def _stamp(self, _: int) -> None:
         if self._memory is not None:
@@ -272,7 +286,7 @@ class AllReduce:
             parameter.grad = None
 
     def stop(self) -> None:
-        """Nothing to let go of: the group is the caller's."""
+        """What was dropped is kept for the next group."""
 
     def state(self) -> dict[str, Tensor]:
         """What the sums remember: nothing, or how fine their lattices are."""
@@ -284,24 +298,21 @@ class AllReduce:
 
     def own_state(self) -> dict[str, Tensor]:
         """What the codec dropped here, and is still to be sent."""
-        if self._own is not None:
-            return dict(self._own)
-        dropped = self._two.own_state() if self._two is not None else {}
-        return {f"residual/{slot}": residual for slot, residual in dropped.items()}
+        totals = self._two.own_state() if self._two is not None else self._carried.totals
+        return {f"residual/{slot}": residual for slot, residual in totals.items()}
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Kept until `start`."""
-        self._own, self._left = state, None
+        self._carried = _Carried({k.removeprefix("residual/"): v for k, v in state.items()})
+        self._next = None
 
     def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
         """The residuals of a process that was perhaps one of more, or of fewer."""
-        size, rank = tensors["place"].tolist()
+        rank, size, *idle = tensors["place"].tolist()
         buckets = lay_out(parameters, [self._bucket_bytes], types=Wide(parameters).types)
-        layout = _layout(buckets, parameters, size)
+        layout = _layout(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
-            left = layout.state_of(tensors["residual"], rank)
-            self._own = {f"residual/{slot}": residual for slot, residual in left.items()}
-            self._left = _Left(size, rank, tensors["residual"].clone())
+            self._carried = _Carried.of(layout, rank, tensors["residual"])
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:
@@ -309,12 +320,28 @@ class AllReduce:
         return Price(2 * (replicas - 1) / replicas * parameter_bytes, 2 * (replicas - 1))
 
 
-class _Left(NamedTuple):
-    """Residuals as they lay in memory, of a rank of a group."""
+class _Carried(NamedTuple):
+    """Residuals between two generations."""
 
-    size: int
-    rank: int
-    flat: Tensor
+    totals: Mapping[str, Tensor]
+    """By parameter, in its shape."""
+    flat: Tensor | None = None
+    """The same as it lay in memory, of one rank among the owners of segments."""
+    rank: int = 0
+    owners: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, flat: Tensor) -> _Carried:
+        """Copied from a rank's slot."""
+        return cls(layout.state_of(flat, rank), flat.clone(), rank, layout.owners)
+
+    def fill(self, slot: Tensor, layout: Layout, comm: Comm) -> None:
+        """Have a slot begin with them. A rank that has its place of before gets them as they lay,
+        so that steps go on to the bit."""
+        if self.flat is not None and (self.rank, self.owners) == (comm.rank, layout.owners):
+            slot.copy_(self.flat)
+        else:
+            layout.fill(slot, comm.rank, self.totals)
 
 
 class _Begun:
@@ -324,9 +351,12 @@ class _Begun:
         """Its `finish` does."""
 
 
-def _layout(buckets: Sequence[Bucket], parameters: Sequence[Tensor], size: int) -> Layout:
+def _layout(
+    buckets: Sequence[Bucket], parameters: Sequence[Tensor], size: int, idle: Sequence[int]
+) -> Layout:
     """Where everything lies: parameters are called by their numbers."""
     return Layout(
         [[Place(str(m), tuple(parameters[m].shape)) for m in bucket.members] for bucket in buckets],
         size,
+        idle,
     )

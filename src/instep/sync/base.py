@@ -70,6 +70,7 @@ class Strategy(Protocol):
         parts: int = 0,
         memory: Memory | None = None,
         at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
     ) -> None:
         """A generation begins; every rank holds the same parameters, and nothing is staged.
 
@@ -85,6 +86,18 @@ class Strategy(Protocol):
                 a step lies there, stamped, before the message without which no other rank
                 can finish the exchange.
             at: the commit that all hold, in this generation.
+            draining: ranks that leave after it: what they alone remember, others take over
+                now, or nobody does; which of the two, `resolve` says after a PeerError.
+
+        Raises:
+            PeerError: a rank went away; `resolve` comes before the next `start`.
+        """
+
+    def resolve(self, generation: int) -> None:
+        """A `start` raised PeerError: it counts if some rank has seen the end of it.
+
+        Args:
+            generation: the newest of which a rank has seen the end of `start`.
         """
 
     def begin_step(self, attempt: Attempt) -> None:
@@ -180,6 +193,9 @@ class NothingOfItsOwn:
     """To inherit from, for strategies whose ranks all remember the same: they need no vote."""
 
     laws: Mapping[str, Law] = {}
+
+    def resolve(self, generation: int) -> None:
+        """Nothing changes hands."""
 
     def begin_step(self, attempt: Attempt) -> None:
         """One step is like another."""

@@ -43,24 +43,30 @@ class Layout:
         buckets: for each, its members in the order in which they lie in its flat memory,
             without gaps; what follows them there is not summed.
         size: ranks.
+        idle: those that own nothing.
 
     Each bucket's segments are equally long, but for the last ones, which may be shorter or
     empty. Every name stands once.
     """
 
-    def __init__(self, buckets: Sequence[Sequence[Place]], size: int) -> None:
+    def __init__(
+        self, buckets: Sequence[Sequence[Place]], size: int, idle: Sequence[int] = ()
+    ) -> None:
         self.buckets, self.size = [list(bucket) for bucket in buckets], size
+        self.owners = tuple(rank for rank in range(size) if rank not in idle)
         self.lengths = [sum(math.prod(place.shape) for place in bucket) for bucket in self.buckets]
 
     def segment(self, number: int, rank: int) -> slice:
         """What of a bucket `rank` owns."""
-        length = self.lengths[number]
-        each = -(-length // self.size)
-        return slice(min(rank * each, length), min((rank + 1) * each, length))
+        length, each = self.lengths[number], self.longest(number)
+        if rank not in self.owners:
+            return slice(length, length)
+        place = self.owners.index(rank)
+        return slice(min(place * each, length), min((place + 1) * each, length))
 
     def longest(self, number: int) -> int:
         """Elements of a bucket's first segment."""
-        return -(-self.lengths[number] // self.size)
+        return -(-self.lengths[number] // len(self.owners))
 
     def room(self, rank: int) -> int:
         """Elements of all residuals of one rank."""
@@ -142,7 +148,7 @@ class TwoPhase:
                 "fixed size. Use int8."
             )
         assert layout.size == comm.size, "the layout is made for another number of ranks"
-        self._codec, self._comm, self._layout = codec, comm, layout
+        self._codec, self._comm, self.layout = codec, comm, layout
         self._tell = staged
         count = layout.room(comm.rank)
         self._slots = room or _ordinary(count, device)
@@ -194,7 +200,7 @@ class TwoPhase:
         """
         assert number == len(self._flats), "buckets begin in their order"
         assert flat.dtype == torch.float32, "sums are in float32"
-        layout, comm = self._layout, self._comm
+        layout, comm = self.layout, self._comm
         values = flat[: layout.lengths[number]]
         old, new = self._cut[self._committed][number][0], self._cut[1 - self._committed][number][0]
         values += old
@@ -213,7 +219,7 @@ class TwoPhase:
         Raises:
             PeerError: a rank went away. What this rank has staged stays as it is.
         """
-        assert len(self._flats) == len(self._layout.buckets), "each bucket begins first"
+        assert len(self._flats) == len(self.layout.buckets), "each bucket begins first"
         last = len(self._flats) - 1
         for number, work in enumerate(self._work):
             work.wait()
@@ -230,7 +236,7 @@ class TwoPhase:
     def _add_up(self, number: int) -> Tensor:
         """The payload of the sum of this rank's segment."""
         rank = self._comm.rank
-        part = self._layout.segment(number, rank)
+        part = self.layout.segment(number, rank)
         total = self._total[: _length(part)].zero_()
         payloads = self._in[number].view(self._comm.size, -1)
         for payload in payloads:
@@ -248,7 +254,7 @@ class TwoPhase:
     def _read(self, number: int) -> None:
         values = self._flats[number].zero_()
         for owner, payload in enumerate(self._out[number].view(self._comm.size, -1)):
-            self._decode(values[self._layout.segment(number, owner)], payload)
+            self._decode(values[self.layout.segment(number, owner)], payload)
 
     def _encode(self, values: Tensor, out: Tensor, left: Tensor, key: tuple[int, ...]) -> None:
         if values.numel():
@@ -279,7 +285,7 @@ class TwoPhase:
 
         Its sum over the ranks is what has to be conserved.
         """
-        return self._layout.state_of(self._slots[self._committed], self._comm.rank)
+        return self.layout.state_of(self._slots[self._committed], self._comm.rank)
 
     @torch.no_grad()
     def load_own(self, state: Mapping[str, Tensor]) -> None:
@@ -289,9 +295,9 @@ class TwoPhase:
             state: residual by parameter, in its shape; those that are not named are zero.
         """
         assert not self._flats, "a step is under way"
-        names = {place.name for bucket in self._layout.buckets for place in bucket}
+        names = {place.name for bucket in self.layout.buckets for place in bucket}
         assert state.keys() <= names, f"no parameter is called {sorted(state.keys() - names)}"
-        self._layout.fill(self._slots[self._committed], self._comm.rank, state)
+        self.layout.fill(self._slots[self._committed], self._comm.rank, state)
 
 
 def _length(part: slice) -> int:

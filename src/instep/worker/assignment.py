@@ -31,7 +31,8 @@ class Lockstep:
     def __init__(self, form: Form, train: TrainSpec, samples: int, *, by_speed: bool) -> None:
         self._form, self._train, self._samples = form, train, samples
         self._ranks = len(form.members)
-        self.dealing = Dealing(self._ranks, by_speed=by_speed)
+        self._working = [n for n, worker in enumerate(form.members) if worker not in form.draining]
+        self.dealing = Dealing(self._ranks, by_speed=by_speed and not form.draining)
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
     def plan(
@@ -44,15 +45,18 @@ class Lockstep:
             merge: whether micro-batches that follow each other are one pass.
             whole: whether all of a member are.
         """
-        speeds = self.dealing.speeds
+        speeds, rank = self.dealing.speeds, self._form.rank
         for step in range(first, last + 1):
             where = position(step, self._samples, self._train.global_batch)
             parts = parts_of(where, self._train)
+            if rank not in self._working:
+                yield where, Share([], where.stop, where.stop)
+                continue
             share = share_of(
                 where,
                 parts,
-                self._ranks,
-                self._form.rank,
+                len(self._working),
+                self._working.index(rank),
                 merge=merge,
                 speeds=speeds,
                 whole=whole,
@@ -70,12 +74,29 @@ class Lockstep:
             return []
         course, step, where, speeds = self._done
         form, parts = self._form, parts_of(where, self._train)
-        ranges = ranges_of(where, parts, self._ranks, speeds)
-        dealt = deal(parts, self._ranks, speeds)
+        dealt = deal(parts, len(self._working), speeds)
+        first = dict(zip(self._working, dealt, strict=True))
         return [
-            (step, where.epoch, course, form.generation, worker, Kind.RANGE, part.start, *range_)
-            for worker, part, range_ in zip(form.members, dealt, ranges, strict=True)
+            (
+                step,
+                where.epoch,
+                course,
+                form.generation,
+                worker,
+                Kind.RANGE,
+                first[rank].start if rank in first else parts,
+                *range_,
+            )
+            for rank, (worker, range_) in enumerate(
+                zip(form.members, self._ranges(where, parts, speeds), strict=True)
+            )
         ]
+
+    def _ranges(self, where: Position, parts: int, speeds: Speeds | None) -> list[tuple[int, int]]:
+        """Positions [first, stop) of each rank; empty for one that drains."""
+        ranges = ranges_of(where, parts, len(self._working), speeds)
+        working = dict(zip(self._working, ranges, strict=True))
+        return [working.get(rank, (where.stop, where.stop)) for rank in range(self._ranks)]
 
     def measured(self, where: Position, seconds: Sequence[float]) -> str:
         """Take in how long each rank computed for a committed step.
@@ -84,6 +105,6 @@ class Lockstep:
             Why the next is dealt otherwise, in a word; empty where it is not.
         """
         parts = parts_of(where, self._train)
-        ranges = ranges_of(where, parts, self._ranks, self.dealing.speeds)
+        ranges = self._ranges(where, parts, self.dealing.speeds)
         samples = [stop - first for first, stop in ranges]
         return self.dealing.after_step(seconds, samples, parts)

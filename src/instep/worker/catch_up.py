@@ -53,6 +53,8 @@ class Beginning(NamedTuple):
     ends: bool
     settled: int
     """Up to which step nobody has to do again what follows a commit."""
+    generation: int
+    """The newest that one of them was inside."""
 
 
 def beginning(places: Sequence[Place]) -> Beginning:
@@ -83,4 +85,5 @@ def beginning(places: Sequence[Place]) -> Beginning:
         told=any(place.told for place in there if place.step == newest),
         ends=any(place.ends for place in there if place.step == newest),
         settled=min(settled, newest),
+        generation=latest,
     )

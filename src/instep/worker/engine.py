@@ -168,6 +168,7 @@ class Engine:
             if (course, step) == (there.course, there.step):
                 self._apply(self.update.apply)
             self._drop()
+        self.strategy.resolve(there.generation)
         if comm.rank == there.root:
             ledger = self.member.run / "ledger.bin"
             mend(ledger, there.step, self._records, wait=self.member.waits_for_writer)
@@ -262,6 +263,7 @@ class Engine:
             parts=self._exact,
             memory=self.memory,
             at=Attempt(course, step, form.generation),
+            draining=[form.members.index(worker) for worker in form.draining],
         )
         if comm.rank == 0:
             self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)

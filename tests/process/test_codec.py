@@ -1,0 +1,79 @@
+"""Gradients in 8 bits: what a killed worker still had to send is sent, to the bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from started import RECIPES, Start, Started
+
+from instep.state.load import load
+from instep.state.manifest import published
+from instep.store.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+STEPS = 200
+
+
+def begin(start: Start, folder: Path, name: str, pause_s: float, workers: int = 3) -> Started:
+    job = folder / f"{name}.toml"
+    job.write_text(
+        f'name = "{name}"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
+        f"seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\n"
+        '[sync]\ncodec = "int8"\n[checkpoint]\nevery = 50\nkeep_last = 9\n'
+        f"[arguments]\npause_s = {pause_s}\n"
+    )
+    return start("-m", "instep", "run", job)
+
+
+def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
+    undisturbed = begin(start, tmp_path, "undisturbed", 0.0)
+    assert undisturbed.end() == 0, undisturbed.stderr
+    draw = random.Random(7)
+    program = begin(start, tmp_path, "killed", 0.004)
+    program.until(program.is_training, "training")
+    for _ in range(5):
+        time.sleep(draw.uniform(0.1, 0.5))  # the moment is what is drawn
+        pids = {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
+        try:
+            os.kill(draw.choice(list(pids.values())), signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it is being replaced already
+    assert program.end() == 0, program.stderr
+    program.check_nothing_is_left()
+    runs = [RunFolder(each.run) for each in (undisturbed, program)]
+    assert program.summary["generations"] > 1
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    sums = [run.last("model_saved")["parameters_sha256"] for run in runs]
+    assert sums[0] == sums[1]
+    for step in (50, 200):  # what is carried over is the same too
+        own = [
+            load(dict(published(each.run / "checkpoints"))[step]).tensors["own"]
+            for each in (undisturbed, program)
+        ]
+        assert own[0].keys() == own[1].keys()
+        assert any(bool(residual.any()) for residual in own[0].values())
+        assert all(own[0][name].equal(own[1][name]) for name in own[0])
+
+
+def test_from_4_workers_to_3_and_back_every_sample_counts_once(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, "scaled", 0.01, workers=4)
+    program.until(program.is_training, "training")
+    for workers in (3, 4):
+        command = [sys.executable, "-m", "instep", "scale", str(program.run)]
+        done = subprocess.run(
+            [*command, "--workers", str(workers)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert program.end() == 0, program.stderr
+    program.check_nothing_is_left()
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    sizes = [len(event["members"]) for event in program.events("generation_started")]
+    assert sizes == [4, 4, 3, 4]  # a worker that leaves hands over first

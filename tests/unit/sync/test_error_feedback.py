@@ -1,0 +1,201 @@
+"""What a codec drops is sent later, whoever comes, goes or dies: no gradient is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from instep.comm.memory import run_ranks
+from instep.errors import PeerError, SpecError
+from instep.records import Attempt
+from instep.sync.base import make_strategy
+from instep.system.host_memory import HostMemory
+
+SHAPES = [(40, 7), (5,), (300,)]
+
+
+def drawn(workers):
+    return [torch.randn(shape) / workers for shape in SHAPES]
+
+
+class Worker:
+    """One process's strategy, with memory of the host that outlives it."""
+
+    def __init__(self, number, memory=None):
+        self.number, self.memory = number, memory or HostMemory()
+        self.parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
+        self.strategy = make_strategy("all_reduce", {"bucket_mb": 0.001}, "int8")
+
+    def start(self, comm, at, draining=()):
+        self.strategy.start(
+            self.parameters, comm, notes=1, memory=self.memory, at=at, draining=draining
+        )
+
+    def step(self, attempt, gradients):
+        """Exchange one weighted gradient of each parameter, or none; gives what was agreed on."""
+        self.strategy.begin_step(attempt)
+        self.strategy.begin_pass(1.0, last=True)
+        for slot, gradient in enumerate(gradients):
+            self.strategy.gradient(slot, gradient.clone())
+        self.strategy.exchange(torch.zeros(1, dtype=torch.float64))
+        self.strategy.hand_out()
+        return self.strategy.apply(
+            lambda: [
+                torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters
+            ]
+        )
+
+    def residual(self):
+        own = self.strategy.own_state()
+        return [own.get(f"residual/{slot}", torch.zeros(s)) for slot, s in enumerate(SHAPES)]
+
+
+class Run:
+    """A run of several generations, whose sums are kept in double precision."""
+
+    def __init__(self):
+        self.given = [torch.zeros(s, dtype=torch.float64) for s in SHAPES]
+        self.agreed = [torch.zeros(s, dtype=torch.float64) for s in SHAPES]
+        self.step = self.generation = 0
+        torch.manual_seed(3)
+
+    def generation_of(self, workers, steps, draining=()):
+        self.generation += 1
+        first = self.step
+        at = Attempt(0, first, self.generation)
+        working = [w for w in range(len(workers)) if w not in draining]
+        gradients = [
+            [
+                [torch.randn(s) / len(working) for s in SHAPES] if w in working else []
+                for w in range(len(workers))
+            ]
+            for _ in range(steps)
+        ]
+
+        def body(comm):
+            worker = workers[comm.rank]
+            worker.start(comm, at, draining)
+            results = [
+                worker.step(Attempt(0, first + 1 + n, self.generation), gradients[n][comm.rank])
+                for n in range(steps)
+            ]
+            worker.strategy.stop()
+            return results
+
+        every = run_ranks(len(workers), body)
+        for n in range(steps):
+            for mine in gradients[n]:
+                for total, gradient in zip(self.given, mine, strict=False):
+                    total += gradient
+            for total, agreed in zip(self.agreed, every[0][n], strict=True):
+                total += agreed
+        self.step += steps
+        for others in every[1:]:
+            for one, other in zip(every[0], others, strict=True):
+                assert all(map(torch.equal, one, other))
+
+    def check(self, workers):
+        """All that was given has been agreed on, but for what the workers carry over."""
+        for slot in range(len(SHAPES)):
+            left = sum(worker.residual()[slot].double() for worker in workers)
+            torch.testing.assert_close(
+                self.agreed[slot] + left, self.given[slot], rtol=0, atol=2e-5
+            )
+        assert any(float(r.abs().max()) > 1e-4 for w in workers for r in w.residual())
+
+
+def test_nothing_is_lost_from_4_to_3_to_4_workers():
+    run, workers = Run(), [Worker(n) for n in range(4)]
+    run.generation_of(workers, 20)
+    run.check(workers)
+    run.generation_of(workers, 1, draining=[3])
+    run.check(workers[:3])
+    assert not any(bool(residual.any()) for residual in workers[3].residual())
+    run.generation_of(workers[:3], 20)
+    run.check(workers[:3])
+    workers = [*workers[:3], Worker(4)]
+    run.generation_of(workers, 20)
+    run.check(workers)
+
+
+def test_a_killed_worker_s_residual_is_taken_up_from_the_memory_of_its_host():
+    run, workers = Run(), [Worker(n) for n in range(3)]
+    run.generation_of(workers, 5)
+    before = workers[1].residual()
+    replacement = Worker(1, workers[1].memory)  # all else that it had is gone
+    stamp = Attempt(*replacement.memory.stamps()[0])
+    assert stamp == Attempt(0, 5, 1)
+    replacement.strategy.load_left(replacement.memory.at(*stamp), replacement.parameters)
+    assert all(map(torch.equal, before, replacement.residual()))
+    workers[1] = replacement
+    run.generation_of(workers, 5)
+    run.check(workers)
+
+
+def test_steps_are_the_same_to_the_bit_as_if_nobody_had_been_killed():
+    def trained(kills):
+        run, workers = Run(), [Worker(n) for n in range(3)]
+        for generation in range(4):
+            run.generation_of(workers, 3)
+            if kills:
+                victim = generation % 3
+                newcomer = Worker(victim, workers[victim].memory)
+                stamp = newcomer.memory.stamps()[0]
+                newcomer.strategy.load_left(newcomer.memory.at(*stamp), newcomer.parameters)
+                workers[victim] = newcomer
+        return run.agreed
+
+    assert all(map(torch.equal, trained(kills=False), trained(kills=True)))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_hand_over_that_broke_counts_on_every_rank_or_on_none(seen):
+    """Rank 0 has seen the end of `start`, and the others have not; or nobody has."""
+    run, workers = Run(), [Worker(n) for n in range(3)]
+    run.generation_of(workers, 5)
+    at = Attempt(0, 5, 2)
+
+    def body(comm):
+        class Breaks:
+            """The last message of `start` does not come back."""
+
+            def __init__(self):
+                self.count = 0
+
+            def __getattr__(self, name):
+                return getattr(comm, name)
+
+            def all_reduce(self, tensor):
+                work = comm.all_reduce(tensor)
+                if tensor.numel() == 1 and not (seen and comm.rank == 0):
+                    work.wait()
+                    raise PeerError("lost")
+                return work
+
+        try:
+            workers[comm.rank].start(Breaks(), at, draining=[2])
+        except PeerError:
+            return False
+        workers[comm.rank].strategy.stop()
+        return True
+
+    ended = run_ranks(3, body)
+    assert ended == [seen, False, False]
+    for worker in workers:
+        worker.strategy.resolve(2 if seen else 1)
+    run.check(workers[:2] if seen else workers)
+    run.generation = 2
+    run.generation_of(workers, 1, draining=[2])
+    run.check(workers[:2])
+
+
+def test_a_model_that_float32_cannot_stand_for_is_refused():
+    strategy = make_strategy("all_reduce", {}, "int8")
+
+    def body(comm):
+        wide = Parameter(torch.zeros(3, dtype=torch.float64))
+        with pytest.raises(SpecError, match=r"sync\.codec cannot send"):
+            strategy.start([wide], comm, notes=1)
+
+    run_ranks(1, body)
