@@ -211,8 +211,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     codec: str = "none"
     """How a tensor looks on the wire."""
 
-    participants: Positive | None = None
-    """Of `averaging`, and required there: how many take their local steps side by side in a round.
+    participants: Natural = 0
+    """Of `averaging`, which needs 1 or more: how many take local steps side by side in a round.
     Fixed for the job, at any number of workers; they take the place of `train.micro_batches`."""
 
     local_steps: Positive = 1
@@ -442,7 +442,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
 
         A round of averaging takes a global batch for each local step, cut into participants.
         """
-        if self.sync.participants is None:
+        if not self.sync.participants:
             return self.train
         return msgspec.structs.replace(
             self.train,
@@ -451,7 +451,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
-        if (self.sync.participants or 0) > self.train.global_batch:
+        if self.sync.participants > self.train.global_batch:
             raise ValueError(
                 f"sync.participants = {self.sync.participants} but train.global_batch = "
                 f"{self.train.global_batch}: a participant needs at least one sample of each local "
@@ -459,7 +459,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
             )
         key, most = "train.micro_batches", self.per_commit.micro_batches
         what = "micro-batch of each step"
-        if self.sync.participants is not None:
+        if self.sync.participants:
             key, what = "sync.participants", "participant of each round"
         if self.workers > most:
             raise ValueError(

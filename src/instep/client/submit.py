@@ -322,7 +322,7 @@ def open_switchboard(job: JobSpec) -> Switchboard:
 def _check_rounds(job: JobSpec) -> None:
     sync = job.sync
     if sync.name in ROUNDS:
-        if sync.participants is None:
+        if not sync.participants:
             raise SpecError(
                 f"sync.name = {sync.name!r} needs sync.participants: how many take local steps "
                 f"side by side in a round. Set it to {job.workers} or more."
@@ -342,7 +342,7 @@ def _check_rounds(job: JobSpec) -> None:
                 )
         return
     for key, given in (
-        ("participants", sync.participants is not None),
+        ("participants", sync.participants != 0),
         ("local_steps", sync.local_steps != 1),
     ):
         if given:

@@ -45,10 +45,13 @@ class Averaging(NothingOfItsOwn):
         parts: int = 0,
         memory: Memory | None = None,
         at: Attempt = BEGINNING,
+        draining: Sequence[int] = (),
     ) -> None:
         """Lay out the buckets."""
         self._given = []
-        self._mean.start(parameters, comm, notes=notes, parts=parts, memory=memory, at=at)
+        self._mean.start(
+            parameters, comm, notes=notes, parts=parts, memory=memory, at=at, draining=draining
+        )
 
     def begin_pass(self, weight: float, *, last: bool) -> None:
         """What comes now is another participant's."""

@@ -65,7 +65,7 @@ class Training(Loop):
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else it has what the model is by now
         last_step = self.job.per_commit.length(samples)
-        averages, local_steps = self.job.sync.participants is not None, self.job.sync.local_steps
+        averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
         if averages:
             rounds.check(self.job, recipe)
         built = build(
