@@ -130,6 +130,36 @@ def test_killed_workers_leave_no_trace(run: Start, kills, rounds):
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 
 
+def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
+    run: Start, alone, tmp_path
+):
+    """Of 3 workers with 5 participants the last dies in its last local step of a round."""
+    number, notes = 2, tmp_path / "notes"
+    keys = {
+        (participant, local): key(0, 1, number, participant, local)
+        for participant in range(PARTICIPANTS)
+        for local in range(LOCAL_STEPS)
+    }
+    last = LOCAL_STEPS - 1
+    program = trained(
+        run,
+        3,
+        *BITS,
+        f'arguments.notes="{notes}"',
+        f"arguments.dies_at={keys[4, last]}",
+        f"arguments.waits_for={[keys[0, last], keys[2, last]]}",
+        recipe="kills_itself",
+    )
+    assert len(program.events("worker_lost")) == 1
+    noted = [line.split() for line in notes.read_text().splitlines()]
+    times = {unit: [int(seed) for _, seed in noted].count(keys[unit]) for unit in keys}
+    dead = next(pid for pid, seed in noted if int(seed) == keys[4, last])
+    by_the_dead = {unit for unit in keys if [dead, str(keys[unit])] in noted}
+    assert by_the_dead == {(n, local) for n in (3, 4) for local in range(LOCAL_STEPS)}
+    assert times == {unit: 2 if unit in by_the_dead else 1 for unit in keys}
+    assert program.summary["parameters_sha256"] == alone
+
+
 def test_one_local_step_of_plain_sgd_is_a_step_of_one_machine(run: Start):
     """Also where losses are means over weights, and the last step of an epoch is shorter."""
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ from instep.errors import PeerError
 from instep.state.retention import Best
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
-from instep.worker.assignment import Lockstep
+from instep.worker.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.committed import Commit, CommittedState
 from instep.worker.engine import Agreement, Engine, Weighed, check_lengths, make_comm
 from instep.worker.member import Member
@@ -129,6 +129,10 @@ class Loop(ABC):
     def _by_speed(self) -> bool:
         """Whether a slow worker is dealt less."""
         return False
+
+    def _finished(self, comm: Comm) -> Finished:
+        """What members have computed of the next step already; all call it."""
+        return NOTHING_FINISHED
 
     def _slices(self, share: Share) -> Iterable[Slice]:
         """What is read for a step, in order."""
@@ -244,7 +248,13 @@ class Loop(ABC):
             assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
-                Lockstep(member.form, self.job.per_commit, self.samples, by_speed=self._by_speed),
+                Lockstep(
+                    member.form,
+                    self.job.per_commit,
+                    self.samples,
+                    by_speed=self._by_speed,
+                    finished=self._finished(comm),
+                ),
                 compare=not given,
             )
         except PeerError:
@@ -369,7 +379,7 @@ class Loop(ABC):
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=epoch)
         self._waits()
         told = self.stopping.told(self.step)
-        samples = share.stop - share.first
+        samples = sum(part.size for part in share.passes if not part.repeats)
         return self.engine.agree(losses, stop=told, skipped=len(skipped), samples=samples)
 
     def _commit(self) -> Commit:

@@ -3,7 +3,8 @@
 A participant is a unit of the job's, whoever computes it. It begins from the parameters,
 buffers, optimizer and scheduler of the round's beginning, draws by keys of its own, and leaves
 nothing behind: what it moved is put back. How the participants' ways are averaged, the
-strategy knows (`sync/averaging.py`); what the mean does is `RoundUpdate.apply`.
+strategy knows (`sync/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
+members change within a round, those that go on keep what they have computed of it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import Position, key, micro_batch
 from instep.errors import PeerError, SpecError
@@ -25,6 +27,7 @@ from instep.recipe.build import Recipe, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
+from instep.worker.assignment import Finished
 from instep.worker.engine import Engine, Weighed
 from instep.worker.passes import OF_PASS, Pass, Share
 from instep.worker.sameness import Trial
@@ -104,6 +107,21 @@ class RoundUpdate(Update):
                 scheduler.load_state_dict(schedule)
 
 
+class _Way(NamedTuple):
+    """A participant that is computed: all that the round needs of it."""
+
+    part: Pass
+    total: float
+    """Of its losses."""
+    weight: float
+    size: int
+    skipped: list[Skipped]
+    moved: list[Tensor]
+    """How far its parameters came, backwards."""
+    buffers: dict[int, Tensor]
+    """That it moved, as `Buffers` numbers them."""
+
+
 class Rounds:
     """How one worker computes the participants that it was dealt.
 
@@ -123,16 +141,43 @@ class Rounds:
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
         self._seed, self._local_steps, self._left = job.seed, job.sync.local_steps, left
+        self._participants = job.per_commit.micro_batches
+        self._at = (0, 0)  # course and number of a round
+        self._ways: dict[int, _Way] = {}  # of its participants, by number
+        self._there: frozenset[Slice] = frozenset()
+        """The samples of those that this generation need not compute: of its first round. They
+        stay until it is over, as what is read may be asked for when that round is."""
         engine.take = self._keep
 
     def _keep(self, slot: int, gradient: Tensor) -> None:
         """A gradient stays where the backward pass left it, for the local step."""
         self._engine.parameters[slot].grad = gradient
 
+    def finished(self, comm: Comm, course: int, step: int) -> Finished:
+        """What the members have computed of a round that an earlier generation began; all call it.
+
+        Raises:
+            PeerError: a member went away.
+        """
+        self._go_to(course, step)
+        table = torch.zeros(comm.size, self._participants, device=self._engine.parameters[0].device)
+        table[comm.rank, list(self._ways)] = 1.0
+        comm.all_reduce(table).wait()
+        held = table.amax(0).tolist()
+        holders = {n: int(table[:, n].argmax()) for n, any_ in enumerate(held) if any_}
+        self._there = frozenset(way.part.samples for way in self._ways.values())
+        return Finished(step, holders)
+
+    def _go_to(self, course: int, step: int) -> None:
+        """What was computed for another round is of no use."""
+        if self._at != (course, step):
+            self._at, self._ways = (course, step), {}
+
     def slices(self, share: Share) -> Iterator[Slice]:
-        """The samples of each local step of each participant, in order."""
+        """The samples of each local step of each participant that is to be computed, in order."""
         for part in share.passes:
-            yield from (samples for _, samples in self._local(part))
+            if part.samples not in self._there:
+                yield from (samples for _, samples in self._local(part))
 
     def _local(self, part: Pass) -> Iterator[tuple[int, Slice]]:
         """Number and samples of a participant's local steps; those without samples are left out."""
@@ -154,24 +199,37 @@ class Rounds:
             PeerError: the members have changed; everything is as at the begin of the round.
         """
         engine, whole = self._engine, where.stop - where.first
+        self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
         for part in share.passes:
-            with self._update.one_participant() as begin:
-                total, weight, size = self._steps(part, loads, step, skipped)
-                moved = [
-                    torch.sub(before, parameter.detach())
-                    for before, parameter in zip(begin, engine.parameters, strict=True)
-                ]
-            if not weight:
+            if part.samples in self._there:
+                way = self._ways[part.number]
+                engine.buffers.move(way.buffers)
+            else:
+                way = self._ways[part.number] = self._way(part, loads, step)
+            skipped += way.skipped
+            if not way.weight:
                 engine.skip_pass(part)
                 continue
-            losses[part.number] = Weighed(total, weight)
-            engine.begin_pass(part, weight / whole, last=False)
-            for slot, way in enumerate(moved):
-                engine.gradient(slot, way)
-            engine.end_pass(part, size / whole)
+            losses[part.number] = Weighed(way.total, way.weight)
+            engine.begin_pass(part, way.weight / whole, last=False)
+            for slot, moved in enumerate(way.moved):
+                engine.gradient(slot, moved)
+            engine.end_pass(part, way.size / whole)
         return losses, skipped
+
+    def _way(self, part: Pass, loads: Iterator[Read], step: int) -> _Way:
+        """Compute a participant; what it did to buffers is left for the engine to see."""
+        skipped: list[Skipped] = []
+        with self._update.one_participant() as begin:
+            total, weight, size = self._steps(part, loads, step, skipped)
+            moved = [
+                torch.sub(before, parameter.detach())
+                for before, parameter in zip(begin, self._engine.parameters, strict=True)
+            ]
+        buffers = self._engine.buffers.moved_by_pass()
+        return _Way(part, total, weight, size, skipped, moved, buffers)
 
     def _steps(
         self, part: Pass, loads: Iterator[Read], step: int, skipped: list[Skipped]

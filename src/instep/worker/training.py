@@ -27,6 +27,7 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.worker import knowing, rounds
+from instep.worker.assignment import Finished
 from instep.worker.early_reads import EarlyReads
 from instep.worker.engine import Weighed
 from instep.worker.evaluate import evaluate
@@ -214,6 +215,11 @@ class Training(Loop):
     @property
     def _merge(self) -> bool:
         return self._trial.merge
+
+    def _finished(self, comm: Comm) -> Finished:
+        if self._rounds is None:
+            return super()._finished(comm)
+        return self._rounds.finished(comm, self.state.progress.course, self.state.progress.step + 1)
 
     def _slices(self, share: Share) -> Iterable[Slice]:
         return super()._slices(share) if self._rounds is None else self._rounds.slices(share)
