@@ -32,13 +32,17 @@ class _Room:
         self.taken: defaultdict[int, int] = defaultdict(int)  # call to how many ranks have read it
         self.sent: dict[tuple[int, int, int], Tensor] = {}  # (source, to, number)
 
-    def exchange(self, rank: int, call: int, tensor: Tensor) -> list[Tensor]:
-        """Leave a tensor for one call; returns those of all ranks, when all are there."""
+    def give(self, rank: int, call: int, tensor: Tensor) -> None:
+        """Leave a tensor for one call."""
+        with self.changed:
+            self._check(rank)
+            self.given[call][rank] = tensor
+            self.changed.notify_all()
+
+    def take(self, rank: int, call: int) -> list[Tensor]:
+        """What all ranks have left for one call, when all of it is there."""
         with self.changed:
             given = self.given[call]
-            self._check(rank)
-            given[rank] = tensor
-            self.changed.notify_all()
             self._wait(
                 lambda: len(given) == self.size,
                 lambda: (self.left - given.keys()) | self.left & {rank},
@@ -126,13 +130,12 @@ class MemoryComm:
         self, out: Tensor, own: Tensor, combine: Callable[[list[Tensor]], Tensor]
     ) -> MemoryWork:
         self._calls += 1
-        return MemoryWork(self._queue.submit(self._run, self._calls, out, own, combine))
+        self._room.give(self._rank, self._calls, own.detach().clone())
+        return MemoryWork(self._queue.submit(self._run, self._calls, out, combine))
 
     @torch.no_grad()
-    def _run(
-        self, call: int, out: Tensor, own: Tensor, combine: Callable[[list[Tensor]], Tensor]
-    ) -> None:
-        out.copy_(combine(self._room.exchange(self._rank, call, own.clone())))
+    def _run(self, call: int, out: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
+        out.copy_(combine(self._room.take(self._rank, call)))
 
     def send(self, tensor: Tensor, to: int) -> MemoryMessage:
         """Leave the tensor for rank `to`; it is done at once."""

@@ -73,7 +73,12 @@ def beginning(places: Sequence[Place]) -> Beginning:
     inside = [place for place in places if place.generation == latest and place.step >= 0]
     if all(place.prepared == newest + 1 and place.course == course for place in inside):
         newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
-    there = [p for p in places if p.course == course and newest in (p.step, p.prepared)]
+    there = [
+        p
+        for p in places
+        if p.course == course
+        and (p.step == newest or (p.prepared == newest and p.generation == latest))
+    ]
     # the lowest rank saves and reports; if it is new, nobody knows how far it had come
     new = places[0].step < 0
     settled = newest - 1 if new else min(p.settled for p in places if p.step >= 0)

@@ -69,8 +69,8 @@ class CommittedState:
         self.ended = False
         """Whether a rule ended the run at the checkpoint that it went back to."""
         self.generation = -1
-        """The newest that this worker was inside; -1 where it holds only what a fresh process
-        does."""
+        """The newest that this worker was inside; 0 where it was in none, and was given the state
+        by a peer; -1 where it holds only what a fresh process does."""
         self.own: Mapping[str, Tensor] = {}
         """What a checkpoint holds of state that one worker alone had, as `KIND/PARAMETER`."""
         self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
@@ -177,6 +177,7 @@ class CommittedState:
         self.last = Commit(*last) if last else None
         self._made = {g: (course, step) for g, course, step in taken.facts["made"]}
         self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
+        self.generation = max(self.generation, 0)  # its giver may be gone before the first step
 
     def commit(self, done: Commit, where: Position) -> None:
         """A step counts, at this place in the data."""

@@ -81,6 +81,7 @@ class Agreement(NamedTuple):
 class _Staged(NamedTuple):
     """A step that all have agreed on, and that has not been applied yet."""
 
+    course: int
     step: int
     where: Position
     agreed: Agreement
@@ -164,16 +165,16 @@ class Engine:
         prepared = self._staged.step if self._staged is not None else -1
         there = self.state.compare(comm, prepared=prepared)
         if self._staged is not None:
-            course, step = self.state.progress.course, self._staged.step
-            if (course, step) == (there.course, there.step):
+            if self._staged[:2] == (there.course, there.step):
                 self._apply(self.update.apply)
             self._drop()
         self.strategy.resolve(there.generation)
         if comm.rank == there.root:
             ledger = self.member.run / "ledger.bin"
             mend(ledger, there.step, self._records, wait=self.member.waits_for_writer)
+        fresh = not self.state.held
         self.state.share(comm, there)
-        if not self.state.held:
+        if fresh:
             self._take_what_was_left()
         return there.shared
 
@@ -265,11 +266,11 @@ class Engine:
             at=Attempt(course, step, form.generation),
             draining=[form.members.index(worker) for worker in form.draining],
         )
-        if comm.rank == 0:
-            self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
         self.gradients = Gradients(self.parameters, self.take)
         self._comm = comm
         self.state.inside(form.generation)
+        if comm.rank == 0:
+            self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
 
     @property
     def comm(self) -> Comm:
@@ -435,7 +436,8 @@ class Engine:
         agreed = self._agreement(said, whole)
         self.buffers.exchange(said["buffers"], self.comm, read=share_read(agreed.skipped, whole))
         if not leaving:
-            self._prepare(_Staged(self.step, self.where, agreed, samples))
+            course = self.state.progress.course
+            self._prepare(_Staged(course, self.step, self.where, agreed, samples))
         blocked = time.perf_counter() - since
         latest = self._base + max(said["arrived"])
         self._base = latest
@@ -501,7 +503,7 @@ class Engine:
         A vote comes back only when every rank has cast its own.
         """
         self._staged = staged
-        self.assignment.prepared(self.state.progress.course, staged.step, staged.where)
+        self.assignment.prepared(staged.course, staged.step, staged.where)
         if self._votes and self.comm.size > 1:
             self._in_doubt = True
             self.comm.all_reduce(torch.ones(1, device=self._device)).wait()

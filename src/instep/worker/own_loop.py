@@ -106,6 +106,11 @@ class OwnLoop(Loop):
             scaler=scaler or torch.amp.GradScaler("cuda", enabled=False),
         )
         super().__init__(member, model, parameters, update, loader, samples, None)
+        if self.engine.strategy.laws:
+            raise SpecError(
+                f"sync.codec = {job.sync.codec!r} needs a recipe: in your own loop a step that "
+                "another worker may have committed cannot be finished for you. Leave it out."
+            )
         self._cpu = cpu_clock()
         member.at = lambda: Heartbeat(
             step=self.step,

@@ -1,0 +1,504 @@
+"""Ranks as threads under the real engine, each of which can be ended at any message.
+
+A `World` is what outlives processes: the run's folder with its ledger, and who is a member.
+`World.train` runs generation after generation until every member has come to the last
+step, as the master does: who is left forms the next group, with newcomers or without.
+A `Script` says what goes wrong in a generation: who dies where, and whose last result got
+lost, since where one rank dies, some of the others may have what it sent, and some not.
+
+A rank that dies leaves what a killed process leaves: what it had sent, and the ledger.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep import spec_file
+from instep.comm.memory import MemoryComm, MemoryMessage, _Room
+from instep.comm.messages import Form
+from instep.errors import PeerError
+from instep.events import LEDGER, read_records
+from instep.store.audit import audit
+from instep.store.ledger import cut_back
+from instep.sync.base import make_strategy
+from instep.worker.assignment import Lockstep
+from instep.worker.committed import Commit
+from instep.worker.engine import Engine, Weighed
+from instep.worker.update import Update
+
+WORKERS, SAMPLES, GLOBAL_BATCH, PARTS, LAST = 3, 16, 6, 3, 4
+"""The epoch's last batch is a small one, and training goes on into a second epoch."""
+
+TIMEOUT_S = 30.0
+
+
+class Killed(BaseException):
+    """This rank's process ends here."""
+
+
+class Point(NamedTuple):
+    """A place in a generation at which a rank can be ended."""
+
+    what: str
+    """`start`: before a collective is begun; `sent`: its part is on its way; `got`: it is over.
+    `agreed`, `moved`, `recorded`, `committed`: between them, in the commit of a step."""
+    number: int
+    """Of the collective in the generation, from 1; or the step."""
+
+
+class Death(NamedTuple):
+    """A rank ends at a point."""
+
+    rank: int
+    at: Point
+
+
+class Break(NamedTuple):
+    """A rank hears at a point that its group has come apart, and lives."""
+
+    rank: int
+    at: Point
+
+
+class Lapse(NamedTuple):
+    """A rank's lease lapses at a point, and it lives."""
+
+    rank: int
+    at: Point
+
+
+@dataclass
+class Script:
+    """What goes wrong in one generation."""
+
+    deaths: Sequence[Death] = ()
+    breaks: Sequence[Break] = ()
+    lapses: Sequence[Lapse] = ()
+    lost: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Of a collective to the ranks that never get its result."""
+
+    def __str__(self) -> str:
+        said = [f"rank {rank} dies at {at.what} {at.number}" for rank, at in self.deaths]
+        said += [f"rank {rank} breaks at {at.what} {at.number}" for rank, at in self.breaks]
+        said += [f"rank {rank} lapses at {at.what} {at.number}" for rank, at in self.lapses]
+        said += [f"ranks {sorted(who)} lose the result of {c}" for c, who in self.lost.items()]
+        return ", ".join(said) or "nothing"
+
+
+class LossyRoom(_Room):
+    """A group in which the result of a collective may not arrive everywhere."""
+
+    def __init__(self, size: int, lost: Mapping[int, frozenset[int]]) -> None:
+        super().__init__(size)
+        self._lost = lost
+
+    def take(self, rank: int, call: int) -> list[Tensor]:
+        """Wait as the others do, and raise."""
+        given = super().take(rank, call)
+        if rank in self._lost.get(call, ()):
+            raise PeerError("the connection to another rank was lost.")
+        return given
+
+
+class WatchedComm(MemoryComm):
+    """Calls `at` at each message boundary; whoever waits for a result is who takes it."""
+
+    def __init__(self, room: _Room, rank: int, at: Callable[[str, int], None]) -> None:
+        super().__init__(room, rank)
+        self._at = at
+
+    def _begin(self, out: Tensor, own: Tensor, combine: Callable[..., Tensor]) -> Any:
+        number = self._calls + 1
+        self._at("start", number)
+        self._calls = number
+        self._room.give(self._rank, number, own.detach().clone())
+        self._at("sent", number)
+
+        @torch.no_grad()
+        def take() -> None:
+            out.copy_(combine(self._room.take(self._rank, number)))
+            self._at("got", number)
+
+        return MemoryMessage(take)
+
+
+class FakeMember:
+    """What the engine needs of a worker's membership, without a master."""
+
+    def __init__(self, job: Any, run: Path, number: int) -> None:
+        self.job, self.run, self.number, self.started = job, run, number, 0.0
+        self.form: Form | None = None
+        self.regroups = False
+        self._fenced = -1
+        self.recorded: Callable[[], None] = lambda: None
+
+    def fence(self) -> None:
+        """Nothing more is committed in this generation."""
+        assert self.form is not None
+        self._fenced = self.form.generation
+
+    @property
+    def fenced(self) -> bool:
+        """Whether that is so."""
+        return self.form is not None and self._fenced == self.form.generation
+
+    def check_lease(self) -> None:
+        """PeerError where that is so."""
+        if self.fenced:
+            raise PeerError("the master was not heard from for too long: the others may go on.")
+
+    def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
+        """The step stands in the ledger, where this worker writes it."""
+        self.recorded()
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Nobody listens."""
+
+    def waits_for_writer(self) -> bool:
+        """Whoever had the ledger is gone."""
+        return False
+
+
+class Remembering(Lockstep):
+    """Notes which step was prepared last, beside the engine's own account."""
+
+    ready = -1
+
+    def prepared(self, course: int, step: int, where: Any) -> None:
+        """All units of a step have been computed."""
+        super().prepared(course, step, where)
+        self.ready = step
+
+
+def small_model() -> nn.Module:
+    """Parameters of several sizes, statistics that move, and one parameter without a gradient."""
+    torch.manual_seed(7)
+    first = nn.Linear(3, 4, bias=False)  # of one, statistics would leave nothing but rounding
+    model = nn.Sequential(first, nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    model.register_parameter("never", nn.Parameter(torch.ones(2)))
+    return model
+
+
+torch.manual_seed(11)
+INPUTS, TARGETS = torch.randn(SAMPLES, 3), torch.randn(SAMPLES, 1)
+MODEL = small_model()  # built once: threads draw from one generator
+
+
+class Rank:
+    """One process of the run: its engine, and what it has done."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.member = FakeMember(world.job, world.run, number)
+        self.model = copy.deepcopy(MODEL).train()
+        parameters = list(self.model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        optimizer.register_step_post_hook(lambda *_: self._at("moved", self.engine.step))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        update = Update(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
+        options = dict(world.options)
+        codec = options.pop("codec", "none")
+        self.strategy = make_strategy(world.strategy, options, codec)
+        self.engine = Engine(
+            self.member,  # type: ignore[arg-type]
+            self.model,
+            parameters,
+            self.strategy,
+            update,
+            ends=lambda step, *_: step == LAST,
+            votes=world.votes,
+        )
+        self.member.recorded = lambda: self._at("recorded", self.engine.step)
+        self.assignment: Remembering | None = None
+        self.trace: list[Point] = []
+        self.formed = False
+
+    # ---- what the world asks
+
+    @property
+    def step(self) -> int:
+        """The last commit."""
+        return self.engine.state.progress.step
+
+    @property
+    def ready(self) -> int:
+        """The step that this rank has prepared, and of which it does not know more; else -1.
+
+        It does once it has heard from where the next generation continues.
+        """
+        ready = self.assignment.ready if self.assignment else -1
+        return ready if ready > self.step else -1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a commit has left here, by name."""
+        groups = self.engine.state.capture().tensors
+        return {f"{g} {n}": t for g, named in groups.items() for n, t in named.items()}
+
+    def digest(self) -> str:
+        """Of the commit: its number, tensors and counters, to the bit."""
+        snapshot = self.engine.state.capture()
+        text = hashlib.sha256(repr((snapshot.step, snapshot.facts)).encode())
+        for name, tensor in sorted(self.tensors().items()):
+            text.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        return text.hexdigest()
+
+    # ---- its life
+
+    def _at(self, what: str, number: int) -> None:
+        point = Point(what, number)
+        self.trace.append(point)
+        rank, script = self._rank, self.world.script
+        if self.assignment and not self.formed and point == Point("got", 1):
+            self.assignment.ready = -1  # the members have compared what they hold
+        if Lapse(rank, point) in script.lapses:
+            self.member.fence()
+        if Death(rank, point) in script.deaths:
+            raise Killed
+        if Break(rank, point) in script.breaks:
+            raise PeerError("the members have changed.")
+
+    def live(self, room: _Room, form: Form) -> str:
+        """Be a member of one generation, to its end: `done`, `left` or `killed`."""
+        self.member.form, self._rank = form, form.rank
+        self.trace, self.formed = [], False
+        comm = WatchedComm(room, form.rank, self._at)
+        try:
+            self._generation(comm, form)
+        except Killed:
+            self.engine.hold()  # the lock of a file goes with its process
+            comm.close()
+            return "killed"
+        except PeerError:
+            self._leave(comm)
+            return "left"
+        self._leave(comm)
+        return "done"
+
+    def _leave(self, comm: MemoryComm) -> None:
+        self.engine.leave()
+        comm.close()
+
+    def _generation(self, comm: MemoryComm, form: Form) -> None:
+        given = self.engine.begin(comm)
+        comm.all_reduce(torch.zeros(1)).wait()  # the loop agrees on something of its own here
+        assignment = Remembering(form, self.world.job.train, SAMPLES, by_speed=False)
+        self.engine.start(comm, assignment, compare=not given)
+        self.assignment, self.formed = assignment, True
+        self.world.entered(self, form.generation)
+        for where, share in assignment.plan(self.step + 1, LAST, merge=False):
+            self.engine.begin_step(self.step + 1, where)
+            while not self._agree(where, share):
+                pass
+            self._at("agreed", self.engine.step)
+            self.world.committed(self, self.engine.commit())
+            self._at("committed", self.step)
+            self.member.check_lease()
+
+    def _agree(self, where: Any, share: Any) -> bool:
+        passes, batch = {}, where.stop - where.first
+        for number, part in enumerate(share.passes):
+            weight = part.size / batch
+            self.engine.begin_pass(part, weight, last=number == len(share.passes) - 1)
+            rows = slice(part.samples.first, part.samples.stop)
+            loss = nn.functional.mse_loss(self.model(INPUTS[rows]), TARGETS[rows])
+            loss.backward()
+            self.engine.end_pass(part, weight)
+            passes[part.number] = Weighed(float(loss.detach()) * part.size, float(part.size))
+        samples = share.stop - share.first
+        return self.engine.agree(passes, stop=False, samples=samples) is not None
+
+
+class World:
+    """A run: its folder, its members, and what has been seen of it.
+
+    Args:
+        run: the folder.
+        strategy: its name, with `options`; one of them may be the job's codec.
+        determinism: of the job.
+        votes: whether every commit is voted for.
+        invariant: called when all members of a generation hold the state and none has computed a
+            step, and at the end; asserts. `generations` has the members of former ones, with
+            those that died.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        strategy: str = "all_reduce",
+        options: Mapping[str, Any] | None = None,
+        *,
+        determinism: str = "order",
+        votes: bool = False,
+        invariant: Callable[[World], None] = lambda _: None,
+    ) -> None:
+        table = {
+            "recipe": "a.py:recipe",
+            "workers": WORKERS,
+            "train": {
+                "global_batch": GLOBAL_BATCH,
+                "micro_batches": PARTS,
+                "determinism": determinism,
+                "steps": LAST,
+            },
+        }
+        self.job = spec_file.build(table, source="a test")
+        self.run, self.strategy, self.options = Path(run), strategy, dict(options or {})
+        self.votes, self._invariant = votes, invariant
+        self.run.mkdir(parents=True, exist_ok=True)
+        (self.run / "ledger.bin").unlink(missing_ok=True)
+        self._ranks = 0
+        self.members = [self._newcomer() for _ in range(WORKERS)]
+        self.script = Script()
+        self.generation = 0
+        self.generations: list[list[Rank]] = []
+        self._entered: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
+        self._committed: defaultdict[int, set[int]] = defaultdict(set)  # step to generations
+        self._lock = threading.Lock()
+
+    def _newcomer(self) -> Rank:
+        self._ranks += 1
+        return Rank(self, self._ranks - 1)
+
+    def _replacement(self, dead: Rank) -> Rank:
+        """In the place of one that died, with the memory of its host."""
+        newcomer = Rank(self, dead.number)
+        newcomer.engine.memory = dead.engine.memory
+        return newcomer
+
+    # ---- what ranks tell
+
+    def entered(self, rank: Rank, generation: int) -> None:
+        """A rank's steps are about to begin."""
+        with self._lock:
+            entered = self._entered[generation]
+            entered.setdefault(rank.digest(), []).append(rank.step)
+            if sum(map(len, entered.values())) == len(self.members):
+                self._invariant(self)
+
+    def committed(self, rank: Rank, done: Commit) -> None:
+        """A rank has committed a step."""
+        with self._lock:
+            self._committed[done.step].add(self.generation)
+
+    # ---- the run
+
+    def train(self, scripts: Sequence[Script] = (), *, replace: bool = True) -> None:
+        """Run generations until all members have come to the last step.
+
+        Args:
+            scripts: of the first generations; nothing goes wrong in later ones.
+            replace: whether a newcomer takes the place of each that died; else the others go on.
+
+        Raises:
+            AssertionError: a promise was broken.
+        """
+        for number in range(len(scripts) + 3):
+            self.script = scripts[number] if number < len(scripts) else Script()
+            expected = self._expected()
+            fates = self._one_generation()
+            self._check_generation(expected)
+            if "killed" not in fates and "left" not in fates:
+                break
+            alive = [r for r, fate in zip(self.members, fates, strict=True) if fate != "killed"]
+            assert alive, "nobody is left"
+            if self.strategy_votes and replace:
+                self.members = [
+                    self._replacement(rank) if fate == "killed" else rank
+                    for rank, fate in zip(self.members, fates, strict=True)
+                ]
+                continue
+            missing = len(self.members) - len(alive)
+            self.members = alive + [self._newcomer() for _ in range(missing if replace else 0)]
+        else:
+            raise AssertionError("the run does not come to its end")
+        self._check_end()
+
+    def _one_generation(self) -> list[str]:
+        self.generation += 1
+        origin = None if any(rank.engine.state.held for rank in self.members) else ""
+        if origin == "":  # the run begins, or nobody is left who has its state
+            cut_back(self.run / "ledger.bin", 0)
+            self._committed.clear()
+        room = LossyRoom(len(self.members), self.script.lost)
+        numbers = [rank.number for rank in self.members]
+        fates: list[Any] = [None] * len(numbers)
+
+        def live(place: int, rank: Rank) -> None:
+            form = Form(generation=self.generation, rank=place, members=numbers, checkpoint=origin)
+            try:
+                with room.changed:  # one runs at a time, until it waits: quicker, and repeatable
+                    fates[place] = rank.live(room, form)
+            except BaseException as error:
+                fates[place] = error
+                room.shatter()
+
+        self.generations.append(list(self.members))
+        threads = [
+            threading.Thread(target=live, args=one, daemon=True) for one in enumerate(self.members)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "a rank waits for ever"
+        for fate in fates:
+            if isinstance(fate, BaseException):
+                raise fate
+        return fates
+
+    # ---- what must hold
+
+    def _expected(self) -> int | None:
+        """The commit from which the members must continue; None where nobody has one.
+
+        Written from the promise: a commit that somebody has happened. One that all who were
+        in the newest generation had prepared happened too, where they voted. No other did.
+        """
+        held = [rank for rank in self.members if rank.engine.state.held]
+        if not held:
+            return None
+        highest = max(rank.step for rank in held)
+        newest = max(rank.engine.state.generation for rank in held)
+        inside = [rank for rank in held if rank.engine.state.generation == newest]
+        voted = self.votes or self.strategy_votes
+        if voted and all(rank.ready == highest + 1 for rank in inside):
+            highest += 1
+        if voted:  # a vote that came back anywhere, if only to a rank that is gone
+            assert highest >= max(self._committed, default=0), "a voted commit was lost"
+        return highest
+
+    @property
+    def strategy_votes(self) -> bool:
+        """Whether the strategy asks for votes by itself."""
+        return bool(self.members[0].strategy.laws)
+
+    def _check_generation(self, expected: int | None) -> None:
+        entered = self._entered[self.generation]
+        assert len(entered) <= 1, "the members of a generation hold different states"
+        steps = {step for each in entered.values() for step in each}
+        if entered and expected is not None:
+            assert steps == {expected}, f"continued from {steps}, and not from {expected}"
+
+    def _check_end(self) -> None:
+        assert [rank.step for rank in self.members] == [LAST] * len(self.members)
+        assert len({rank.digest() for rank in self.members}) == 1, "different states at the end"
+        self._invariant(self)
+        records = read_records(self.run / "ledger.bin", LEDGER)
+        found = audit(records, SAMPLES, GLOBAL_BATCH, last_step=LAST)
+        assert found.exact, found
+        steps = records["step"].tolist()
+        assert steps == sorted(steps), steps
+        for step in range(1, LAST + 1):  # of one deal, in one piece
+            rows = records[records["step"] == step]
+            assert len({int(each) for each in rows["generation"]}) == 1, rows
