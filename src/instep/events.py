@@ -60,7 +60,8 @@ LEDGER = np.dtype(
 """A unit of work in one committed step, and the worker that did it.
 
 Today there is one `Kind`, and one record for each worker and step, whose range is all
-that the worker was dealt; it is empty for one that was dealt nothing. A strategy whose
+that the worker was dealt; it is empty for one that was dealt nothing. A worker that has finished
+participants of a round of averaging before the members changed may have several. A strategy whose
 work is cut otherwise gets a kind of its own, and then as many records as units.
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instep.errors import RecipeError, SpecError
-from instep.spec import CheckpointSpec, CheckSpec, JobSpec, TrainSpec
+from instep.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
 from instep.worker.own_loop import OwnLoop
 
 
@@ -40,3 +40,9 @@ def test_an_own_loop_refuses_a_scheduler_that_wants_a_metric():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(RecipeError, match=r"ReduceLROnPlateau\.step\(\) wants 'metrics'"):
         OwnLoop(SimpleNamespace(job=job), model, optimizer, scheduler, None, 10)
+
+
+def test_an_own_loop_computes_no_participants_of_a_round():
+    job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
+    with pytest.raises(SpecError, match=r"sync\.name = 'averaging': your own loop"):
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)

@@ -1,13 +1,15 @@
 """What a participant of a round leaves behind: nothing."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from instep.errors import PeerError
-from instep.worker.rounds import RoundUpdate
+from instep.errors import PeerError, SpecError
+from instep.spec import JobSpec, SyncSpec
+from instep.worker.rounds import RoundUpdate, check
 
 
 def half_way(optimizer):
@@ -67,3 +69,10 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
         local_step()
         torch.testing.assert_close(state()[0], once[0], rtol=0, atol=0)
         torch.testing.assert_close(state()[1], once[1], rtol=0, atol=0)
+
+
+def test_a_loss_of_the_whole_global_batch_is_refused():
+    job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
+    recipe = SimpleNamespace(batch_loss=lambda *_: None)
+    with pytest.raises(SpecError, match=r"Recipe\.batch_loss is of the global batch of all"):
+        check(job, recipe)
