@@ -1,10 +1,10 @@
-"""Writes `docs/reference/job-file.md` from the fields of `instep.spec`.
+"""Write `docs/reference/job-file.md` from the fields of `instep.spec`.
 
     python docs/make_reference.py            write the page
     python docs/make_reference.py --check    exit 1 if the page is not what would be written
 
 It knows nothing of what a key does: names, types, defaults and texts are
-those of the spec, so the page cannot say anything else than the code.
+those of the spec, so the page cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -23,20 +23,31 @@ PAGE = Path(__file__).resolve().parent / "reference" / "job-file.md"
 
 _OPENING = """# Job file
 
-A job file is TOML. Every key there is stands below; only `recipe` is required.
-An unknown key, a wrong type or an impossible value is refused before anything
-starts, with the file, the key, what was given and what is wanted. The paths of
-the recipe and of the model to start from are relative to the job file.
+A job file says what to train and how. It is TOML, and only `recipe` is required:
 
-`--set section.key=value` lays a value over the file, for example
-`--set train.epochs=3`. The run folder holds the job as run, with every key
-given, in `job.toml`. A key that was renamed is refused with its new name.
+```toml
+recipe = "net.py:recipe"
+workers = 4
 
-Some keys are ahead of the code. This version refuses, before anything starts, a
-`[mesh]` above 1 and `servers` other than 1.
+[train]
+epochs = 3
+```
 
-This page is written by `docs/make_reference.py` from `src/instep/spec.py`;
-change the texts there.
+```sh
+instep run job.toml
+instep run job.toml --set train.epochs=5
+```
+
+`--set section.key=value` overrides a value of the file. An unknown key, a wrong type or an
+impossible value is refused before anything starts; the message names the file, the key, the given
+value and the valid ones. A renamed key is refused with its new name. Paths of the recipe and of
+the model to start from are relative to the job file. `job.toml` in the run folder has the job as
+run, with every key.
+
+Some keys are ahead of the code. This version refuses, before anything starts, a `[mesh]` above 1
+and `servers` other than 1. [Strategies](../concepts/strategies.md) explains `[sync]`.
+
+`docs/make_reference.py` writes this page from `src/instep/spec.py`; change the texts there.
 """
 
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -53,6 +64,9 @@ def page() -> str:
     parts += [*_table(JobSpec, [key for key in fields if key not in tables]), ""]
     for key in tables:
         parts += [f"## [{key.name}]\n", *_section(key), ""]
+    parts.append(
+        "Next: [command line](command-line.md), or [your own model](../guides/your-own-model.md)."
+    )
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -66,7 +80,7 @@ def _is_section(annotation: Any) -> bool:
 
 def _section(key: Key) -> Iterator[str]:
     if not _is_section(key.type):
-        yield f"{documentation()['JobSpec', key.name]} Any keys; the recipe knows them."
+        yield f"{documentation()['JobSpec', key.name]} Any keys that the recipe's function has."
         return
     yield _text(key.type)
     yield ""
@@ -78,7 +92,7 @@ def _text(section: type[Section]) -> str:
 
 
 def _table(section: type[Section], keys: list[Key]) -> Iterator[str]:
-    yield "| key | value | default | what it says |"
+    yield "| key | value | default | meaning |"
     yield "|---|---|---|---|"
     hints = get_type_hints(section, include_extras=True)
     for key in keys:
@@ -104,7 +118,7 @@ def _toml(value: Any) -> str:
 
 
 def _words(annotation: Any, limits: str) -> Iterator[str]:
-    """What may stand behind a key, one string for each alternative."""
+    """The values that a key takes, one string for each alternative."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _words(inner[0], _limits(inner[1:]))

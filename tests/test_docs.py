@@ -166,6 +166,28 @@ def test_the_strategy_that_the_guide_shows_equals_all_reduce():
         torch.testing.assert_close(mine, theirs)
 
 
+def test_the_source_that_the_guide_shows_reads_a_table_and_names_what_is_wrong(tmp_path):
+    guide = ROOT / "docs/guides/adding-a-data-source.md"
+    code, _ = (text for language, text in blocks(guide) if language == "python")
+    shown: dict[str, Any] = {}
+    exec(compile(code, each(guide), "exec"), shown)
+    file = tmp_path / "points.csv"
+    file.write_text("x,label,y\n1,0,2.5\n3,1,4\n")
+    inputs, classes = shown["csv_table"](file).tensors
+    assert inputs.tolist() == [[1, 2.5], [3, 4]]
+    assert classes.tolist() == [0, 1]
+    for text, wrong in (
+        ("", "has no column 'label'. It has: none."),
+        ("x,y\n1,2\n", "has no column 'label'. It has: x, y."),
+        ("x,label\n1,2\n3,x\n", "line 3: ['3', 'x'] is not a row of numbers."),
+        ("x,label\n1\n", "line 2: ['1'] is not a row of numbers."),
+        ("label,x\n1\n", "line 2: 1 values for 2 columns."),
+    ):
+        file.write_text(text)
+        with pytest.raises(errors.DataError, match=re.escape(wrong)):
+            shown["csv_table"](file)
+
+
 def agreed(strategy: Any) -> list[torch.Tensor]:
     """Gradients and notes of one step on three ranks with a pass each, of the last rank."""
 

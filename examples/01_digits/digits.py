@@ -2,7 +2,7 @@
 
     instep run examples/01_digits/job.toml --workers 2
 
-Shows the least a recipe needs: a model, a loss, an optimizer, two datasets and a metric.
+Shows the minimum that a recipe needs: a model, a loss, an optimizer, two datasets and a metric.
 """
 
 import torch

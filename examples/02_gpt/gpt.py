@@ -4,8 +4,8 @@
     instep run examples/02_gpt/job.toml --set arguments.layers=2 --set arguments.width=128
     python examples/02_gpt/sample.py runs/gpt
 
-Shows parameter groups, a learning-rate schedule, clipping and a source of text.
-It has 10.8 million parameters as it stands.
+Shows parameter groups, a learning-rate schedule, clipping and a text data source.
+The default size is 10.8 million parameters.
 """
 
 import math
@@ -83,14 +83,14 @@ def recipe(
 
 
 def library() -> list[Path]:
-    """The standard library's files, without its tests and what was installed beside it."""
+    """The standard library's files, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages", "test", "tests"}
     return sorted(file for file in root.rglob("*.py") if not others & set(file.parts))
 
 
 def groups(model: nn.Module) -> list[dict[str, object]]:
-    """Matrices decay, biases and norms do not."""
+    """Weight decay for matrices, none for biases and norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [
@@ -102,7 +102,7 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
 def warm_up_and_cosine(
     optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Up to the full rate in the first tenth of the steps, then down to a tenth of it."""
+    """Rise to the full rate in the first tenth of the steps, then fall to a tenth of it."""
     warm = max(1, steps // 10)
 
     def factor(step: int) -> float:

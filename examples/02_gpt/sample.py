@@ -1,4 +1,4 @@
-"""Let a trained GPT write on.
+"""Let a trained GPT continue a text.
 
 python examples/02_gpt/sample.py runs/gpt
 python examples/02_gpt/sample.py runs/gpt "class Tree:" 500

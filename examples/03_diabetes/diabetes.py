@@ -1,8 +1,8 @@
-"""A regression in float64: how far diabetes went in a year, from ten measurements of a patient.
+"""A regression in float64: how far diabetes progressed in a year, from ten measurements.
 
     instep run examples/03_diabetes/job.toml
 
-Shows another number type and metrics that are no accuracies. The data of 442
+Shows another number type and metrics other than accuracy. The data of 442
 patients come with scikit-learn (Efron et al. 2004, Least Angle Regression).
 """
 
@@ -38,5 +38,5 @@ def standardised(columns: Tensor) -> Tensor:
 
 
 def explained(outputs: Tensor, target: Tensor) -> Tensor:
-    """Share of the variance that is explained, R squared; the variance of all targets is 1."""
+    """Explained share of the variance, R squared; the variance of all targets is 1."""
     return 1 - (outputs - target).square().mean()

@@ -1,10 +1,10 @@
-"""A convolutional classifier on MNIST, from the IDX files you have on disk.
+"""A convolutional classifier on MNIST, from IDX files on your disk.
 
     instep run examples/04_mnist/job.toml --set arguments.data=DIR
 
 DIR holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k
-files, plain or with .gz. Fashion-MNIST and KMNIST come in the same format.
-Shows a source of data and a required argument.
+files, plain or with .gz. Fashion-MNIST and KMNIST have the same format.
+Shows a data source and a required argument.
 """
 
 import torch

@@ -5,9 +5,9 @@
 
 DIR holds data_batch_1.bin to data_batch_5.bin and test_batch.bin (the binary
 version); or, with folder = true, train/CLASS/*.png and test/CLASS/*.png.
-Shows augmentation, which draws from the generator it is given: a sample is
-changed in the same way at any number of workers. BatchNorm works on
-micro-batches, which are fixed by the job, and so gives the same too.
+Shows augmentation, which draws from the generator that it gets, so a sample is
+changed in the same way at any number of workers. BatchNorm sees micro-batches,
+which the job fixes, so it gives the same result too.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Start a training on this machine from Python, and use what came of it.
+"""Start training on this machine from Python, and use the result.
 
     python examples/06_python/train.py
 
-The task: on which of two spirals does a point lie? The recipe must stand in a
-file, as each worker imports it from there; hence also the last two lines.
+The task: on which of two spirals is a point? The recipe must be in a file, because
+each worker imports it from there; that is also why the last two lines are needed.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Train inside processes that torchrun, Slurm or MPI started; or in this one alone.
+"""Train in processes that torchrun, Slurm or MPI started, or in this process alone.
 
     python examples/07_torchrun/train.py
     torchrun --nproc-per-node 2 examples/07_torchrun/train.py

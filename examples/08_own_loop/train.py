@@ -1,4 +1,4 @@
-"""Keep your own training loop; instep deals out the data, agrees on gradients, saves and reports.
+"""Keep your own training loop; instep distributes data, sums gradients, saves and reports.
 
     python examples/08_own_loop/train.py
     torchrun --nproc-per-node 2 examples/08_own_loop/train.py
@@ -29,10 +29,10 @@ def main() -> None:
         model, optimizer, loader = session.prepare(model, optimizer, dataset)
 
         for epoch in range(EPOCHS):
-            for inputs, target in loader:  # this process's share of each global batch
+            for inputs, target in loader:  # this process's part of each global batch
                 loss = F.cross_entropy(model(inputs.to(session.device)), target.to(session.device))
                 session.backward(loss)
-                optimizer.step()  # agrees with the other processes, moves, commits
+                optimizer.step()  # updates and commits, on all processes together
 
             own = slice(session.rank, None, session.size)
             inputs, target = (part[own].to(session.device) for part in held_out)

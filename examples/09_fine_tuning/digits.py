@@ -3,8 +3,8 @@
     instep run examples/09_fine_tuning/pretrain.toml --name pretrained
     instep run examples/09_fine_tuning/job.toml
 
-Shows how a run starts from the model of another: a file that matches in part, a frozen part,
-a smaller learning rate for the rest. All of that stands in the job file.
+Shows how a run starts from the model of another: a file that matches in part, frozen layers,
+and a smaller learning rate for the rest. All of this is in the job file.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def pretrain() -> instep.Recipe:
-    """The digits 0 to 4, all that there are of them."""
+    """All images of the digits 0 to 4."""
     images, labels = digits()
     few = labels < 5
     data = TensorDataset(images[few], labels[few])
@@ -32,7 +32,7 @@ def pretrain() -> instep.Recipe:
 
 
 def fine_tune(each: int = 4) -> instep.Recipe:
-    """All ten digits, from `each` images of each; the others tell how well it went."""
+    """All ten digits, `each` images of each for training, the others for validation."""
     images, labels = digits()
     first = torch.cat([torch.nonzero(labels == digit)[:each, 0] for digit in range(10)])
     others = torch.ones(len(labels), dtype=torch.bool)

@@ -5,15 +5,14 @@
     ├── RecipeError              3   the user's own code does not give what a recipe must
     ├── DataError                4   a dataset or a data file cannot be used
     ├── WorkerError              5   a process of the run failed while training
-    │   └── Unrepeatable         5   a step gave other gradients when it was computed again
-    ├── PeerError                5   another process went away in the middle of a collective
+    │   └── Unrepeatable         5   a step gave different gradients when it was computed again
+    ├── PeerError                5   another process ended in the middle of a collective
     ├── RunError                 6   a run folder is missing, busy, or not what it should be
-    └── CheckpointError          7   a checkpoint is damaged, foreign, or incomplete
+    └── CheckpointError          7   a checkpoint is damaged, incomplete, or of another program
 
-A run that the user interrupts ends with 130 (`INTERRUPTED`), whether it was
-saved first or not, one whose loss was no finite number at the end with 8 (`DIVERGED`).
-An error prints as one line; a traceback means our bug.
-Each has its heading in `docs/reference/errors.md`.
+A run that the user interrupts ends with 130 (`INTERRUPTED`), saved or not. A run
+whose loss was not finite at the end ends with 8 (`DIVERGED`). An error prints as one
+line; a traceback is a bug in instep. `docs/reference/errors.md` has a heading for each.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ INTERRUPTED = 130
 
 
 DIVERGED = 8
-"""Exit code of a run whose last loss was no finite number: what it trained is of no use."""
+"""Exit code of a run whose last loss was not finite: its model is useless."""
 
 
 class InstepError(Exception):
@@ -39,7 +38,7 @@ class InstepError(Exception):
 
 
 class SpecError(InstepError):
-    """A job file, a `--set`, or an argument asks for something that cannot be."""
+    """A job file, a `--set`, or an argument asks for something impossible."""
 
     exit_code = 2
 
@@ -67,7 +66,7 @@ class Unrepeatable(WorkerError):
 
     Args:
         text: what happened.
-        mine: whether those of this very process do.
+        mine: whether the gradients of this process differ.
     """
 
     def __init__(self, text: str, mine: bool = False) -> None:
@@ -76,11 +75,11 @@ class Unrepeatable(WorkerError):
 
 
 class PeerError(InstepError):
-    """A collective broke because another process went away; a consequence, not a cause.
+    """A collective broke because another process ended; a consequence, not a cause.
 
     Args:
         text: what happened.
-        mine: whether this very process is the cause: the system gave it no memory, say.
+        mine: whether this process itself is the cause, for example out of memory.
     """
 
     exit_code = 5
@@ -97,7 +96,7 @@ class RunError(InstepError):
 
 
 class CheckpointError(InstepError):
-    """A checkpoint cannot be trusted: damaged, foreign or incomplete."""
+    """A checkpoint cannot be trusted: damaged, incomplete, or of another program."""
 
     exit_code = 7
 
@@ -107,7 +106,7 @@ def near_miss(given: str, known: Iterable[str]) -> str:
 
     Returns:
         `Did you mean 'top_k'? Known: half, top_k.`, or only the second half
-        when nothing known looks like `given`.
+        when no known name resembles `given`.
     """
     names = sorted(known)
     close = get_close_matches(given, names, n=1, cutoff=0.6)
@@ -120,22 +119,22 @@ _LIBRARY = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib
 
 
 MOST_OF_A_TEXT = 600
-"""Characters of an exception's text; all of it is in the log of the process."""
+"""Most characters of an exception's text; the log of the process has all of it."""
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an exception on one line, and not endless; empty where it has none."""
+    """The text of an exception on one line, shortened; empty if it has none."""
     text = " ".join(str(error)[: 4 * MOST_OF_A_TEXT].split())
     return text if len(text) <= MOST_OF_A_TEXT else text[: MOST_OF_A_TEXT - 3] + "..."
 
 
 def own_line(error: BaseException) -> tuple[str, str]:
-    """Where in the user's own code an error arose, causes of it included.
+    """The line of the user's own code that raised an error, or one of its causes.
 
     Returns:
         `file.py:41 in forward` and that line's text: of the innermost frame
         outside instep, the standard library and installed packages. Both are
-        empty where there is no such frame.
+        empty if there is no such frame.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -147,6 +146,6 @@ def own_line(error: BaseException) -> tuple[str, str]:
 
 
 def is_users(file: Path) -> bool:
-    """Whether a file of code is the user's own: not ours, Python's, or an installed package's."""
+    """Whether a source file is the user's own: not of instep, Python or an installed package."""
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     return file.is_file() and not installed and not str(file.resolve()).startswith(_LIBRARY)

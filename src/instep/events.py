@@ -4,14 +4,14 @@ Low parts emit, high parts read. A run writes three files in its folder:
 
 `events.jsonl`   rare things, one JSON object a line: `time` (Unix seconds),
                  `event` (a name from `EVENTS`), and that event's fields
-`ledger.bin`     who trained on which positions of which epoch, in which
+`ledger.bin`     which worker trained on which positions of which epoch, in which
                  committed step: records of `LEDGER`, appended, never changed
 `steps.bin`      how long each part of a step took: records of `STEPS`
 
-Both binary files are plain arrays of little-endian records; before those of the
-ledger stands a header of `LEDGER_START` bytes, which says its format. So
+Both binary files are plain arrays of little-endian records. The ledger has a header of
+`LEDGER_START` bytes before them, which contains its format. So
 `numpy.fromfile("ledger.bin", LEDGER, offset=LEDGER_START)` is the whole reader.
-Several workers write into one file; records of one step need not be neighbours.
+Several workers write into one file; records of one step need not be adjacent.
 """
 
 from __future__ import annotations
@@ -38,55 +38,57 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Kind(IntEnum):
-    """What the unit of work is that a record of the ledger tells of."""
+    """The kind of unit of work in a record of the ledger."""
 
     RANGE = 0
-    """A range of the global batch: micro-batches that follow each other."""
+    """A range of the global batch: consecutive micro-batches."""
 
 
 LEDGER = np.dtype(
     [
         ("step", "<i8"),  # counts from 1
         ("epoch", "<i4"),  # counts from 0
-        ("course", "<u4"),  # 0; one more for each time that the run went back, once that is kept
+        ("course", "<u4"),  # 0; reserved for the number of times that the run went back
         ("generation", "<i4"),  # counts from 1
         ("worker", "<i4"),
-        ("kind", "<u2"),  # of the unit: a `Kind`
-        ("unit", "<u4"),  # its number in the step; of a range, that of its first micro-batch
+        ("kind", "<u2"),  # kind of the unit: a `Kind`
+        ("unit", "<u4"),  # its number in the step; for a range, that of its first micro-batch
         ("first", "<i8"),  # positions [first, stop) of the epoch's order
         ("stop", "<i8"),
     ]
 )
 """A unit of work in one committed step, and the worker that did it.
 
-Today there is one `Kind`, and one record for each worker and step, whose range is all
-that the worker was dealt; it is empty for one that was dealt nothing. A worker that has finished
-participants of a round of averaging before the members changed may have several. A strategy whose
-work is cut otherwise gets a kind of its own, and then as many records as units.
+Today there is one `Kind`, and one record for each worker and step, whose range is all of
+the worker's work; it is empty for a worker without work. In a round of
+averaging in which the members changed, a worker may have several. A strategy that divides work
+differently gets a kind of its own, and then one record for each unit.
 """
 
-_HEADER = struct.Struct("<8sII12s")  # magic, format, bytes of a record, instep that wrote it
+_HEADER = struct.Struct(
+    "<8sII12s"
+)  # magic, format, bytes of a record, version of instep that wrote it
 _MAGIC = b"\x93instepL"
 
 LEDGER_START = _HEADER.size + 4
-"""Where the records of a ledger begin, bytes; before them its header and that one's CRC-32."""
+"""Offset of the first record of a ledger, in bytes; before it the header and its CRC-32."""
 
 
 def ledger_header() -> bytes:
-    """How a ledger begins, [LEDGER_START] bytes. No later format begins otherwise."""
+    """The header of a ledger, [LEDGER_START] bytes. Later formats keep its layout."""
     header = _HEADER.pack(_MAGIC, FORMAT, LEDGER.itemsize, INSTEP.encode()[:12])
     return header + zlib.crc32(header).to_bytes(4, "little")
 
 
 def check_ledger(path: Path, start: bytes) -> bool:
-    """Look at how a ledger begins, before a record of it is believed.
+    """Check the header of a ledger before its records are used.
 
     Args:
         path: the file, for messages.
-        start: its first `LEDGER_START` bytes, or all that it has.
+        start: its first `LEDGER_START` bytes, or fewer if the file is shorter.
 
     Returns:
-        Whether the header is whole; if not, its writer died with it, and no record follows.
+        Whether the header is complete; if not, its writer was killed, and no record follows.
 
     Raises:
         RunError: it is of another format, damaged, or no ledger.
@@ -99,12 +101,14 @@ def check_ledger(path: Path, start: bytes) -> bool:
         if start.startswith((1).to_bytes(8, "little")):  # as the first record did in format 1
             raise RunError(other_format(path, 1))
         raise RunError(
-            f"{path} is no ledger of instep, or damaged: it does not begin like one. "
-            "Put it right from a copy."
+            f"{path} is not a ledger of instep, or it is damaged: its header is wrong. "
+            "Restore it from a copy."
         )
     _, found, record_bytes, writer = _HEADER.unpack(header)
     if zlib.crc32(header).to_bytes(4, "little") != checksum:
-        raise RunError(f"{path} is damaged: its header does not fit its checksum. Use a copy.")
+        raise RunError(
+            f"{path} is damaged: its header does not match its checksum. Restore it from a copy."
+        )
     if found != FORMAT:
         raise RunError(other_format(path, found, writer.rstrip(b"\0").decode("ascii", "replace")))
     assert record_bytes == LEDGER.itemsize, f"format {found} with records of {record_bytes} bytes"
@@ -120,24 +124,24 @@ STEPS = np.dtype(
         ("begin", "<f8"),  # Unix seconds
         ("load_s", "<f4"),  # waiting for the samples
         ("forward_s", "<f4"),
-        ("backward_s", "<f4"),  # exchange that overlaps it is inside
-        ("wait_s", "<f4"),  # until the slowest peer was ready to agree
-        ("wire_s", "<f4"),  # from then until the agreed gradient was here
+        ("backward_s", "<f4"),  # includes the exchange that overlaps it
+        ("wait_s", "<f4"),  # waiting until the slowest peer was ready to exchange
+        ("wire_s", "<f4"),  # from then until the summed gradient arrived
         ("update_s", "<f4"),  # clipping, optimizer, scheduler
-        ("save_s", "<f4"),  # training held up by a checkpoint
-        ("gradient_norm", "<f4"),  # of the agreed gradient, before clipping; NaN if nobody asked
+        ("save_s", "<f4"),  # training paused by a checkpoint
+        ("gradient_norm", "<f4"),  # of the summed gradient, before clipping; NaN if not needed
     ]
 )
-"""Where one worker's time went in one step, in the order it was spent, and what came of it."""
+"""Where one worker's time went in one step, in order, and the step's results."""
 
 CONTENTS = np.dtype([("epoch", "<i8"), ("index", "<i8"), ("content", "<i8")])
-"""One sample as it was handed to a step; `content` is a hash of 63 bits."""
+"""One sample as a step used it; `content` is a hash of 63 bits."""
 
 EVENTS = {
     "run_started": "job, command, host, recipe_sha256, versions, started_by (instep, or join); "
-    "resumed_step where a run goes on",
+    "resumed_step if it was resumed",
     "worker_joined": "worker, pid, host, seconds",
-    "master_started": "pid, again (whether it takes the place of one that was lost), why (it was)",
+    "master_started": "pid, again (whether it replaces a lost one), why (that one was lost)",
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "scaled": "before, workers",
@@ -150,14 +154,14 @@ EVENTS = {
     "sha256, text",
     "passes_chosen": "worker, merged, reason",
     "same_as_one_machine": "verdict (yes; no: what differs; not shown: why)",
-    "work_dealt": "generation, step (the first that is dealt so), members, micro_batches "
+    "work_dealt": "generation, step (the first with this distribution), members, micro_batches "
     "(of each), speeds (of each; their ratios count), reason (speed, or trial)",
-    "loaders_started": "worker, pids (of its loader processes; one that is killed is replaced)",
+    "loaders_started": "worker, pids (of its loader processes; a killed one is replaced)",
     "dataset_known": "dataset (training, validation), samples, contents (index, content), "
-    "differed (indices of samples that held something else when they were read again)",
+    "differed (indices of samples that were different when read again)",
     "sample_skipped": "worker, generation, dataset (training, validation), epoch, index, step, "
     "cause",
-    "traffic": "worker, sent_bytes, received_bytes (since the start, as the kernel counts them)",
+    "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
@@ -165,15 +169,15 @@ EVENTS = {
     "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
     "worker_lost": "worker, step, cause",
-    "corruption_found": "step, workers (numbers, of those found wrong), suspects (numbers, where "
-    "it cannot be told which), what (parameter, state, gradient), where, how, clean_step (from "
-    "which the run goes on; -1 where no worker has a copy: a went_back follows)",
-    "went_back": "resumed_step, path (of a checkpoint: nobody was left to go on with)",
+    "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "
+    "is not known which), what (parameter, state, gradient), where, how, clean_step (from "
+    "which the run continues; -1 if no worker has a copy: a went_back follows)",
+    "went_back": "resumed_step, path (of a checkpoint: no worker with the current state was left)",
     "process_ended": "worker, pid, code",
     "warning": "text",
     "run_finished": "outcome (completed, stopped, failed, interrupted), rule, step, seconds",
 }
-"""Every event there is, with its fields."""
+"""Every event, with its fields."""
 
 _NEEDED = {
     "worker_joined": ("worker",),
@@ -193,15 +197,15 @@ _NEEDED = {
     "went_back": ("resumed_step",),
     "run_finished": ("outcome",),
 }
-"""Fields without which an event says nothing to its readers; None is as good as absent."""
+"""Fields that readers need; None counts as absent."""
 
 _WHOLE, _NUMBER, _TEXT, _LIST, _TABLE = (int,), (int, float), (str,), (list,), (dict,)
 _WORDS: dict[tuple[type, ...], str] = {
-    _WHOLE: "no whole number",
-    _NUMBER: "no number",
-    _TEXT: "no text",
-    _LIST: "no list",
-    _TABLE: "no table",
+    _WHOLE: "not a whole number",
+    _NUMBER: "not a number",
+    _TEXT: "not text",
+    _LIST: "not a list",
+    _TABLE: "not a table",
 }
 _COUNTS: dict[str, tuple[type, ...]] = dict.fromkeys(
     [
@@ -218,7 +222,7 @@ _KINDS = _COUNTS | {
     **dict.fromkeys(["suspects", "contents", "differed", "members"], _LIST),
     **dict.fromkeys(["metrics", "phases", "versions", "job"], _TABLE),
 }
-"""Of what type a field is, wherever a known event has it; None is for what is not known."""
+"""Type of a field in every known event that has it; None means unknown."""
 
 _OWN_KINDS = {
     ("scaled", "workers"): _WHOLE,
@@ -226,16 +230,16 @@ _OWN_KINDS = {
     ("worker_joined", "pid"): _WHOLE,
     ("worker_joined", "host"): _WHOLE,
 }
-_FAR = 1 << 63  # what is beyond was never written by us, and no array holds it
+_FAR = 1 << 63  # we never write larger numbers, and no array can hold them
 
 
 def wrong_in(event: Any) -> str:
-    """What makes the value of a line no event of a run; empty if it is one.
+    """Why the value of a line is not a valid event; empty if it is one.
 
-    Further fields, and events of other names, are left to whoever knows them.
+    Additional fields, and events with other names, are ignored.
     """
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return "stands no event"
+        return "there is no event"
     when, name = event.get("time"), event["event"]
     if not isinstance(when, int | float) or not abs(when) < _FAR:  # NaN is not either
         return "the event has no time"
@@ -252,19 +256,19 @@ def wrong_in(event: Any) -> str:
             return f"{field} is {repr(value)[:80]}, which is {_WORDS[kind]}"
     for part, value in (event.get("phases") or {}).items() if name == "worker_ready" else ():
         if not isinstance(value, int | float) or not abs(value) < _FAR:
-            return f"phases.{part} is {repr(value)[:80]}, which is no number"
+            return f"phases.{part} is {repr(value)[:80]}, which is not a number"
     return ""
 
 
 class Appender:
-    """Appends to a file that tells of a run, which goes on though the disk is full for a while.
+    """Appends to a file of a run; survives a disk that is full for a while.
 
-    What cannot be written is held back, and leaves before all else at the next
-    write: nothing is lost or torn in the middle. May be used by several threads.
+    Data that cannot be written is kept and written first at the next call, so
+    nothing is lost or torn in the middle. Thread-safe.
 
     Args:
         path: the file; created if missing.
-        most_held: bytes to hold back at most.
+        most_held: the most bytes to keep.
 
     Raises:
         RunError: it cannot be opened.
@@ -280,10 +284,10 @@ class Appender:
             raise _unwritable(path, error) from None
 
     def write(self, data: bytes) -> None:
-        """Write what was held back, then this, as far as it can be.
+        """Write the data kept so far, then `data`, as far as possible.
 
         Raises:
-            RunError: it cannot be, and too much waits by now.
+            RunError: it cannot be written, and more than `most_held` bytes are kept.
         """
         with self._lock:
             self._held += data
@@ -295,7 +299,7 @@ class Appender:
                     raise _unwritable(self._path, error) from None
 
     def close(self) -> None:
-        """Close the file; what could not be written is lost. A second call does nothing."""
+        """Close the file; data that could not be written is lost. A second call does nothing."""
         if not self._file.closed:
             with suppress(RunError):
                 self.write(b"")
@@ -303,14 +307,14 @@ class Appender:
 
 
 class EventLog:
-    """Appends events to a file as they happen; a line is whole or absent.
+    """Appends events to a file as they happen; a line is complete or absent.
 
     Args:
         path: the file; created with its first line, appended to if it exists. A last
-            line that a crash cut short is taken away first.
+            line that a crash cut short is removed first.
 
     Raises:
-        RunError: it cannot be opened, or put right.
+        RunError: it cannot be opened or repaired.
     """
 
     def __init__(self, path: Path) -> None:
@@ -321,7 +325,7 @@ class EventLog:
         """Write one event now and return it as read back from the file.
 
         Raises:
-            RunError: events could not be written for a while, and too many wait.
+            RunError: events could not be written for a while, and too many are waiting.
         """
         assert name in EVENTS, f"{name} is not in EVENTS"
         event = {"time": time.time(), "event": name, **fields}
@@ -341,7 +345,7 @@ def _unwritable(path: Path, error: OSError) -> RunError:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Have a text file end with its last whole line, if it is there; what follows would be lost.
+    """Remove what follows the last complete line of a text file, if there is such a file.
 
     Raises:
         RunError: it cannot be written.
@@ -356,7 +360,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def _end_of_lines(file: IO[bytes]) -> int:
-    """Up to where a file has whole lines, bytes."""
+    """Bytes up to the end of the last complete line."""
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = max(0, end - _CHUNK_BYTES)
@@ -369,7 +373,7 @@ def _end_of_lines(file: IO[bytes]) -> int:
 
 
 def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
-    """Have a binary file end with its last whole record, if it is there.
+    """Remove what follows the last complete record of a binary file, if there is such a file.
 
     Raises:
         RunError: it cannot be written.
@@ -384,10 +388,10 @@ def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
 
 
 def _end_of_records(file: IO[bytes], size: int, start: int = 0) -> int:
-    """Up to where a file has records, bytes.
+    """Bytes up to the end of the last record.
 
-    Neither a torn one at its end counts, nor zeros: a disk that gave up, or a loss of power,
-    leaves them where a file had grown, and no record is nothing else.
+    A torn record at the end does not count, and neither do zeros: a failed disk or a power loss
+    leaves zeros where a file had grown, and no record is all zeros.
     """
     end = file.seek(0, os.SEEK_END)
     end -= (end - start) % size
@@ -400,7 +404,7 @@ def _end_of_records(file: IO[bytes], size: int, start: int = 0) -> int:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of an events file, oldest first; none if there is no file.
+    """Every complete line of an events file, oldest first; none if there is no file.
 
     A last line that a crash cut short is left out.
     """
@@ -413,7 +417,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Every whole record of a binary file, [records] of `dtype`; what is torn at its end is not.
+    """Every complete record of a binary file, [records] of `dtype`; a torn last one is left out.
 
     Raises:
         RunError: it is a ledger, and `check_ledger` refuses it.

@@ -1,13 +1,13 @@
-"""What a job is: frozen, checked data, with no torch, file or clock in it.
+"""What a job is: frozen, checked data, without torch, files or clocks.
 
 `JobSpec` and its sections are the job file, key for key: a field here is a
 key there, the string under a field is its documentation, and the checks live
 beside what they check. Because a spec is plain data it can be printed,
 compared, hashed, sent to a worker and stored in a checkpoint.
 
-Names of strategies and codecs are checked by the tables that own them
-(`client/submit.py`), as are their options. Types and bounds are checked where
-data comes in (`spec_file.build`), the rest when a section is made.
+The tables of strategies and codecs check their names and options
+(`client/submit.py`). `spec_file.build` checks types and bounds of data that
+comes in; a section checks the rest when it is made.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class TrainSpec(Section, frozen=True, kw_only=True):
-    """How long, in what portions, and how exactly."""
+    """How long to train, in which portions, and how exactly."""
 
     epochs: Positive | None = None
-    """Passes over the training data; 10 where neither this nor `steps` is given."""
+    """Passes over the training data; 10 if neither this nor `steps` is given."""
 
     steps: Positive | None = None
     """Updates of the parameters, instead of `epochs`."""
@@ -47,42 +47,43 @@ class TrainSpec(Section, frozen=True, kw_only=True):
     """Samples of one step, over all workers together."""
 
     micro_batches: Positive = 8
-    """Parts a global batch is cut into: how finely work is dealt out. Fixed for the job."""
+    """Parts that a global batch is cut into; work is distributed in these parts. Fixed for the
+    job."""
 
     merge: Literal["auto", "always", "never"] = "auto"
-    """Whether a worker runs the micro-batches it was dealt as one larger forward pass:
-    `auto` where a trial shows that no layer can tell the difference, `never` to save memory."""
+    """Whether a worker runs its micro-batches as one larger forward pass: `auto` if a trial
+    shows that no layer can tell the difference, `never` to save memory."""
 
     batch_norm: Literal["micro_batch", "global"] = "micro_batch"
     """What batch normalisation sees: each micro-batch, or the `global` batch of the step, over all
-    workers. With `global` a worker's micro-batches are one pass, and the workers wait for each
-    other in every such layer."""
+    workers. With `global` a worker runs its micro-batches as one pass, and the workers wait for
+    each other in every such layer."""
 
     deal: Literal["speed", "even"] = "speed"
-    """Who computes how much: `speed` gives a slow worker fewer micro-batches, `even` each as many.
-    Your own loop always has `even`."""
+    """How work is distributed: `speed` gives a slow worker fewer micro-batches, `even` gives all
+    the same number. Your own loop always has `even`."""
 
     determinism: Literal["order", "bits"] = "order"
-    """`order`: the same global batches at any number of workers. `bits`: the same parameters."""
+    """`order`: the same global batches at any number of workers, results equal to rounding.
+    `bits`: the same parameters, bit for bit."""
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the forward pass (autocast); `float16` scales the loss and needs CUDA."""
+    """Number type of the forward pass (autocast); `float16` scales the loss and needs CUDA."""
 
     max_grad_norm: Annotated[float, Meta(gt=0)] | None = None
-    """Largest global norm of the gradient; longer ones are scaled down to it."""
+    """Clip the gradient to this global norm."""
 
     validate_every: Natural = 0
-    """Steps between validations; 0 validates at the end of every epoch."""
+    """Steps between validations; 0: validate at the end of every epoch."""
 
     stop_after_steps: Natural = 0
-    """Above 0: stop cleanly after this step, as if it had been asked for from outside.
-    A run that is resumed forgets it."""
+    """Above 0: stop cleanly after this step, resumable. A resumed run forgets it."""
 
     threads: Natural = 0
-    """Threads of each worker; 0 shares the machine's cores evenly."""
+    """Threads of each worker; 0: divide the machine's cores evenly."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU for each worker where there are enough."""
+    """Where to compute; `auto`: a GPU for each worker if there are enough, otherwise the CPU."""
 
     @property
     def passes(self) -> int:
@@ -101,8 +102,8 @@ class TrainSpec(Section, frozen=True, kw_only=True):
             )
         if self.determinism == "bits" and self.merge == "always":
             raise ValueError(
-                "merge = 'always' with determinism = 'bits': the same bits need each micro-batch "
-                "computed apart. Leave merge out."
+                "merge = 'always' with determinism = 'bits': for the same bits each micro-batch is "
+                "computed separately. Leave merge out."
             )
         if self.batch_norm == "global" and self.determinism == "bits":
             raise ValueError(
@@ -125,38 +126,40 @@ class TrainSpec(Section, frozen=True, kw_only=True):
 
 
 class StopSpec(Section, frozen=True, kw_only=True):
-    """When to stop before the run's length is reached. A rule that is not set never fires."""
+    """When to stop before the run reaches its length. A rule that is not set never fires."""
 
     metric: str = "loss"
-    """What `target` and `patience` watch, of each validation: `loss`, or a metric of the recipe."""
+    """The metric of each validation that `target` and `patience` watch: `loss`, or one of the
+    recipe."""
 
     mode: Literal["auto", "min", "max"] = "auto"
-    """Which way the metric gets better; `auto` is `min` for `loss` and `max` for all others."""
+    """Whether small or large is better; `auto` is `min` for `loss` and `max` for all others."""
 
     target: float | None = None
-    """Stop at the validation in which the metric reaches this."""
+    """Stop at the validation in which the metric reaches this value."""
 
     patience: Natural = 0
-    """Stop after so many validations in a row without an improvement; 0 waits for ever."""
+    """Stop after this many validations in a row without an improvement; 0: never."""
 
     least_change: Annotated[float, Meta(ge=0)] = 0.0
-    """By how much the metric has to get better for `patience` to begin anew."""
+    """The smallest improvement of the metric that resets `patience`."""
 
     non_finite: bool = True
-    """Stop at a loss that is not finite, and at such a norm of the gradient where it is computed
-    anyway; otherwise a warning is all."""
+    """Stop if the loss is not finite, or the norm of the gradient if it is computed anyway; false:
+    only warn."""
 
     rise: Annotated[float, Meta(gt=1)] | None = None
-    """Stop when the mean loss of the last `window` steps is above so many times the lowest yet."""
+    """Stop if the mean loss of the last `window` steps exceeds this many times the lowest so
+    far."""
 
     window: Positive = 100
     """Steps over which `rise` takes the mean."""
 
     gradient_norm: Annotated[float, Meta(gt=0)] | None = None
-    """Stop when the global norm of the agreed gradient, before clipping, is below this."""
+    """Stop if the global norm of the gradient, before clipping, is below this."""
 
     time_limit: str | Annotated[float, Meta(gt=0)] | None = None
-    """Stop when the whole run has taken so long: `"90s"`, `"30m"`, `"1h30m"`, or seconds."""
+    """Stop when the whole run has taken this long: `"90s"`, `"30m"`, `"1h30m"`, or seconds."""
 
     @property
     def time_limit_s(self) -> float | None:
@@ -175,12 +178,12 @@ class StopSpec(Section, frozen=True, kw_only=True):
 
     @property
     def by_step(self) -> bool:
-        """Whether a rule asks the master at every step."""
+        """Whether a rule needs the master at every step."""
         return self.by_norm or self.rise is not None
 
     @property
     def by_norm(self) -> bool:
-        """Whether a rule wants the norm of the gradient."""
+        """Whether a rule needs the norm of the gradient."""
         return self.gradient_norm is not None
 
     def __post_init__(self) -> None:
@@ -209,7 +212,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     """Parameter servers, for the strategies that have them."""
 
     codec: str = "none"
-    """How a tensor looks on the wire."""
+    """How gradients are encoded for sending: `none` sends them as they are; `int8` sends 8 bits a
+    value, and the result then depends on the number of workers."""
 
     participants: Natural = 0
     """Of `averaging`, which needs 1 or more: how many take local steps side by side in a round.
@@ -219,7 +223,7 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     """Of `averaging`: how many steps a participant takes in a round, before all are averaged."""
 
     options: dict[str, Any] = {}
-    """Handed to the strategy, which owns their names, defaults and checks."""
+    """Options of the strategy, which has their names, defaults and checks."""
 
     @property
     def own_state(self) -> bool:
@@ -228,13 +232,13 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
 
 class MeshSpec(Section, frozen=True, kw_only=True):
-    """Ranks that share one replica of the model; their product is the size of a replica."""
+    """Processes that share one replica (copy) of the model: shard x tensor x stages of them."""
 
     shard: Positive = 1
-    """Ranks that split parameters, gradients and optimizer state."""
+    """Processes that split parameters, gradients and optimizer state."""
 
     tensor: Positive = 1
-    """Ranks that share one matrix product."""
+    """Processes that share one matrix product."""
 
     stages: Positive = 1
     """Pipeline stages, split by layer."""
@@ -246,45 +250,46 @@ class MeshSpec(Section, frozen=True, kw_only=True):
 
 
 class DataSpec(Section, frozen=True, kw_only=True):
-    """How samples reach the step."""
+    """How samples are read."""
 
     loaders: Natural | Literal["auto"] = "auto"
-    """Loader processes of each worker; 0 loads inside the worker; `auto` measures both."""
+    """Loader processes of each worker; 0: read inside the worker; `auto`: measure both."""
 
     unreadable: Literal["stop", "skip"] = "stop"
-    """What follows when a sample cannot be read, at the third attempt too: `stop` ends the run,
-    `skip` leaves the sample out of its step or validation, and counts it."""
+    """If a sample cannot be read in three attempts: `stop` ends the run, `skip` leaves the sample
+    out of its step or validation, and counts it."""
 
     changed: Literal["refuse", "accept"] = "refuse"
-    """What follows when a run goes on with other contents in 32 keyed samples (as few as 4 where
-    they take long, and only those that repeat) or a validation set of another length: `accept`
-    trains on with what is there now, and says so. A training set of another length is always
+    """If a run is resumed and the contents of 32 keyed samples (as few as 4 if they take long, and
+    only repeatable ones) or the length of the validation set have changed: `refuse`, or `accept`
+    the data that is there now, with a warning. A training set of another length is always
     refused: an epoch's order follows from it."""
 
 
 class StartSpec(Section, frozen=True, kw_only=True):
-    """What a run starts from, and which of its parameters move how fast."""
+    """The model that a run starts from, what stays frozen, and learning rates by pattern."""
 
     model: str = ""
-    """Safetensors file to take the model from, or the folder of a run or checkpoint that has one.
-    Relative to the job file; empty: the model starts as the recipe makes it."""
+    """Safetensors file to load, or the folder of a run or checkpoint that has one. Relative to the
+    job file; empty: start with the model as the recipe builds it."""
 
     partial: bool = False
-    """Take the tensors of the file that match in name and shape, and report the others; otherwise
-    all must match."""
+    """Load the tensors that match in name and shape, and report the others; false: all must
+    match."""
 
     freeze: tuple[str, ...] = ()
-    """Patterns such as `"encoder.*"`: parameters with such a name keep their values, and layers
-    of theirs with running statistics keep those."""
+    """Patterns such as `"encoder.*"`: parameters with such names keep their values, and layers that
+    are frozen as a whole keep their running statistics."""
 
     learning_rates: dict[str, Annotated[float, Meta(gt=0)]] = {}
-    """Pattern to learning rate, such as `"encoder.*" = 0.0001`; others have the optimizer's own.
-    Where several match, the one with the most letters wins, wildcards not counted."""
+    """Pattern to learning rate, such as `"encoder.*" = 0.0001`; other parameters have the
+    optimizer's own. If several match, the one with the most letters wins, not counting
+    wildcards."""
 
     def __post_init__(self) -> None:
         if self.partial and not self.model:
             raise ValueError(
-                "partial = true says how a file is taken up, but no model is given. "
+                "partial = true says how to load a file, but no model is given. "
                 "Give model, or leave partial out."
             )
         for pattern, rate in self.learning_rates.items():
@@ -296,38 +301,38 @@ class StartSpec(Section, frozen=True, kw_only=True):
 
 
 class CheckpointSpec(Section, frozen=True, kw_only=True):
-    """What is kept while training goes on; a run always saves where it ends."""
+    """When to save during training, and what to keep; a run always saves at its end."""
 
     every: str | Positive = "5m"
-    """Steps between checkpoints, or a time: `"90s"`, `"5m"`, `"1h30m"`; `"never"` saves only at
-    the end."""
+    """Steps between checkpoints, or a time: `"90s"`, `"5m"`, `"1h30m"`; `"never"`: save only at the
+    end."""
 
     keep_last: Positive = 2
-    """Checkpoints to keep; older ones are deleted once a newer one is whole."""
+    """Newest checkpoints to keep; older ones are deleted once a newer one is complete."""
 
     keep_every: Natural = 0
-    """Above 0: each step that is a multiple of it is saved, whatever `every` says, and kept for
+    """Above 0: also save each step that is a multiple of it, whatever `every` says, and keep it for
     good."""
 
     keep_best: Natural = 0
-    """How many of the best are kept too; a validation that is among the best so far
-    is saved at once, whatever `every` says."""
+    """How many of the best to keep too; a validation among the best so far is saved at once,
+    whatever `every` says."""
 
     best_metric: str = "loss"
-    """What tells the best: `loss`, of the validation, or a metric of the recipe."""
+    """The metric of the validation that decides: `loss`, or one of the recipe."""
 
     best_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether small or large is good; `auto` takes the smallest loss, the largest of all else."""
+    """Whether small or large is better; `auto` is `min` for `loss` and `max` for all others."""
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between checkpoints; None where steps are counted, or none is saved."""
+        """Seconds between checkpoints; None if steps are counted, or none is saved."""
         if isinstance(self.every, int) or self.every == "never":
             return None
         return seconds_in(self.every)
 
     def due(self, step: int) -> bool:
-        """Whether the number of a step alone says that a checkpoint follows it."""
+        """Whether a checkpoint follows a step because of its number alone."""
         rhythms = (self.every, self.keep_every)
         return any(isinstance(n, int) and n > 0 and step % n == 0 for n in rhythms)
 
@@ -345,14 +350,17 @@ class CheckpointSpec(Section, frozen=True, kw_only=True):
 
 
 class LaunchSpec(Section, frozen=True, kw_only=True):
-    """On which machines the workers are started."""
+    """On which machines the workers are started, and by what."""
+
+    name: str = ""
+    """A key of `launch.LAUNCHERS`; empty: `hosts` if `hosts` is given, otherwise `local`."""
 
     hosts: tuple[str, ...] = ()
-    """Of each host, the command that runs another one there, such as `"ssh node2"`; none: all
-    workers are started on this machine. Needs `network = "private"`."""
+    """For each host, the command that runs another command there, such as `"ssh node2"`; none:
+    all workers start on this machine. Needs `network = "private"`."""
 
     address: str = ""
-    """Address of this machine that the hosts reach; empty: where its name leads."""
+    """Address of this machine that the hosts can reach; empty: look up this machine's name."""
 
     def __post_init__(self) -> None:
         for host in self.hosts:
@@ -375,25 +383,25 @@ class LaunchSpec(Section, frozen=True, kw_only=True):
 
 
 class ReportSpec(Section, frozen=True, kw_only=True):
-    """What is written for people, beside the report itself."""
+    """What to write beside the report."""
 
     trace_steps: Natural = 2000
-    """Steps of each worker drawn in `trace.json`: the first and the last of them."""
+    """Steps of each worker to draw in `trace.json`: half from the start, half from the end."""
 
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the extra: pip install 'instep[tensorboard]')."""
 
 
 class CheckSpec(Section, frozen=True, kw_only=True):
-    """What a run watches its own machines for."""
+    """What a run checks about itself."""
 
     corruption: bool = False
-    """Compare states, and gradients of micro-batches computed twice, to find the worker whose
-    machine computes or remembers something wrong; needs `determinism = "bits"`."""
+    """Find a worker whose machine computes or stores something wrong, by comparing states, and
+    gradients of micro-batches that are computed twice. Needs `determinism = "bits"`."""
 
     content: Literal["off", "sample", "all"] = "sample"
-    """Of which training samples the content is recorded when they are handed to a step, for
-    `instep audit --content`: a keyed sample (1 in 256, about 512 of an epoch at most), or all."""
+    """Record the content of training samples when a step uses them, for `instep audit --content`:
+    of a keyed sample (1 in 256, at most about 512 per epoch), or of all."""
 
     strict: bool = False
     """Refuse to train unless the run is shown to give the result of one machine
@@ -404,8 +412,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
     """One job: what to train, on how many workers, and how they agree."""
 
     format: Positive = FORMAT
-    """Of the file itself. A run writes it into its folder; a file of your own needs none, or
-    gives that of this version, so that another refuses it."""
+    """Version of the file format. A run writes it into its folder. Your own file does not need it;
+    with it, another version of instep refuses the file."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its folder: letters, digits, `.`, `_` and `-`."""
@@ -417,10 +425,10 @@ class JobSpec(Section, frozen=True, kw_only=True):
     """Processes that compute gradients."""
 
     seed: Natural = 0
-    """Decides the order of the data, the first parameters, and every random draw."""
+    """Decides the order of the data, the initial parameters, and every random draw."""
 
     network: Literal["loopback", "private"] = "loopback"
-    """`private` says that only trusted machines can reach the network between the hosts."""
+    """`private` declares that only trusted machines can reach the network between the hosts."""
 
     train: TrainSpec = field(default_factory=TrainSpec)
     stop: StopSpec = field(default_factory=StopSpec)
@@ -434,7 +442,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     check: CheckSpec = field(default_factory=CheckSpec)
 
     arguments: dict[str, Any] = {}
-    """Handed to the recipe function by name."""
+    """Passed to the recipe function by name."""
 
     @property
     def per_commit(self) -> TrainSpec:
@@ -469,12 +477,12 @@ class JobSpec(Section, frozen=True, kw_only=True):
         if self.launch.hosts and self.network != "private":
             raise ValueError(
                 "launch.hosts names hosts, and traffic between them is not encrypted. If only "
-                'trusted machines reach that network, say network = "private".'
+                'trusted machines reach that network, set network = "private".'
             )
         if self.check.corruption and self.train.determinism != "bits":
             raise ValueError(
                 f"check.corruption = true with train.determinism = {self.train.determinism!r}: "
-                "workers can be compared only where they compute the same bits. "
+                "workers can be compared only if they compute the same bits. "
                 "Set train.determinism to 'bits', or leave check.corruption out."
             )
         if self.check.corruption and self.data.unreadable == "skip":
@@ -485,7 +493,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
 
 
 def as_table(job: JobSpec) -> dict[str, Any]:
-    """A job as plain nested tables, every key given."""
+    """A job as plain nested tables, with every key."""
     table: dict[str, Any] = msgspec.to_builtins(job, builtin_types=(datetime, date, time))
     return table
 

@@ -1,7 +1,7 @@
 """A job file (TOML) to a `JobSpec` and back, with errors that name file and key.
 
 It knows the form of a job file and nothing of what its values mean: the
-checks are those of `spec.py`, said here in one sentence each.
+checks are those of `spec.py`; each becomes one sentence here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from instep.spec import JobSpec, Section, as_table, documentation
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
-    """Read a job file, lay `section.key=value` overrides over it, and check it all.
+    """Read a job file, apply `section.key=value` overrides, and check everything.
 
-    Paths (of the recipe, of the model to start from) come back absolute; they
-    were relative to the job file.
+    Paths (of the recipe, of the model to start from) are relative to the job
+    file, and absolute in the result.
 
     Raises:
-        SpecError: the file is missing or is no TOML, or a key or value is
+        SpecError: the file is missing or not TOML, or a key or value is
             wrong; the text says where, what was given and what is wanted.
     """
     table = read_table(path)
@@ -41,7 +41,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
 
 
 def absolute(job: JobSpec, folder: Path) -> JobSpec:
-    """The same job with its paths made absolute, where they were relative to `folder`."""
+    """The same job with absolute paths; relative ones are relative to `folder`."""
     file, _, function = job.recipe.rpartition(":")
     start = job.start
     if start.model:
@@ -55,7 +55,7 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The raw tables of a TOML file; SpecError if there is none or it cannot be read."""
+    """The raw tables of a TOML file; SpecError if it does not exist or cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def read_table(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         if path.suffix == ".py":
             raise SpecError(
-                f"{path} is a Python file, and a job file is TOML that names it: write job.toml "
+                f"{path} is a Python file; a job file is a TOML file that names it. Write job.toml "
                 f'with the line recipe = "{path.name}:recipe", and give that.'
             ) from None
         raise SpecError(f"{path} is not valid TOML: {error}.") from None
@@ -79,24 +79,24 @@ def read_table(path: Path) -> dict[str, Any]:
 _EITHER = {"train.epochs": "steps", "train.steps": "epochs"}
 
 _RENAMED = {
-    "train.clip_norm": "train.max_grad_norm. It means the same: write it so.",
-    "checkpoint.every_steps": "checkpoint.every. Give it a number of steps, a time such as '5m', "
-    "or 'never' for what was 0.",
+    "train.clip_norm": "train.max_grad_norm. The meaning is the same.",
+    "checkpoint.every_steps": "checkpoint.every. Set it to a number of steps, a time such as '5m', "
+    "or 'never' (formerly 0).",
 }
-"""Keys of earlier versions: what each is called now, and what to write."""
+"""Keys of earlier versions: the present name of each, and what to write."""
 
 
 def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Lay `section.key=value` strings over `table`, in order, in place.
+    """Apply `section.key=value` strings to `table`, in order, in place.
 
-    A value is read as TOML (`3`, `0.1`, `true`, `"text"`, `[1, 2]`), and as
-    plain text where that fails, so quotes are needed only to make text of what looks like
-    a number or a truth. What Python writes so and TOML does not (`False`, `None`, `.5`) is
-    refused: as text it would be true, and no number.
+    A value is read as TOML (`3`, `0.1`, `true`, `"text"`, `[1, 2]`), or as plain text if
+    that fails, so quotes are needed only for text that looks like a number or a boolean.
+    Python's spellings (`False`, `None`, `.5`) are refused: read as text, they would count
+    as true, or not as a number.
 
     Raises:
-        SpecError: a string has no `=`, its path runs through a plain value, or its value
-            is one that Python has and TOML has not.
+        SpecError: a string has no `=`, its path goes through a plain value, or its value
+            is in Python's spelling instead of TOML's.
     """
     for override in overrides:
         dotted, equals, text = override.partition("=")
@@ -113,14 +113,14 @@ def apply_overrides(table: dict[str, Any], overrides: Iterable[str]) -> None:
                 raise SpecError(f"--set {override!r}: {key!r} is a value, not a section.")
         target[keys[-1]] = _value(text.strip(), override)
         if (length := _EITHER.get(dotted.strip())) is not None:
-            target.pop(length, None)  # a run has one length, and the last word has it
+            target.pop(length, None)  # a run has one length, and the last setting wins
 
 
 def lay_over(table: dict[str, Any], changes: Mapping[str, Any], section: str = "") -> None:
-    """Lay nested tables of values over `table`, in place; None takes a key away.
+    """Override values of `table` with nested tables, in place; None removes a key.
 
-    A path (`os.PathLike`) becomes text. What the values may be is checked by
-    `build`. `section` is where in a job `table` stands.
+    A path (`os.PathLike`) becomes text. `build` checks the values. `section` is the place
+    of `table` in a job.
     """
     for key, value in changes.items():
         where = f"{section}.{key}".lstrip(".")
@@ -144,14 +144,13 @@ def _value(text: str, override: str) -> Any:
     if meant:
         quoted = f"'\"{text}\"'"
         raise SpecError(
-            f"--set {override!r}: {text} is no value of a job file. In its place, {meant} "
-            f"{quoted} where it is text."
+            f"--set {override!r}: {text} is not TOML. Instead, {meant} {quoted} if it is text."
         )
     return text
 
 
 def _meant(text: str) -> str:
-    """What to write for a value that Python has and TOML has not; empty if it is none."""
+    """What to write instead of a value in Python's spelling; empty if it is not one."""
     word = text.lower()
     if word in ("true", "false"):
         return f"write {word}, or"
@@ -182,12 +181,12 @@ def build(table: Mapping[str, Any], *, source: str) -> JobSpec:
 
 
 def check_format(table: Mapping[str, Any], source: str, written_by: object = None) -> None:
-    """Refuse tables of another format, before a key of them is looked at.
+    """Refuse tables of another format, before any of their keys is checked.
 
     Args:
         table: of a whole job.
-        source: where it is from.
-        written_by: the version of instep that wrote it, if it is known.
+        source: where it comes from.
+        written_by: the version of instep that wrote it, if known.
 
     Raises:
         SpecError: the text says which instep reads it.
@@ -198,7 +197,7 @@ def check_format(table: Mapping[str, Any], source: str, written_by: object = Non
 
 
 def _check_names(table: Mapping[str, Any], source: str) -> None:
-    """Answer the name that a key had in an earlier version with the one that it has now."""
+    """Refuse the former name of a key, with its present name."""
     for old, new in _RENAMED.items():
         section, _, key = old.partition(".")
         under = table.get(section)
@@ -207,7 +206,7 @@ def _check_names(table: Mapping[str, Any], source: str) -> None:
 
 
 def _check_holds(value: Any, where: str, source: str) -> None:
-    """Refuse what no TOML file can hold: from Python, anything may be given."""
+    """Refuse values that no TOML file can hold; from Python, anything may be given."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -220,13 +219,13 @@ def _check_holds(value: Any, where: str, source: str) -> None:
         raise SpecError(f"{source}: {where} = {value}: a whole number needs to fit 64 bits.")
     elif not isinstance(value, _HOLDS) and where not in ("arguments", "sync"):
         raise SpecError(
-            f"{source}: {where} is {value!r}, a {type(value).__name__}, which no job file "
-            "can hold. Give text, numbers, true, false, dates, lists and tables of those."
+            f"{source}: {where} is {value!r}, a {type(value).__name__}, which a job file "
+            "cannot hold. Use text, numbers, true, false, dates, and lists and tables of those."
         )
 
 
 def _check_text(value: Any, source: str) -> None:
-    """Refuse text that no file can hold: half a pair of surrogates, of a name that is not UTF-8."""
+    """Refuse text that no file can hold, such as a surrogate of a name that is not UTF-8."""
     if isinstance(value, dict):
         _check_text([*value.keys(), *value.values()], source)
     elif isinstance(value, (list, tuple)):
@@ -237,7 +236,7 @@ def _check_text(value: Any, source: str) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise SpecError(
-                f"{source}: {value!a} is not text that UTF-8 can write. Give it another name."
+                f"{source}: {value!a} cannot be written as UTF-8. Use another name."
             ) from None
 
 
@@ -254,7 +253,7 @@ _TYPES = {
 
 
 def _sentence(failure: str, table: Mapping[str, Any]) -> str:
-    """What msgspec found wrong, as: where, what was given, what is wanted."""
+    """An error of msgspec as a sentence: where, what was given, what is wanted."""
     match = _WRONG.fullmatch(failure)
     assert match is not None, failure
     what, place = match["what"], re.sub(r"\[.*?\]", "", match["path"] or "")
@@ -280,14 +279,14 @@ _ELSEWHERE = {
     **dict.fromkeys(("world_size", "nproc_per_node", "num_processes"), "workers"),
     **dict.fromkeys(("clip_grad_norm", "grad_clip", "gradient_clip_val"), "train.max_grad_norm"),
 }
-"""What other programs call a key of ours."""
+"""Other programs' names for our keys."""
 
 
 def _meant_key(given: str, path: list[str]) -> str:
-    """The sentence that follows a key which is not where it was given."""
+    """The sentence that follows an unknown key: what was probably meant, and where it belongs."""
     if given in _OF_THE_OPTIMIZER:
         return (
-            f"The optimizer is the recipe's: have the recipe function take {given!r}, and set "
+            f"The recipe makes the optimizer: let the recipe function take {given!r}, and set "
             f"arguments.{given}, under [arguments] or with --set arguments.{given}=..."
         )
     known = _ELSEWHERE.get(given)
@@ -303,10 +302,9 @@ def _meant_key(given: str, path: list[str]) -> str:
 
 
 def keys_by_name() -> dict[str, str]:
-    """Names that people give to a key of a job, each with that key and the section before it.
+    """Every name that people use for a key of a job, with the full key, section included.
 
-    Its own name where only one section has it, the name with its section, and what other
-    programs call it.
+    The key's own name if only one section has it, its full name, and other programs' names.
     """
     every = _every_key()
     last = [key.rpartition(".")[2] for key in every]
@@ -316,7 +314,7 @@ def keys_by_name() -> dict[str, str]:
 
 
 def _every_key() -> list[str]:
-    """Every key of a job, with the section before it."""
+    """Every full key of a job, section included."""
     sections = [[], *([name] for name in _keys([]) if _section_at([name]) is not None)]
     return [".".join([*path, key]) for path in sections for key in _keys(path)]
 
@@ -327,7 +325,9 @@ def _wanted(what: str, path: list[str]) -> str:
         return f"needs to be {' or '.join(_choices(path))}"
     if "matching regex" in what:
         function = path == ["recipe"]
-        return "needs the form file.py:function" if function else "has a character that it may not"
+        return (
+            "needs the form file.py:function" if function else "has a character that is not allowed"
+        )
     if found := re.fullmatch(r"Expected `\w+` (>=?) (.*)", what):
         bound = "at least" if found[1] == ">=" else "above"
         return f"needs to be {bound} {found[2].removesuffix('.0')}"
@@ -356,7 +356,7 @@ def _keys(path: list[str]) -> list[str]:
 
 
 def _choices(path: list[str]) -> list[str]:
-    """The words that a key may be, quoted; before them what else it may be."""
+    """The words that a key takes, quoted, after the other values that it takes."""
     section = _section_at(path[:-1])
     if section is None:
         return []
@@ -368,13 +368,13 @@ def _choices(path: list[str]) -> list[str]:
 
 
 def _describe(path: list[str]) -> str:
-    """What the key at `path` is for, from the string under its field."""
+    """What the key at `path` means, from the string under its field."""
     section = _section_at(path[:-1])
     return documentation().get((section.__name__, path[-1]), "") if section else ""
 
 
 def dump(job: JobSpec) -> str:
-    """A job as TOML, every key given, so that `load` gives it back unchanged."""
+    """A job as TOML, with every key, so that `load` returns it unchanged."""
     sections = as_table(job)
     lines = [f"{key} = {_toml(value)}" for key, value in sections.items() if not _is_table(value)]
     for name, table in sections.items():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from instep.comm.memory import run_ranks
+from instep.errors import SpecError
 from instep.sync import STRATEGIES
 from instep.sync.base import make_strategy
 from instep.worker.gradients import Gradients
@@ -281,4 +282,10 @@ def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
         exchange(4.0)
         return apply(strategy, lambda: weight.grad.tolist())
 
-    assert run_ranks(2, body) == [[4.0, 3.0]] * 2
+    try:
+        given = run_ranks(2, body)
+    except SpecError:
+        assert parts
+        assert name != "all_reduce"
+        pytest.skip("it refuses determinism = 'bits'")
+    assert given == [[4.0, 3.0]] * 2

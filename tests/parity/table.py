@@ -20,19 +20,20 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "parity-table
 
 HEAD = """# Which models give the result of one machine
 
-Each pair of model and loss below was trained for 20 steps by instep, and by a plain PyTorch
-loop in one process with the same samples, the whole global batch in one forward pass. The
-distance is the 2-norm over all trained parameters of *instep - plain*, over that of
-*plain - start*. [What is the same, and what the verdict means](sameness.md).
+Find your kind of model and loss here, and see whether a run gives what a plain PyTorch loop in one
+process gives, and how closely. Each pair was trained for 20 steps by instep, and by a plain loop
+with the same samples and the whole global batch in one forward pass. The distance is the 2-norm of
+*instep - plain* over all trained parameters, divided by that of *plain - start*.
+[Sameness](sameness.md#the-verdict) explains the verdict.
 
-- **float64**: on 1, 2 and 3 workers. At most 1e-9 where the verdict is yes.
+- **float64**: on 1, 2 and 3 workers. At most 1e-9 if the verdict is yes.
 - **buffers**: the same for buffers and frozen parameters, the largest of the three.
 - **float32**: the largest on 1, 2 and 3 workers, and what is allowed: three times the distance
-  between plain loops whose samples within a batch are permuted, or of float32's epsilon where
-  they are closer than that. Where random numbers are drawn, between loops that add the gradients
-  of the same micro-batches in another order.
-- **alone**: float64 on one worker with one micro-batch, where every model is the same, but for
-  a dataset that does not repeat.
+  between plain loops whose samples within a batch are permuted, or three times float32's epsilon
+  if that is more. If random numbers are drawn: between loops that add the gradients of the same
+  micro-batches in another order.
+- **alone**: float64 on one worker with one micro-batch. Every model is the same there, except with
+  a dataset that is not repeatable.
 
 A step has 12 samples in 6 micro-batches, the last of an epoch 4 in 2. This page is written by
 `make parity-table`; torch {torch}.

@@ -144,7 +144,7 @@ def test_no_bit_of_a_ledgers_header_can_change_unseen(tmp_path, at):
         data = bytearray(ledger_header() + np.zeros(2, LEDGER).tobytes())
         data[at] ^= 1 << bit
         (tmp_path / "ledger.bin").write_bytes(data)
-        with pytest.raises(RunError, match=r"does not begin like one|does not fit its checksum"):
+        with pytest.raises(RunError, match=r"its header is wrong|does not match its checksum"):
             read_records(tmp_path / "ledger.bin", LEDGER)
 
 

@@ -167,7 +167,7 @@ MISTAKES = [
     ({"data": {"loaders": -1}}, ["data.loaders = -1", "at least 0"]),
     ({"checkpoint": {"every": 2.5}}, ["checkpoint.every = 2.5", "a whole number"]),
     ({"checkpoint": {"every": "1m1m"}}, ["every = '1m1m'", "a number of steps", "'5m'", "'never'"]),
-    ({"launch": {"hosts": ["ssh a"]}}, ["launch.hosts names hosts", 'say network = "private"']),
+    ({"launch": {"hosts": ["ssh a"]}}, ["launch.hosts names hosts", 'set network = "private"']),
     ({"launch": {"hosts": [""]}}, ["[launch] hosts has ''", "such as 'ssh node2'"]),
     ({"launch": {"hosts": ["sh -c 'x"]}}, ["[launch]", "No closing quotation", "as in a shell"]),
     ({"launch": {"hosts": ["ssh a", "ssh a"]}}, ["a host may be named once"]),
@@ -268,10 +268,10 @@ def test_an_override_is_read_as_toml_or_else_as_text(override, path, value):
         ("=3", "not of the form"),
         ("train.=3", "not of the form"),
         ("workers.more=3", "'workers' is a value, not a section"),
-        ("arguments.augment=False", "write false, or '\"False\"' where it is text"),
+        ("arguments.augment=False", "write false, or '\"False\"' if it is text"),
         ("stop.non_finite=True", "write true, or '\"True\"'"),
         ("arguments.x= TRUE", "write true, or '\"TRUE\"'"),
-        ("arguments.name=None", "leave the key out, or write '\"None\"' where it is text"),
+        ("arguments.name=None", "leave the key out, or write '\"None\"' if it is text"),
         ("arguments.name=null", "leave the key out, or write '\"null\"'"),
         ("arguments.lr=.5", "write 0.5, or '\".5\"'"),
         ("arguments.lr=1.e-3", "write 0.001, or '\"1.e-3\"'"),
@@ -346,7 +346,7 @@ def test_a_length_laid_over_a_table_takes_the_place_of_the_other_length(change, 
     ],
 )
 def test_text_that_no_file_can_hold_is_refused(table):
-    with pytest.raises(SpecError, match=r"instep.train: '.*\\ud.*UTF-8 can write"):
+    with pytest.raises(SpecError, match=r"instep.train: '.*\\ud.*cannot be written as UTF-8"):
         build(table, source="instep.train")
 
 

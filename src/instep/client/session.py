@@ -84,9 +84,11 @@ def join(
     place = placement.placement()
     with refusal.announced(place, Path(runs)):
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
-        if job.launch.hosts:
+        hosts, launcher = job.launch.hosts, job.launch.name
+        if hosts or launcher:
+            given = f"hosts = {list(hosts)}" if hosts else f"name = {launcher!r}"
             raise SpecError(
-                f"launch.hosts = {list(job.launch.hosts)}: instep.join starts no processes, on "
+                f"launch.{given}: instep.join starts no processes, on "
                 "other hosts either. Leave it out and start the script on each, as torchrun and "
                 "Slurm do; or use instep.train or instep run, which honour it."
             )

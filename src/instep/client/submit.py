@@ -239,7 +239,8 @@ def _conduct(
     """Run a job in its folder, from `origin` to its end."""
     switchboard = open_switchboard(job)
     hosts = job.launch.hosts
-    launcher = LAUNCHERS["hosts"](hosts) if hosts else LAUNCHERS["local"]()
+    make = LAUNCHERS[job.launch.name or ("hosts" if hosts else "local")]
+    launcher = make(hosts) if hosts else make()
     try:
         for number in range(len(hosts) or 1):
             launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
@@ -370,6 +371,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             "`if __name__ == '__main__':`."
         )
     STRATEGIES.check(job.sync.name)
+    LAUNCHERS.check(job.launch.name or "local")
     if job.sync.servers != 1:
         raise SpecError(
             f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."

@@ -9,7 +9,8 @@ The samples of a step are a pure function of the job (`order.py`), and so is eac
 - `torch_loader.py`: what is kept of a `DataLoader` that the user gave.
 
 Nothing here knows networks, ranks or models. To add a source: write a function that returns a
-map-style dataset, then add its line to `SOURCES`. Importing this package does not import torch.
+map-style dataset in a file of `sources/`, then add its line to `SOURCES`. Importing this
+package does not import torch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from instep.registry import Registry
 SOURCES = Registry(
     "data source",
     {
-        "cifar10": "instep.data.sources:cifar10",
-        "image_folder": "instep.data.sources:image_folder",
-        "mnist": "instep.data.sources:mnist",
-        "text": "instep.data.sources:text",
+        "cifar10": "instep.data.sources.images:cifar10",
+        "image_folder": "instep.data.sources.image_folder:image_folder",
+        "mnist": "instep.data.sources.images:mnist",
+        "text": "instep.data.sources.text:text",
     },
 )
 """Datasets that can be read from the disk, by name."""

@@ -98,6 +98,11 @@ def check_step(run: RunFolder, step: int) -> None:
             f"the processes of {run.path} called instep.join: their script says what they train, "
             "and instep replay cannot start it."
         )
+    if run.spec.sync.codec != "none":
+        raise SpecError(
+            f"{run.path} was trained with sync.codec = {run.spec.sync.codec!r}: what was carried "
+            "over depends on its workers, so one process cannot compute its steps again."
+        )
     if step < 1:
         raise SpecError(f"--step {step}: steps count from 1.")
     if not run.last_step:

@@ -125,6 +125,7 @@ class AllReduce:
         place = torch.tensor([comm.rank, comm.size, *draining])
         slots = torch.zeros(count, device=device), torch.zeros(count, device=device)
         carried = self._handed_over(draining) if draining else self._carried
+        memory = memory if device.type == "cpu" else None  # a GPU's own is lost with the process
         if memory is not None:
             memory.lay_out(
                 {"residual": ((count,), torch.float32), "place": (tuple(place.shape), torch.int64)}
@@ -135,8 +136,9 @@ class AllReduce:
         carried.fill(slots[0], layout, comm)
         if memory is not None:
             memory.staged(*at)
+        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
         self._next = at.generation, carried
-        comm.all_reduce(torch.zeros(1, device=device)).wait()
+        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
         if memory is not None:
             slot = memory.stage(*at._replace(number=at.number + 1))
             slot["place"].copy_(place)
@@ -156,6 +158,11 @@ class AllReduce:
             if comm.rank not in draining:
                 totals[str(slot)] = mine + given if comm.rank == taker else mine
         return _Carried(totals)
+
+    @property
+    def laid(self) -> int:
+        """The generation whose start this rank is in doubt about; else -1."""
+        return self._next[0] if self._next is not None else -1
 
     def resolve(self, generation: int) -> None:
         """What was handed over counts, or does not, on every rank alike."""

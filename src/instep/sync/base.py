@@ -93,12 +93,13 @@ class Strategy(Protocol):
             PeerError: a rank went away; `resolve` comes before the next `start`.
         """
 
-    def resolve(self, generation: int) -> None:
-        """A `start` raised PeerError: it counts if some rank has seen the end of it.
+    @property
+    def laid(self) -> int:
+        """The generation whose `start` raised PeerError when this rank knew that all others had
+        laid out what they alone remember, and not whether they knew; else -1."""
 
-        Args:
-            generation: the newest of which a rank has seen the end of `start`.
-        """
+    def resolve(self, generation: int) -> None:
+        """A `start` raised PeerError: it counts if it was that of this generation."""
 
     def begin_step(self, attempt: Attempt) -> None:
         """The passes of a step are about to run, or to run once more, towards this commit."""
@@ -193,6 +194,8 @@ class NothingOfItsOwn:
     """To inherit from, for strategies whose ranks all remember the same: they need no vote."""
 
     laws: Mapping[str, Law] = {}
+
+    laid = -1
 
     def resolve(self, generation: int) -> None:
         """Nothing changes hands."""

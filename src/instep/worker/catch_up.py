@@ -33,6 +33,11 @@ class Place(NamedTuple):
     """Whether its last commit carried the request to stop."""
     ends: bool
     """Whether this start of the run ends with its last commit."""
+    tried: int = -1
+    """The newest generation that it has begun to form with the state that it holds."""
+    laid: int = -1
+    """The generation for which it has laid out what it alone remembers, knows that all others
+    have too, and does not know whether they know; -1 where there is none."""
 
 
 NOWHERE = Place(-1, -1, -1, -1, -1, told=False, ends=False)
@@ -54,7 +59,7 @@ class Beginning(NamedTuple):
     settled: int
     """Up to which step nobody has to do again what follows a commit."""
     generation: int
-    """The newest that one of them was inside."""
+    """The newest that one of them was inside, or may have been."""
 
 
 def beginning(places: Sequence[Place]) -> Beginning:
@@ -69,10 +74,13 @@ def beginning(places: Sequence[Place]) -> Beginning:
     course, newest = max(place[:2] for place in places)
     if newest < 0:
         raise PeerError("no member of the group holds the state of the run.")
-    latest = max(place.generation for place in places)
-    inside = [place for place in places if place.generation == latest and place.step >= 0]
+    held = [place for place in places if place.step >= 0]
+    latest = max(place.generation for place in held)
+    inside = [place for place in held if place.generation == latest]
     if all(place.prepared == newest + 1 and place.course == course for place in inside):
         newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
+    tried = max(place.tried for place in held)
+    begun = all(place.laid == tried for place in held if place.tried == tried)
     there = [
         p
         for p in places
@@ -90,5 +98,5 @@ def beginning(places: Sequence[Place]) -> Beginning:
         told=any(place.told for place in there if place.step == newest),
         ends=any(place.ends for place in there if place.step == newest),
         settled=min(settled, newest),
-        generation=latest,
+        generation=tried if begun and tried > latest else latest,
     )

@@ -73,6 +73,8 @@ class CommittedState:
         by a peer; -1 where it holds only what a fresh process does."""
         self.own: Mapping[str, Tensor] = {}
         """What a checkpoint holds of state that one worker alone had, as `KIND/PARAMETER`."""
+        self.tried = -1
+        """The newest generation that it has begun to form with the state that it holds."""
         self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
 
     @property
@@ -121,12 +123,13 @@ class CommittedState:
         course, last = self._made.get(attempt.generation, (-1, -1))
         return attempt.course == course and attempt.number <= last
 
-    def compare(self, comm: Comm, *, prepared: int) -> Beginning:
+    def compare(self, comm: Comm, *, prepared: int, laid: int) -> Beginning:
         """From which commit all members continue; every member calls it.
 
         Args:
             comm: the members.
             prepared: the commit that this one has voted for without an answer; -1 for none.
+            laid: the generation whose start it has voted for without an answer; -1 for none.
 
         Raises:
             PeerError: a member went away, or none has the state.
@@ -142,11 +145,16 @@ class CommittedState:
                 self.settled,
                 told=told,
                 ends=ends,
+                tried=self.tried,
+                laid=laid,
             )
         table = torch.zeros(comm.size, len(mine), dtype=torch.int64, device=self._device)
         table[comm.rank] = torch.tensor(mine)
         comm.all_reduce(table).wait()
-        return beginning([Place(*row) for row in table.tolist()])
+        there = beginning([Place(*row) for row in table.tolist()])
+        if there.generation >= 0:
+            self._made[there.generation] = there.course, there.step
+        return there
 
     def share(self, comm: Comm, there: Beginning) -> None:
         """Give the commit of rank `there.root` to the members that lack it; every member calls it.

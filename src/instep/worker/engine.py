@@ -161,9 +161,10 @@ class Engine:
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
+            self.state.tried = form.generation
             return False
         prepared = self._staged.step if self._staged is not None else -1
-        there = self.state.compare(comm, prepared=prepared)
+        there = self.state.compare(comm, prepared=prepared, laid=self.strategy.laid)
         if self._staged is not None:
             if self._staged[:2] == (there.course, there.step):
                 self._apply(self.update.apply)
@@ -176,6 +177,7 @@ class Engine:
         self.state.share(comm, there)
         if fresh:
             self._take_what_was_left()
+        self.state.tried = form.generation
         return there.shared
 
     def _take_what_was_left(self) -> None:

@@ -129,6 +129,7 @@ class Rounds:
         engine, forward, update: the worker's; the engine's gradients come here.
         job: says how a round is cut.
         left: whether the members have changed meanwhile.
+        at: told what is being done: `loading`, `forward` or `backward`.
     """
 
     def __init__(
@@ -138,9 +139,11 @@ class Rounds:
         update: RoundUpdate,
         job: JobSpec,
         left: Callable[[], bool],
+        at: Callable[[str], None],
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
-        self._seed, self._local_steps, self._left = job.seed, job.sync.local_steps, left
+        self._seed, self._local_steps = job.seed, job.sync.local_steps
+        self._left, self._is_at = left, at
         self._participants = job.per_commit.micro_batches
         self._at = (0, 0)  # course and number of a round
         self._ways: dict[int, _Way] = {}  # of its participants, by number
@@ -243,6 +246,7 @@ class Rounds:
             if self._left():
                 raise PeerError("the members have changed in the middle of a round.")
             since = time.perf_counter()
+            self._is_at("loading")
             read = next(loads) if number in cuts else None
             since = clock.lap(since, "load")
             if read is None or not read.size:
@@ -251,6 +255,7 @@ class Rounds:
                 continue
             skipped += read.skipped
             size += read.size
+            self._is_at("forward")
             set_generators(key(self._seed, OF_PASS, step, part.number, number))
             taken = engine.taken
             found = self._forward.loss(read.batch, read.size)
@@ -262,6 +267,7 @@ class Rounds:
             total += float(found.loss.detach()) * found.factor
             weight += found.weight
             since = clock.lap(since, "forward")
+            self._is_at("backward")
             found.loss.backward()
             self._update.take_step(step, part.number, number)
             for parameter in engine.parameters:

@@ -117,7 +117,12 @@ class Training(Loop):
         )
         self._rounds = (
             rounds.Rounds(
-                self.engine, self._forward, update, self.job, lambda: self.member.superseded
+                self.engine,
+                self._forward,
+                update,
+                self.job,
+                left=lambda: self.member.superseded,
+                at=lambda phase: setattr(self, "phase", phase),
             )
             if isinstance(update, rounds.RoundUpdate)
             else None
@@ -299,7 +304,13 @@ class Training(Loop):
         every = self.recipe.given["train"].unused(
             "Recipe.train", shuffled=True, batch=self.job.train.global_batch
         )
-        decisive = "; ".join(f"{text}. {remedy}" for text, remedy in every if remedy)
+        reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
+        if self.job.sync.codec != "none":
+            reasons.append(
+                f"sync.codec = {self.job.sync.codec!r} sends rounded gradients, and what is carried "
+                "over depends on the number of workers. Leave it out"
+            )
+        decisive = "; ".join(reasons)
         return trial._replace(verdict=f"no: {decisive}") if decisive else trial
 
     @property
@@ -341,7 +352,6 @@ class Training(Loop):
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # a recipe's passes are nobody else's
         if self._rounds is not None:
-            self.phase = "forward"
             return Passed(*self._rounds.run(where, share, loads, self.step))
         if self._whole_batch is not None:
             self.phase = "forward"

@@ -6,9 +6,15 @@ import instep
 from instep.errors import SpecError
 
 
-def test_hosts_are_refused_by_a_session_which_starts_no_process(tmp_path):
-    launch = {"hosts": ["ssh one", "ssh two"]}
+@pytest.mark.parametrize(
+    ("launch", "named"),
+    [
+        ({"hosts": ["ssh one", "ssh two"]}, "launch.hosts = ['ssh one', 'ssh two']"),
+        ({"name": "local"}, "launch.name = 'local'"),
+    ],
+)
+def test_a_session_which_starts_no_process_refuses_hosts_and_a_launcher(tmp_path, launch, named):
     with pytest.raises(SpecError) as caught:
         instep.join(name="net", runs=tmp_path / "runs", network="private", launch=launch)
-    assert str(caught.value).startswith("launch.hosts = ['ssh one', 'ssh two']: instep.join starts")
+    assert str(caught.value).startswith(f"{named}: instep.join starts no processes")
     assert not (tmp_path / "runs").exists()

@@ -83,8 +83,8 @@ def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):
         ({"train": {"steps": Path("9")}}, 'train.steps = "9": needs to be a whole number'),
         ({"trian": {"steps": 9}}, "Did you mean 'train'"),
         ({"workers": {"more": 3}}, r'workers = {"more": 3}: needs to be a whole number'),
-        ({"recipe": "\udcff.py:f"}, "is not text that UTF-8 can write"),
-        ({"name": "a\ud800"}, "is not text that UTF-8 can write"),
+        ({"recipe": "\udcff.py:f"}, "cannot be written as UTF-8"),
+        ({"name": "a\ud800"}, "cannot be written as UTF-8"),
     ],
 )
 def test_what_may_not_change_is_refused_in_one_sentence(folder, changes, words):

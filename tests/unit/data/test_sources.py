@@ -253,9 +253,7 @@ def test_a_folder_of_text_is_joined_by_name(tmp_path):
 
 def test_too_little_text_and_no_text_are_errors(tmp_path):
     (tmp_path / "a.py").write_bytes(b"12345")
-    with pytest.raises(
-        DataError, match="1 files hold 5 bytes together: one window of length 5 needs at least 6"
-    ):
+    with pytest.raises(DataError, match=r": 5 bytes, and one window of length 5 needs 6\."):
         text(tmp_path, length=5)
     with pytest.raises(DataError, match=r"holds no file that matches '\*\.md'"):
         text(tmp_path, length=5, pattern="*.md")

@@ -192,7 +192,7 @@ def test_nothing_is_written_into_what_is_no_ledger_of_this_format(tmp_path, begi
     path.write_bytes(begin)
     for write in (lambda: Ledger(path), lambda: mend(path, 1, shares(1))):
         with pytest.raises(
-            RunError, match=r"ledger\.bin (is no ledger|was written by instep 0\.1)"
+            RunError, match=r"ledger\.bin (is not a ledger|was written by instep 0\.1)"
         ):
             write()
     assert path.read_bytes() == begin

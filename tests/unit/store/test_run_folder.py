@@ -200,13 +200,13 @@ def test_where_the_workers_did_not_go_back_by_themselves_corruption_takes_nothin
             "line 1 samples is 'x', which is",
         ),
         ({"time": "x", "event": "worker_ready"}, "line 1 the event has no time"),
-        ({"time": 1.0}, "line 1 stands no event"),
-        ([], "line 1 stands no event"),
+        ({"time": 1.0}, "line 1 there is no event"),
+        ([], "line 1 there is no event"),
         ({"time": math.nan, "event": "warning"}, "line 1 the event has no time"),
         ({"time": 1.0, "event": "checkpoint_saved", "stepp": 2}, "line 1 checkpoint_saved has no"),
         ({"time": 1.0, "event": "checkpoint_saved", "step": 1e999}, "line 1 step is inf, which"),
         ({"time": 1.0, "event": "checkpoint_saved", "step": 1 << 70}, "line 1 step is 1180"),
-        ({"time": 1.0, "event": "run_started", "job": "x"}, "line 1 job is 'x', which is no table"),
+        ({"time": 1.0, "event": "run_started", "job": "x"}, "line 1 job is 'x', which is"),
     ],
 )
 def test_an_event_that_is_none_is_named(tmp_path, line, words):

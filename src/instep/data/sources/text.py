@@ -59,9 +59,10 @@ def text(
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
     if len(data) <= length:
+        files = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         raise DataError(
-            f"{len(paths)} files hold {len(data)} bytes together: one window of length {length} "
-            f"needs at least {length + 1}."
+            f"{files}: {len(data)} bytes, and one window of length {length} needs {length + 1}. "
+            "Give more text, or a smaller length."
         )
     return TextWindows(data, length)
 

@@ -1,0 +1,73 @@
+"""Every launcher keeps the promises of `launch/base.py`, with a real fork server."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from instep.comm.channel import Address, listen
+from instep.comm.endpoint import Endpoint
+from instep.launch import LAUNCHERS
+
+pytestmark = pytest.mark.process
+
+ARGUMENTS = {"hosts": (["env"],)}
+"""What a launcher needs if the job names hosts; one that needs none is called without."""
+
+SOON_S = 30.0
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """By name: a launcher that has started its one fork server, and what it has started."""
+    master, made = listen(), []
+
+    def launch(name):
+        before = children()
+        made.append(LAUNCHERS[name](*ARGUMENTS.get(name, ())))
+        made[0].start(Endpoint(Address(*master.getsockname()), "secret", 0), tmp_path)
+        return made[0], lambda: children() - before
+
+    yield launch
+    for each in made:
+        each.stop()
+    master.close()
+
+
+def children():
+    """Living processes that came of this one; those of other tests too."""
+    found = psutil.Process().children(recursive=True)
+    return {process for process in found if process.status() != psutil.STATUS_ZOMBIE}
+
+
+def until(condition):
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_host_runs_until_it_is_told_to_stop_and_nothing_is_left(launched, name):
+    launcher, started = launched(name)
+    assert started()
+    assert launcher.ended() is None
+    assert not any("secret" in word for process in started() for word in process.cmdline())
+    launcher.stop()
+    launcher.stop()
+    assert started() == set()
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_host_that_was_stopped_is_killed_and_one_that_runs_is_not(launched, name):
+    launcher, started = launched(name)
+    launcher.end_if_stopped()
+    assert launcher.ended() is None
+    for process in started():
+        process.send_signal(signal.SIGSTOP)
+    until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in started()))
+    launcher.end_if_stopped()
+    until(lambda: launcher.ended() is not None)
+    assert launcher.ended() == -signal.SIGKILL
