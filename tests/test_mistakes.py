@@ -226,7 +226,11 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("", 2, ["the following arguments are required: command"]),
     ("rnu job.toml", 2, ["there is no command 'rnu'", "Did you mean 'run'?"]),
     ("run", 2, ["the following arguments are required: job", "instep run --help"]),
-    ("run recipe.py", 2, ["recipe.py is a Python file", 'recipe = "recipe.py:recipe"', "TOML"]),
+    (
+        "run recipe.py",
+        2,
+        ["recipe.py did not call instep.join", 'recipe = "recipe.py:recipe"', "TOML"],
+    ),
     ("run jbo.toml", 2, ["there is no job file 'jbo.toml'", "Did you mean 'job.toml'?"]),
     ("run nowhere/job.toml", 2, ["there is no job file 'nowhere/job.toml'"]),
     ("run .", 2, [". cannot be read: Is a directory"]),

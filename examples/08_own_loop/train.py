@@ -1,9 +1,11 @@
-"""Keep your own training loop; instep distributes data, sums gradients, saves and reports.
+"""Keep your own training loop; instep deals out the data, agrees on gradients, saves and reports.
 
     python examples/08_own_loop/train.py
     torchrun --nproc-per-node 2 examples/08_own_loop/train.py
+    instep run examples/08_own_loop/train.py --workers 2
 
-The task is that of 06_python, and so is the result.
+The task is that of 06_python, and so is the result. Under `instep run` a worker that is
+killed is replaced, and what the script prints is in `logs/` of the run folder.
 """
 
 import math
@@ -11,35 +13,41 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 
-EPOCHS = 20
-
 
 def main() -> None:
-    train = {"epochs": EPOCHS, "global_batch": 200}
+    train = {"epochs": 20, "global_batch": 200}
     with instep.join(name="spirals", train=train, quiet=True) as session:
         model: nn.Module = nn.Sequential(
             nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
         )
-        dataset, held_out = TensorDataset(*spirals(2000)), spirals(500)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, loader = session.prepare(model, optimizer, dataset)
+        model, optimizer, loader, held_out = session.prepare(
+            model,
+            optimizer,
+            DataLoader(TensorDataset(*spirals(2000)), batch_size=200, shuffle=True),
+            DataLoader(TensorDataset(*spirals(500)), batch_size=100),
+        )
 
-        for epoch in range(EPOCHS):
-            for inputs, target in loader:  # this process's part of each global batch
+        for epoch in session.epochs():
+            for inputs, target in loader:  # one micro-batch of this process's share of a step
                 loss = F.cross_entropy(model(inputs.to(session.device)), target.to(session.device))
-                session.backward(loss)
-                optimizer.step()  # updates and commits, on all processes together
+                session.backward(loss)  # at the last one the processes agree on the gradient
+                optimizer.step()  # then it moves, and commits
+                optimizer.zero_grad()
 
-            own = slice(session.rank, None, session.size)
-            inputs, target = (part[own].to(session.device) for part in held_out)
-            right = (model(inputs).argmax(dim=1) == target).sum()
-            right_of_all, all_of_them = session.sum(float(right), len(target))
+            right = 0
+            for inputs, target in held_out:  # every sample once, over all processes
+                with torch.no_grad():
+                    outputs = model(inputs.to(session.device))
+                outputs, target = session.gather_for_metrics((outputs, target))
+                right += int((outputs.argmax(dim=1) == target.to(session.device)).sum())
+            session.validated(500, accuracy=right / 500)
             if session.rank == 0:
-                print(f"epoch {epoch + 1}  accuracy {right_of_all / all_of_them:.3f}")
+                print(f"epoch {epoch + 1}  accuracy {right / 500:.3f}")
 
 
 def spirals(points: int) -> tuple[Tensor, Tensor]:

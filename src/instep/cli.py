@@ -46,7 +46,17 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f'name="{args.name}"')
     if args.strict:
         overrides.append("check.strict=true")
-    job = spec_file.load(Path(args.job), overrides)
+    if Path(args.job).suffix == ".py":
+        from instep.client.script import load_script
+
+        job = load_script(Path(args.job), args.argv, overrides)
+    elif args.argv:
+        raise SpecError(
+            f"{args.argv[0]!r}: a job file takes no arguments after --; they go to a script. Use "
+            "--set arguments.key=value."
+        )
+    else:
+        job = spec_file.load(Path(args.job), overrides)
     if args.check_determinism:
         return _check_determinism(job, args)
     done = run_job(
@@ -325,7 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
 
     add = _command(commands, "run").add_argument
-    add("job", help="job file, TOML")
+    add("job", help="job file, TOML; or a script that calls instep.join")
     _add_changes(add)
     add(
         "--check-determinism",
@@ -414,7 +424,12 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str) -> _Parse
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    passed: list[str] = []
+    if argv[:1] == ["run"] and "--" in argv:  # what follows is the script's
+        at = argv.index("--")
+        argv, passed = argv[:at], [*argv[at + 1 :]]
     args, unknown = _parser().parse_known_args(argv)
+    args.argv = passed
     options = [word for word in unknown if word.startswith("--")]
     if options:
         raise SpecError(_no_such_option(options[0], argv, args.parser))

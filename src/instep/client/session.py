@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from instep import spec_file
 from instep.client import meeting, placement, refusal
 from instep.client.hosting import Host, meet
+from instep.client.prepared import Prepared
+from instep.client.script import answer_what_is_asked
 from instep.client.submit import check_job
 from instep.data.loader import Loader
 from instep.data.reading.choose import cores
@@ -34,14 +35,13 @@ from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system import causes
-from instep.system.kernels import set_kernels
+from instep.system.kernels import set_kernels, share
 from instep.worker.loop import Step
-from instep.worker.member import Member
+from instep.worker.member import Member, Released
+from instep.worker.own_evaluation import EvaluationLoader
 from instep.worker.own_loop import OwnLoader, OwnLoop
+from instep.worker.process import Script
 from instep.worker.training import Training, check_device, choose_device
-
-Model = TypeVar("Model", bound=nn.Module)
-Moves = TypeVar("Moves", bound=Optimizer)
 
 
 def join(
@@ -59,7 +59,10 @@ def join(
     """Become a worker of a run, together with the other processes of this start.
 
     How many there are, and which one this is, is read from the environment
-    (torchrun, Slurm, Open MPI); a process that was started alone trains alone.
+    (torchrun, Slurm, Open MPI); a process that was started alone trains alone. In a script
+    that `instep run` started, this process is a worker already: its job is the one that the
+    command line made of what is given here.
+
     All generators are seeded from `seed` before this returns, so a model
     that is built next is the same in every process.
 
@@ -81,6 +84,9 @@ def join(
             train together. Every process raises what process 0 finds.
     """
     spare_dynamo()
+    answer_what_is_asked(name, seed, network, arguments, sections)
+    if Script.started is not None:
+        return _within_script(Script.started, recipe)
     place = placement.placement()
     with refusal.announced(place, Path(runs)):
         job = _job(recipe, name, arguments, seed, network, sections, place.size)
@@ -107,6 +113,26 @@ def join(
     except BaseException as error:
         session.fail(error)
         raise
+    return session
+
+
+def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -> Session:
+    """This process is a worker already, that runs a script."""
+    if script.session is not None:
+        raise SpecError(
+            "instep.join was called twice: under instep run a script trains one run. Start one "
+            "for each."
+        )
+    workers = script.member.job.workers
+    place = placement.Placement(
+        rank=script.member.number,
+        size=workers,
+        local_rank=script.member.number,
+        local_size=workers,
+        key="",
+    )
+    session = script.session = Session(script.member, place, None, script)
+    session.begin(recipe)
     return session
 
 
@@ -141,27 +167,45 @@ class Session:
         member: Member,
         place: placement.Placement,
         host: Host | None,
+        script: Script | None = None,
     ) -> None:
-        self._member, self._host, self._place = member, host, place
+        self._member, self._host, self._place, self._script = member, host, place, script
         self._recipe: Recipe | None = None
         self.job = member.job
-        self.rank, self.size = place.rank, place.size
         self.run = member.run
         self.device = torch.device("cpu")
         self.summary: dict[str, Any] | None = None
         """Of the finished run, on process 0."""
         self._training: Training | None = None
         self._loop: OwnLoop | None = None
+        self._readers: list[Loader] = []
         self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This process's number among those that train together now, from 0."""
+        form = self._member.form
+        return form.rank if form is not None else self._place.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes train together now."""
+        form = self._member.form
+        return len(form.members) if form is not None else self._place.size
 
     def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
         """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)
         self.device = choose_device(self.job, self._place.local_rank)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
+        if self._script is not None:
+            chosen = share(cores(), self.job.workers, len(self.job.launch.hosts))
         set_kernels(self.job.train, chosen or max(1, cores() // self._place.local_size))
         if not self._member.complete:
-            made = call(recipe, self.job.arguments, self.job.seed) if callable(recipe) else recipe
+            arguments = dict(self.job.arguments)
+            if self._script is not None:
+                arguments.pop("argv", None)  # the script's own
+            made = call(recipe, arguments, self.job.seed) if callable(recipe) else recipe
             self._recipe = made
 
     def steps(self) -> Iterator[Step]:
@@ -183,7 +227,8 @@ class Session:
             self._training.join()
             self._formed()
             yield from self._training.steps()
-            self._training.finish()
+            while not self._training.finish():  # one was lost before all had ended
+                yield from self._training.steps()
         except GeneratorExit:
             self.fail(WorkerError("the loop over session.steps() was left before its end."))
             raise
@@ -194,66 +239,93 @@ class Session:
 
     def prepare(
         self,
-        model: Model,
-        optimizer: Moves,
-        dataset: Any,
-        *,
+        *parts: Any,
         scheduler: Any = None,
         collate: Callable[[list[Any]], Any] | None = None,
         augment: Callable[[Any, torch.Generator], Any] | None = None,
-    ) -> tuple[Model, Moves, OwnLoader]:
-        """Make model, optimizer and dataset those of a run, for an ordinary loop.
+    ) -> tuple[Any, ...]:
+        """Make model, optimizer and data those of a run, for an ordinary loop.
 
-        Each iteration of the loader is one step: this worker's share of the
-        global batch. `optimizer.step()` agrees with the other workers, moves
-        the parameters and commits. With `train={"merge": "never"}` an
-        iteration is one micro-batch, and the optimizer moves at the last one
-        of a step; layers that see their batch (BatchNorm, dropout) then give
-        the same at any number of workers. Clip with `train={"max_grad_norm": 1.0}`:
-        gradients are agreed on inside `optimizer.step()`, not before it. With
-        `"bits"` the batches of a step may come a second time.
+        By the conventions of Accelerate. Each iteration of the first loader is one
+        micro-batch of this process's share of the global batch. `optimizer.step()` agrees with
+        the other processes, moves the parameters and commits at the last iteration of a
+        step (`sync_gradients`), and does nothing in the others; so do `scheduler.step()`,
+        `scaler.step(optimizer)` and `scaler.update()`.
 
-        Where the run goes on, model, optimizer and scheduler take up the state of its
+        Where the run continues, model, optimizer, scheduler and scaler take up the state of its
         checkpoint, the loader begins within the epoch, and `step` says where.
 
         Args:
-            model: the same in every process; moved to `self.device`.
-            optimizer: of the model's parameters.
-            dataset: map-style.
-            scheduler: advanced by the session, after every step.
-            collate: from samples to a batch.
-            augment: a sample's random change, keyed by the sample.
+            parts: in any order: a model, the same in every process, which is moved to
+                `self.device`; an optimizer of its parameters; what to train on, a map-style
+                dataset or a `DataLoader` of one; further ones to evaluate on; a learning-rate
+                scheduler; a gradient scaler.
+            scheduler: one that the session advances after every step; not handed back.
+            collate: from samples to a batch, instead of the `DataLoader`'s.
+            augment: a training sample's random change, keyed by the sample.
+
+        Returns:
+            The same in the same order, with loaders in place of the data.
 
         Raises:
             InstepError: the processes cannot train together.
         """
         if self._loop is not None or self._training is not None:
             raise SpecError("prepare() was called before: a session trains one model.")
-        loader = None
         try:
             check_device(self.job, self.device)
-            loader = Loader(
-                dataset,
-                seed=self.job.seed,
-                shuffle=True,
-                collate=collate,
-                augment=augment,
-                processes=self.job.data.loaders,
-                unreadable=self.job.data.unreadable,
-                say=lambda text: self._member.emit("warning", text=text),
-            )
-            loader.begin()
+            given = Prepared.of(parts, scheduler, self.job.train)
+            self._readers = [
+                self._reader(given, n, collate, augment) for n in range(len(given.data))
+            ]
+            for reader in self._readers:
+                reader.begin()
             self._loop = OwnLoop(
-                self._member, model.to(self.device), optimizer, scheduler, loader, len(dataset)
+                self._member,
+                given.model.to(self.device),
+                given.optimizer,
+                given.scheduler,
+                self._readers[0],
+                self._readers[0].samples,
+                given.scaler,
+                given.lost,
+                advances=scheduler is not None,
             )
             self._loop.join()
         except BaseException as error:
-            if loader is not None:
-                loader.close()
+            self._close_readers()
             self.fail(error)
             raise
         self._formed()
-        return model, optimizer, OwnLoader(self._loop)
+        loaders: list[Any] = [OwnLoader(self._loop)]
+        for data, reader in zip(given.data[1:], self._readers[1:], strict=True):
+            batch = data.batch or self.job.train.global_batch
+            loaders.append(EvaluationLoader(self._loop, reader, reader.samples, batch))
+        return given.handed_back(loaders)
+
+    def _reader(self, given: Prepared, number: int, collate: Any, augment: Any) -> Loader:
+        data, train, job = given.data[number].given, number == 0, self.job
+        loaders = job.data.loaders
+        if loaders == "auto" and data.loaders is not None:
+            loaders = data.loaders
+        return Loader(
+            data.dataset,
+            seed=job.seed,
+            shuffle=train,
+            collate=(collate if train else None) or data.collate or collate,
+            augment=augment if train else None,
+            processes=loaders,
+            unreadable=job.data.unreadable,
+            name="training" if train else "validation",
+            worker_init=data.worker_init,
+            info_dataset=data.info_dataset,
+            say=lambda text: self._member.emit("warning", text=text),
+        )
+
+    def _close_readers(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
 
     @property
     def step(self) -> int:
@@ -325,12 +397,36 @@ class Session:
         return self._loop is not None and self._loop.stopped
 
     def sum(self, *values: float) -> tuple[float, ...]:
-        """Sum numbers over the processes; every process calls it, and gets the same."""
-        at = self._training or self._loop
+        """Sum numbers over the processes; every process calls it, and gets the same.
+
+        Raises:
+            SpecError: in an iteration that is not the last of its step, or not every
+                process makes the same calls.
+        """
+        if self._loop is not None:
+            return self._loop.sum(values)
+        at = self._training
         assert at is not None, "prepare() or steps() comes first"
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         at.engine.comm.all_reduce(total).wait()
         return tuple(total.tolist())
+
+    def gather_for_metrics(self, tensors: Any) -> Any:
+        """The tensors of all processes, on every process, each sample once.
+
+        Args:
+            tensors: with a row for each sample of the present batch; or tuples, lists and
+                dicts of them.
+
+        Returns:
+            The same nesting, with the rows of all processes in the order of the dataset.
+            Over an evaluation loader, what all calls gave together has each sample once.
+
+        Raises:
+            SpecError: something else is in there, the tensors of the processes do not fit
+                together, or not every process makes the same calls.
+        """
+        return self._own.gather(tensors)
 
     def _formed(self) -> None:
         if self._host is not None:
@@ -360,8 +456,20 @@ class Session:
         self._closed = True
         self._member.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether this process has nothing more to do in the run."""
+        return self._closed
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """The step that is being computed, and what this process is at."""
+        at = self._training or self._loop
+        return (at.in_flight, at.doing) if at else (0, "preparing")
+
     def _end(self) -> None:
         self._closed = True
+        self._close_readers()
         self._member.close()
         if self._host is not None:
             self.summary = self._host.end()
@@ -374,9 +482,16 @@ class Session:
         """
         self._closed = True
         at, over = self._training or self._loop, None
+        if self._script is not None:  # which has the last word, and tells
+            self._script.at = self.at
+            if at is not None and isinstance(error, Released):
+                at.released()
+            elif at is not None:
+                at.close()
+            self._close_readers()
+            return
         try:
-            step, phase = (at.in_flight, at.doing) if at else (0, "preparing")
-            self._member.failed(causes.failed(error, step, phase))
+            self._member.failed(causes.failed(error, *self.at))
         except PeerError as ended:  # says why, if the master has said so
             over = ended
         self._member.close()
@@ -390,6 +505,7 @@ class Session:
             if over is not None and self._host is None and type(error) is PeerError:
                 raise over from error
         finally:
+            self._close_readers()
             if at is not None:
                 at.close()  # last: it waits for collectives that are in flight
 

@@ -41,7 +41,7 @@ from instep.store.folder import (
     resume_hint,
 )
 from instep.sync import ROUNDS, STRATEGIES
-from instep.system.environment import INSIDE
+from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """Besides 0.0.0.0, what means every address of a machine."""
@@ -365,6 +365,11 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             process of another run.
         CheckpointError: the model to start from is damaged, or not a safetensors file.
     """
+    if ASKED in os.environ:
+        raise SpecError(
+            "the script calls instep.train, which starts its workers itself: run it as a program "
+            "of its own, with python."
+        )
     if INSIDE in os.environ:
         raise SpecError(
             "a run was started while the recipe's file was being imported. Put the call under "

@@ -91,8 +91,9 @@ def main() -> None:
         return
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
-    recipe = Path(job["recipe"].rpartition(":")[0])
-    if not os.environ.get(_NO_PRELOAD) and not _preload(recipe):
+    file, _, function = job["recipe"].rpartition(":")
+    script = function == "__main__"  # which does more than define functions
+    if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
     phases["import recipe"] = time.time() - preloading
     several = bool(job.get("launch", {}).get("hosts"))

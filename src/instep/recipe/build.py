@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -242,6 +242,8 @@ def load_function(reference: str) -> Callable[..., Any]:
         RecipeError: no such file or function, or importing the file failed.
     """
     file, _, name = reference.rpartition(":")
+    if name == "__main__":
+        raise RecipeError(f"{file} is a script with a loop of its own, and a recipe is wanted.")
     module = load_module(Path(file))
     function = getattr(module, name, None)
     if function is None:
@@ -459,7 +461,10 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise RecipeError(
             "LBFGS evaluates the loss several times a step, which instep does not do."
         )
-    if wanted := _wanted_by(optimizer.step):
+    step = optimizer.step
+    if hasattr(step, "_wrapped_by_lr_sched"):  # by a scheduler, in a plain function
+        step = MethodType(inspect.unwrap(step), optimizer)
+    if wanted := _wanted_by(step):
         name = type(optimizer).__name__
         raise RecipeError(
             f"{name}.step() wants {wanted!r}: instep calls step() with nothing, once a step, when "

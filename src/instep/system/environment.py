@@ -11,6 +11,9 @@ run, and the client decides what follows."""
 INSIDE = "INSTEP_INSIDE"
 """Set in every process that a launcher starts: a recipe that starts another run is refused."""
 
+ASKED = "INSTEP_ASKED"
+"""Set in a script that is only asked what it gives to `instep.join`: where it is to say so."""
+
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 SETTINGS = {INSIDE: "1", **dict.fromkeys(POOLS, "1")}

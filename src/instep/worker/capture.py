@@ -76,6 +76,8 @@ def capture(
     tensors = {"model": model_tensors(model), "optimizer": optimizer}
     if update.scheduler is not None:
         tensors["scheduler"], facts["scheduler"] = pack_state(update.scheduler.state_dict())
+    if update.between.made:
+        facts["between"] = dict(update.between.made)
     if remembered := strategy.state():
         tensors["strategy"] = remembered
     others = _outside(model, tensors["model"])
@@ -126,6 +128,7 @@ def restore(
             f"{source} is of another optimizer or scheduler than the recipe now makes: "
             f"{sentence(error)}"
         ) from error
+    update.between.made = dict(facts.get("between", {}))
     strategy.load_state(tensors.get("strategy", {}))
     return Progress(snapshot.step, facts.get("course", 0), loss, samples)
 

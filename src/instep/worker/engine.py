@@ -130,6 +130,8 @@ class Engine:
         self.take = self.gradient
         """Called with each gradient as its backward pass completes it."""
         self._to_strategy = True
+        self.applies_staged = True
+        """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
         self._handed_out = self._in_doubt = False
         self._half_moved = False  # the update began, and has not ended
@@ -163,6 +165,8 @@ class Engine:
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
             self.state.tried = form.generation
             return False
+        if not self.applies_staged:
+            self._drop()
         prepared = self._staged.step if self._staged is not None else -1
         there = self.state.compare(comm, prepared=prepared, laid=self.strategy.laid)
         if self._staged is not None:

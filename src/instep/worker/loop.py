@@ -278,7 +278,7 @@ class Loop(ABC):
 
     # ---- steps
 
-    def run(self) -> Iterator[Any]:
+    def run(self) -> Generator[Any]:
         """Train: yields a `Step` after each commit, and what passes yield. Stops at the end, or
         where all were told to.
 

@@ -8,16 +8,17 @@ every `.grad` holds the agreed gradient, so clipping and edits see it; then
 `optimizer.step()` and `scheduler.step()` do nothing.
 
 Where a worker is lost, nothing is raised into the user's code: what is left of the
-iteration does nothing, and the loader gives the step's batches once more.
+iteration does nothing, and the loader gives the step's batches once more. What talks
+between two steps (`sum`, `gather`, `validated`) is repeated with whoever is there then; a
+worker that takes another's place is answered from a log (`own_calls.py`).
 """
 
 from __future__ import annotations
 
-import functools
+import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,23 +30,36 @@ from instep.comm.messages import TOLD, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.reading.threads import cpu_clock
+from instep.data.torch_loader import Unused
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
-from instep.spec import JobSpec, StartSpec
 from instep.state.retention import Best, best_rule
+from instep.worker import own_evaluation
 from instep.worker.committed import Commit
 from instep.worker.engine import Agreement, Weighed
 from instep.worker.loop import Loop, Passed
 from instep.worker.member import Member
+from instep.worker.own_calls import EVALUATION, Call, Calls, of_epoch
+from instep.worker.own_calls import after as after_commit
+from instep.worker.own_checks import refuse, verdict_of
+from instep.worker.own_evaluation import NONE, Piece, Round
+from instep.worker.own_taken_over import take_over
 from instep.worker.passes import OF_PASS, Pass, Share, parts_of, share_of
 from instep.worker.update import OF_UPDATE, Update
+
+_LOOK_S = 0.05
+"""How often those look for a newcomer who cannot go on without one."""
 
 
 class Batch(NamedTuple):
     """What one iteration of the user's loop gets."""
 
     value: Any
+
+
+class _PartsMissing(Exception):
+    """Of an evaluation: who had them is lost, and nobody has come in its place yet."""
 
 
 class _Iteration:
@@ -66,9 +80,11 @@ class OwnLoop(Loop):
         model: on its device.
         optimizer: of its parameters; `step` is taken over.
         scheduler: of the optimizer, or None; `step` is taken over.
-        scaler: of the loss, or None; `step`, `update` and `unscale_` are taken over.
         loader: of the dataset.
         samples: in it.
+        scaler: of the loss, or None; `step`, `update` and `unscale_` are taken over.
+        lost: what of the user's `DataLoader` is not kept.
+        advances: whether the scheduler is advanced after every step, and not by the user.
 
     Raises:
         SpecError: the job asks for what an own loop cannot give.
@@ -84,14 +100,12 @@ class OwnLoop(Loop):
         loader: Loader,
         samples: int,
         scaler: torch.amp.GradScaler | None = None,
+        lost: Sequence[Unused] = (),
+        *,
+        advances: bool = False,
     ) -> None:
         job = member.job
-        if job.train.batch_norm == "global":
-            raise SpecError(
-                "train.batch_norm = 'global' needs a recipe: in your own loop nobody knows which "
-                "pass a layer is in. Leave it out."
-            )
-        _refuse(job)
+        refuse(job)
         best_rule(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
         check_scheduler(scheduler)
@@ -116,7 +130,7 @@ class OwnLoop(Loop):
             step=self.step,
             steps=self._done,
             phase=self.phase,
-            progress=self.engine.taken,
+            progress=self._progress(),
             cpu_s=self._cpu(),
         )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
@@ -129,15 +143,23 @@ class OwnLoop(Loop):
         self._committed: Commit | None = None
         self._apart: PeerError | None = None  # the group came apart within an iteration
         self._exchanged = self._held_back = False
-        self._items: Iterator[Any] | None = None
+        self._items: Generator[Any] | None = None
         self._left_epoch = 0  # the step that ended the epoch the loader left last
         self._queued = False  # a callback at the end of the present backward pass
         self._direct = False  # the optimizer is to move now, whoever calls it
         self._unscaled = False
         self._rests = False  # the loader's next epoch is what is left of the present one
+        self.round: Round | None = None
+        """Of the evaluation that the user's code is in."""
+        self._lost, self._advances = lost, advances
+        self._calls = Calls()
+        self._known_step: int | None = None  # the commit that the calls follow
+        self._epoch_at: int | None = None  # that `epochs` gave last
         self.rule = "own loop"
         self.engine.take = self._take
-        self._give_back = _take_over(self)
+        self.engine.applies_staged = False  # the user's code edits the gradient before
+        self._give_back = take_over(self)
+        self._taken = optimizer.__dict__["step"]
 
     # ---- what a loop must say
 
@@ -149,7 +171,33 @@ class OwnLoop(Loop):
         return {"train": self.samples}
 
     def _before_steps(self, comm: Comm) -> None:
-        """There is nothing to try: the user runs the passes."""
+        """There is nothing to try: the user runs the passes. What its code did between, is told."""
+        step = self.state.progress.step
+        if self._known_step is not None and step != self._known_step:
+            self._calls.commit(step, (step - 1) // self._per_epoch)
+            self._enter(after_commit(step))
+        self._known_step = step
+        if self.member.recovers:
+            self._calls.agree(comm, step, self.device)
+
+    def _follow(self, step: int) -> None:
+        """What the user's code does from here on follows this commit."""
+        epoch = (step - 1) // self._per_epoch
+        self._calls.commit(step, epoch)
+        self._update.between.commit(step, epoch)
+        self._known_step = step
+
+    @property
+    def _per_epoch(self) -> int:
+        return steps_in_epoch(self.samples, self.job.train.global_batch)
+
+    def _progress(self) -> int:
+        """What changes while this worker gets something done.
+
+        What the user's code does between two steps is its own affair, for as long as it takes.
+        """
+        between = self._now is None and self.phase == "your loop"
+        return self.engine.taken + (int(time.monotonic()) if between else 0)
 
     def _best(self) -> Best | None:
         return None
@@ -166,6 +214,11 @@ class OwnLoop(Loop):
         self._loader.begin()
         self._regroup()
         self.member.phases["group"] = time.time() - began
+        for lost in self._lost:
+            self._warn(lost.text)
+        if self.engine.comm.rank == 0 and not self.member.goes_on:
+            verdict = verdict_of(self._model, self.job.train, self._lost)
+            self.member.emit("same_as_one_machine", verdict=verdict)
         self._announce(validation_samples=0)
         self._items = self.run()
         self._left_epoch = self.step
@@ -179,14 +232,21 @@ class OwnLoop(Loop):
         A run that was stopped, or a worker that takes another's place, is in the epoch of its
         last step, even if nothing of it is left.
         """
-        per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
-        first = max(0, self.step - 1) // per_epoch
-        self._rests = self.step > 0 and self.step % per_epoch == 0
-        count = self.job.train.passes if count is None else count
-        for epoch in range(first, count):
-            if self.stopped:
+        fresh, ends = self._epoch_at is None, self.step > 0 and self.step % self._per_epoch == 0
+        self._rests = fresh and ends
+        first = max(0, self.step - 1) // self._per_epoch + (ends and not fresh)
+        for epoch in range(first, self.job.train.passes if count is None else count):
+            if self.stopped and not (fresh and self.step):
                 return
+            fresh = False
+            if epoch != self._epoch_at:
+                self._epoch_at = epoch
+                self._enter(of_epoch(epoch))
             yield epoch
+
+    def _enter(self, section: str) -> None:
+        self._calls.enter(section)
+        self._update.between.enter(section)
 
     def epoch(self) -> Iterator[Any]:
         """The batches of the next epoch, or of what is left of this one.
@@ -196,7 +256,13 @@ class OwnLoop(Loop):
         """
         if self._rests:
             self._rests = False
+            self._enter(after_commit(self.step))
             return
+        if self._epoch_at is None and self.member.recovers:
+            raise SpecError(
+                "the loop over the loader is not within `for epoch in session.epochs():`, as it "
+                "has to be under instep run: a worker that takes another's place begins there."
+            )
         if self._begun and not self.stopped:
             raise self._left("its other batches are still to come")
         assert self._items is not None, "join() comes first"
@@ -209,10 +275,12 @@ class OwnLoop(Loop):
                 self.phase = "your loop"
                 return
         self.phase = "your loop"
+        if self.step:
+            self._enter(after_commit(self.step))
 
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
-        steps = steps_in_epoch(self.samples, self.job.train.global_batch)
+        steps = self._per_epoch
         planned = self.engine.assignment.plan(1, steps, merge=self._merge)
         sizes = [max(1, len(share.passes)) for _, share in planned]
         return sum(sizes)
@@ -377,14 +445,21 @@ class OwnLoop(Loop):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this is the last iteration of a step."""
-        return self._now is not None and self._now.last
+        """Whether this is the last iteration of a step, with a gradient that is or will be agreed.
+
+        After a last backward pass that is to come again there is none.
+        """
+        again = self._exchanged and self._agreed is None
+        return self._now is not None and self._now.last and not again
 
     # ---- optimizer and scheduler
 
     def _in_iteration(self, what: str) -> _Iteration:
         if self._now is None:
-            raise SpecError(f"{what} was called outside an iteration of the session's loader.")
+            raise SpecError(
+                f"{what} was called outside an iteration of the session's loader, where no "
+                "sample's gradient counts. Call it within the loop over the loader."
+            )
         return self._now
 
     @property
@@ -402,10 +477,19 @@ class OwnLoop(Loop):
             move()
             return
         now = self._in_iteration("optimizer.step()")
+        if self.optimizer.__dict__.get("step") is not self._taken:
+            raise SpecError(
+                "a scheduler was made for the optimizer after prepare(), which does not know of "
+                "it: it would be advanced in every iteration, and be in no checkpoint. Make it "
+                "before, and give it to prepare() too."
+            )
         if self._apart is not None:
             return
         if now.stepped:
-            raise SpecError("optimizer.step() was called twice for one batch of the loader.")
+            raise SpecError(
+                "optimizer.step() was called twice for one batch of the loader: a step takes "
+                "train.global_batch samples and moves once. Call it once in every iteration."
+            )
         if now.begun and not now.computed:  # its backward passes were all inside no_sync()
             self._end_pass(now)
             if now.last:
@@ -415,6 +499,7 @@ class OwnLoop(Loop):
             return
         try:
             self._committed = self.engine.commit(lambda step: self._move(move, step))
+            self._follow(self._committed.step)
         except PeerError as error:
             self._apart, self._agreed = error, None
 
@@ -423,6 +508,8 @@ class OwnLoop(Loop):
         self._direct = True
         try:
             move()
+            if self._advances:
+                self.scheduler.step()
         finally:
             self._direct = False
         return self._norm
@@ -434,10 +521,29 @@ class OwnLoop(Loop):
             self._unscaled = True
 
     def after_move(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The user's `scheduler.step()` or `scaler.update()`: once for each step that counts."""
-        if self._now is None or self._committed is not None:
+        """The user's `scheduler.step()` or `scaler.update()`: once for each step that counts.
+
+        Between two steps, such as after each epoch, every call counts; but one that is in the
+        state already, which a checkpoint or another worker gave, is not made again, and none
+        is where a stop has cut the epoch short.
+        """
+        if self._now is None:
+            if self.stopped and self.step % self._per_epoch:  # the epoch is to go on one day
+                return None
+            return original(*args, **kwargs) if self._update.between.is_new() else None
+        return original(*args, **kwargs) if self._committed is not None else None
+
+    def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The user's `scheduler.step()`."""
+        if self._direct:
             return original(*args, **kwargs)
-        return None
+        if self._advances:
+            raise SpecError(
+                "scheduler.step() was called, but prepare(scheduler=...) has the session advance "
+                "the scheduler after every step. Leave the call out; or give the scheduler among "
+                "the other arguments, without the name."
+            )
+        return self.after_move(original, *args, **kwargs)
 
     # ---- what the user tells
 
@@ -455,23 +561,169 @@ class OwnLoop(Loop):
             )
             now.total = loss * (now.weight or 1.0)
 
+    # ---- what talks between two steps
+
+    def sum(self, values: Sequence[float]) -> tuple[float, ...]:
+        """The sums of numbers over the processes, the same bits on each in whatever order."""
+        name = f"session.sum of {len(values)} values"
+        own = torch.tensor(values, dtype=torch.float64)
+
+        def talk() -> list[float]:
+            every = own_evaluation.exchange(self.engine.comm, self.device, name, Piece(0, [own]))
+            rows = [piece.leaves[0].tolist() for piece in every]
+            return [_exact_sum(column) for column in zip(*rows, strict=True)]
+
+        return tuple(self._call(name, talk, own.tolist()))
+
+    def gather(self, tensors: Any) -> Any:
+        """The tensors of all processes, each behind the other in the order of the dataset."""
+        name, (leaves, form) = "session.gather_for_metrics", own_evaluation.flatten(tensors)
+        now, number, expected = self.round, self.engine.comm.rank, None
+        if now is not None:
+            now.gathered, number, expected = True, now.number, now.expected
+        elif self._now is not None and self._now.part.repeats:
+            number = NONE
+
+        def talk() -> list[Tensor]:
+            piece = Piece(number, leaves)
+            every = own_evaluation.exchange(self.engine.comm, self.device, name, piece)
+            if expected is not None and {*expected} - {each.number for each in every}:
+                raise _PartsMissing
+            return own_evaluation.joined(every)
+
+        every = self._call(name, talk, [leaf.cpu() for leaf in leaves])
+        return own_evaluation.build_again([leaf.to(self.device) for leaf in every], form)
+
+    def begin_evaluation(self) -> tuple[int, int]:
+        """How many parts an evaluation has that begins now, and which of them is this process's."""
+        if self._now is not None and self.member.recovers:
+            raise self._within("an evaluation")
+
+        def talk() -> int:
+            comm, nothing = self.engine.comm, Piece(0, [])
+            return len(own_evaluation.exchange(comm, self.device, EVALUATION, nothing))
+
+        parts = int(self._call(EVALUATION, talk, 1))
+        return parts, self._calls.take_part(self.engine.comm.rank)
+
     def validated(self, samples: int, metrics: dict[str, float]) -> None:
         """Write down what a validation by the user gave, once, and judge it."""
-        if self.engine.comm.rank == 0:
-            per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
-            self.member.emit(
-                "validated",
-                step=self.step,
-                epoch=max(0, self.step - 1) // per_epoch,
-                metrics=metrics,
-                samples=samples,
-                seconds=0.0,
-                scheduled=not self.stopped,
-            )
-        if not self.stopped and self.stopping.after_validation(self.step, metrics):
+
+        def talk() -> list[bool]:
+            comm = self.engine.comm
+            if comm.rank == 0:
+                self.member.emit(
+                    "validated",
+                    step=self.step,
+                    epoch=max(0, self.step - 1) // self._per_epoch,
+                    metrics=metrics,
+                    samples=samples,
+                    seconds=0.0,
+                    scheduled=not self.stopped,
+                )
+            told = not self.stopped and self.stopping.after_validation(self.step, metrics)
+            if self.member.recovers:  # who comes later is not to tell it: somebody has
+                own_evaluation.exchange(comm, self.device, "session.validated", Piece(0, []))
+            return [told]
+
+        if self._now is None:
+            (told,) = self._call("session.validated", talk, [False])
+        elif self.member.recovers:
+            raise self._within("session.validated")
+        else:
+            (told,) = talk()
+        if told and not self.stopped:
             assert self.state.last is not None
             self.state.last = self.state.last._replace(told=True, ends=True)
             self.rule = TOLD
+
+    def _call(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
+        """What a call of the user's code that talks gives.
+
+        Args:
+            name: for errors.
+            talk: with the others, in the present group.
+            own: what it gives where the iteration is void, and will come again.
+
+        Raises:
+            SpecError: it cannot be made here.
+            PeerError: another worker is lost, and nobody can take its place.
+        """
+        if self._now is not None:
+            return self._call_within(name, talk, own)
+        while True:
+            known = self._calls.answered(name)
+            if known is not None:
+                return known.result
+            try:
+                result = self._talk(talk)
+            except PeerError as error:
+                if not self.member.recovers:
+                    raise
+                self._meet_again(error)
+            except _PartsMissing:
+                self._wait_for_newcomer()
+            else:
+                if self.member.recovers:
+                    self._calls.add(Call(name, result))
+                return result
+
+    def _call_within(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
+        """A call in an iteration: it comes again with the iteration, so nothing is kept."""
+        assert self._now is not None
+        if not self._now.last:
+            raise SpecError(
+                f"{name} was called in an iteration that is not the last of its step: another "
+                "process may have fewer of them. Call it where session.sync_gradients is true."
+            )
+        if self.member.recovers and self._committed is not None:
+            raise self._within(name)
+        if self._apart is not None:
+            return own
+        try:
+            return self._talk(talk)
+        except PeerError as error:
+            if not self.member.recovers:
+                raise
+            self._apart, self._agreed = error, None
+            return own
+
+    def _within(self, name: str) -> SpecError:
+        return SpecError(
+            f"{name} was called within an iteration, after its step was committed: under instep "
+            "run a worker that takes another's place does not come by there. Call it before "
+            "optimizer.step(), or after the loop over the loader."
+        )
+
+    def _talk(self, talk: Callable[[], Any]) -> Any:
+        self.phase = "exchange"
+        try:
+            return talk()
+        finally:
+            self.phase = "your loop"
+
+    def _meet_again(self, error: PeerError | None) -> None:
+        """Between two steps: leave the group, and be in the next."""
+        if self._items is not None:
+            self._items.close()
+        self._leave(error)
+        self._regroup()
+        self._items = self.run()
+        self.phase = "your loop"
+
+    def _wait_for_newcomer(self) -> None:
+        """Until the master has one, who takes the part of an evaluation that was lost."""
+        comes = torch.zeros(1, device=self.device)
+        self.phase = "exchange"
+        try:
+            while not comes.item():
+                time.sleep(_LOOK_S)
+                comes.fill_(float(self.member.regroups))
+                self.engine.comm.all_reduce(comes).wait()
+        except PeerError as error:
+            self._meet_again(error)
+        else:
+            self._meet_again(None)
 
     @property
     def stopped(self) -> bool:
@@ -481,7 +733,7 @@ class OwnLoop(Loop):
     @property
     def in_flight(self) -> int:
         """The step that is being computed; 0 before there is a group."""
-        return self.step + 1 if self.engine.started and self._now is None else self.step
+        return self.state.progress.step + 1 if self.engine.started else self.step
 
     @property
     def _begun(self) -> bool:
@@ -568,92 +820,9 @@ class OwnLoader:
         return self._loop.length()
 
 
-def _take_over(loop: OwnLoop) -> Callable[[], None]:
-    """Have `optimizer.step` and its kin go through the loop; returns what undoes it."""
-    optimizer, scheduler, scaler = loop.optimizer, loop.scheduler, loop.scaler
-    before: list[tuple[Any, str, Any]] = []
-
-    def take(owner: Any, name: str, ours: Callable[..., Any]) -> Any:
-        raw = getattr(owner, name)
-        before.append((owner, name, owner.__dict__.get(name)))
-        # the attributes too: a scheduler made before has marked the method
-        wrapped = functools.wraps(getattr(raw, "__func__", raw))(ours)
-        setattr(owner, name, MethodType(wrapped, owner))
-        return raw
-
-    def step(_: Any, closure: Any = None) -> None:
-        if closure is not None:
-            raise SpecError(
-                "optimizer.step(closure): the workers agree on the gradient before the optimizer "
-                "moves, so it cannot ask for another. Compute the loss in the loop, call "
-                "backward(), then optimizer.step()."
-            )
-        loop.optimizer_step(raw_step)
-
-    raw_step = take(optimizer, "step", step)
-    if scheduler is not None:
-
-        def advance(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.after_move(raw_advance, *args, **kwargs)
-
-        raw_advance = take(scheduler, "step", advance)
-    if scaler is not None:
-
-        def scaled_step(_: Any, moved: Any, *args: Any, **kwargs: Any) -> None:
-            loop.optimizer_step(lambda: raw_scaled(moved, *args, **kwargs))
-
-        def update(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return loop.after_move(raw_update, *args, **kwargs)
-
-        def unscale(_: Any, optimizer: Any) -> None:
-            loop.unscale(raw_unscale)
-
-        raw_scaled, raw_update, raw_unscale = (
-            take(scaler, "step", scaled_step),
-            take(scaler, "update", update),
-            take(scaler, "unscale_", unscale),
-        )
-
-    def give_back() -> None:
-        while before:
-            owner, name, was = before.pop()
-            if was is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, was)
-
-    return give_back
-
-
-def _refuse(job: JobSpec) -> None:
-    """What an own loop cannot give.
-
-    Raises:
-        SpecError: the job asks for it.
-    """
-    if job.train.precision != "float32":
-        raise SpecError(
-            f"train.precision = {job.train.precision!r}: your own loop casts by itself. "
-            "Leave the key out, and use torch.autocast around your forward pass."
-        )
-    if job.start != StartSpec():
-        raise SpecError(
-            "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
-            "with instep.load_model(path, model), and freeze with requires_grad_(False)."
-        )
-    if job.sync.participants:
-        raise SpecError(
-            f"sync.name = {job.sync.name!r}: your own loop takes its steps by itself, so it "
-            "cannot compute the steps of several participants. Train a recipe."
-        )
-    if job.check.corruption:
-        raise SpecError(
-            "check.corruption = true: your own loop runs its passes by itself, so none can be "
-            "computed twice. Leave it out."
-        )
-    if job.check.strict:
-        raise SpecError(
-            "check.strict = true: your own loop runs its passes by itself, so nothing can be "
-            "tried, and it is not shown that the run gives the result of one machine. Leave it "
-            "out, or train a recipe."
-        )
+def _exact_sum(values: Sequence[float]) -> float:
+    """The sum, rounded once: the same in any order."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # infinities
+        return sum(values)

@@ -1,18 +1,24 @@
-"""A worker's life: call the master, build the recipe, train, say how it went."""
+"""A worker's life: call the master, build the recipe, train, say how it went.
+
+Or run the user's script, which calls `instep.join` and has a loop of its own.
+"""
 
 from __future__ import annotations
 
+import runpy
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
 
 from instep.comm.endpoint import Endpoint
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
-from instep.errors import PeerError
+from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call, load_function
 from instep.system import causes
 from instep.system.kernels import set_kernels, set_threads, share
@@ -43,6 +49,8 @@ def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
         return error.exit_code
     signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
     member.show_itself()
+    if member.job.recipe.endswith(":__main__"):
+        return Script(member).run()
     training: Training | None = None
     try:
         training = prepare(member, number)
@@ -58,7 +66,8 @@ def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
     except BaseException as error:
         with suppress(OSError):  # a full disk must not hide the cause
             traceback.print_exc()  # to the log, and first: once it has reported, it is killed
-        return 1 if _report(member, error, training) else PeerError.exit_code
+        at = (training.step, training.doing) if training else (0, "recipe")
+        return 1 if _report(member, error, *at) else PeerError.exit_code
     finally:
         member.close()
     return 0
@@ -93,11 +102,62 @@ class _Laps:
         self._since = now
 
 
-def _report(member: Member, error: BaseException, training: Training | None) -> bool:
-    step = training.step if training else 0
-    phase = training.doing if training else "recipe"
+def _report(member: Member, error: BaseException, step: int, phase: str) -> bool:
     try:
         member.failed(causes.failed(error, step, phase))
     except PeerError:
         return False  # the master is gone, or has no use for this process
     return True
+
+
+class Script:
+    """The user's script, run by this worker from its top, as `python script.py` would.
+
+    Args:
+        member: this worker's membership in the run; `instep.join` finds it here.
+    """
+
+    started: ClassVar[Script | None] = None
+    """The one that this process runs."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.session: Any = None
+        """What `instep.join` gave the script; None before."""
+        self.at = 0, "script"
+        """The step and the phase in which it failed."""
+
+    def run(self) -> int:
+        """To the end; the exit code of the process."""
+        Script.started = self
+        self.member.phases.pop("forked", None)
+        try:
+            self._run_file()
+        except Released:
+            self.member.close()
+        except BaseException as error:
+            with suppress(OSError):  # a full disk must not hide the cause
+                traceback.print_exc()  # to the log, and first: once it has reported, it is killed
+            return 1 if _report(self.member, error, *self.at) else PeerError.exit_code
+        finally:
+            self.member.close()
+        return 0
+
+    def _run_file(self) -> None:
+        job = self.member.job
+        file = job.recipe.rpartition(":")[0]
+        if not Path(file).is_file():
+            raise RecipeError(f"there is no script {file!r}.")
+        sys.argv = [file, *map(str, job.arguments.get("argv", ()))]
+        sys.path.insert(0, str(Path(file).parent))
+        try:
+            runpy.run_path(file, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise WorkerError(f"the script ended itself with exit code {end.code}.") from end
+        if self.session is None:
+            raise RecipeError(f"{file} ended without a call of instep.join.")
+        if not self.session.closed:
+            raise WorkerError(
+                "the script ended without session.close(): use `with instep.join(...) as session:`."
+            )

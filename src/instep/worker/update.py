@@ -22,6 +22,37 @@ OF_UPDATE = 2
 """What a key is drawn for, beside those of `passes.py`: the update of one step."""
 
 
+class Between:
+    """Steps of the scheduler that the user's code makes itself, between two steps of training.
+
+    Those that a state holds are known by the section of the code that made them; so code
+    that runs once more, after a checkpoint or in a newcomer, does not make them twice.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[str, int] = {}
+        """How many each section has made that the present state holds."""
+        self._section, self._seen = "start", 0
+
+    def enter(self, section: str) -> None:
+        """The user's code comes to a section; nothing where it is there already."""
+        if section != self._section:
+            self._section, self._seen = section, 0
+
+    def commit(self, step: int, epoch: int) -> None:
+        """A step counts; what comes now follows it."""
+        self.made = {s: n for s, n in self.made.items() if s in ("start", f"epoch {epoch}")}
+        self.enter(f"after {step}")
+
+    def is_new(self) -> bool:
+        """Whether the step that is about to be made is not in the state yet; notes it."""
+        self._seen += 1
+        if self._seen <= self.made.get(self._section, 0):
+            return False
+        self.made[self._section] = self._seen
+        return True
+
+
 class Update:
     """What moves the parameters of one worker.
 
@@ -49,6 +80,7 @@ class Update:
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self._parameters, self._seed = list(parameters), seed
         self._max_grad_norm, self._measure = max_grad_norm, measure
+        self.between = Between()
 
     def apply(self, step: int) -> float | None:
         """Move the parameters by their `.grad`; `step` is the one that this ends.

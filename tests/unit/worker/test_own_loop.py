@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
 from instep.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
+from instep.worker.own_checks import verdict_of
 from instep.worker.own_loop import OwnLoop
 
 
@@ -40,6 +42,24 @@ def test_an_own_loop_refuses_a_scheduler_that_wants_a_metric():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(RecipeError, match=r"ReduceLROnPlateau\.step\(\) wants 'metrics'"):
         OwnLoop(SimpleNamespace(job=job), model, optimizer, scheduler, None, 10)
+
+
+@pytest.mark.parametrize(
+    ("layer", "train", "verdict"),
+    [
+        (nn.BatchNorm1d(2), TrainSpec(), "no: BatchNorm1d '0' sees the 8 samples"),
+        (nn.BatchNorm1d(2), TrainSpec(micro_batches=1), "not shown: your own loop"),
+        (nn.BatchNorm1d(2), TrainSpec(merge="always"), "no: train.merge = 'always' joins"),
+        (nn.Dropout(), TrainSpec(), "not shown: your own loop"),
+    ],
+)
+def test_the_verdict_names_a_layer_that_sees_its_micro_batch(layer, train, verdict):
+    assert verdict_of(nn.Sequential(layer), train, []).startswith(verdict)
+
+
+def test_the_verdict_names_a_sampler_that_is_not_used():
+    lost = [Unused("a sampler is not used", "Give a dataset"), Unused("a generator is not used")]
+    assert verdict_of(nn.ReLU(), TrainSpec(), lost) == "no: a sampler is not used. Give a dataset"
 
 
 def test_an_own_loop_computes_no_participants_of_a_round():
