@@ -307,8 +307,8 @@ class Training(Loop):
         reasons = [f"{text}. {remedy}" for text, remedy in every if remedy]
         if self.job.sync.codec != "none":
             reasons.append(
-                f"sync.codec = {self.job.sync.codec!r} sends rounded gradients, and what is "
-                "carried over depends on the number of workers. Leave it out"
+                f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
+                "depends on the number of workers. Leave it out"
             )
         decisive = "; ".join(reasons)
         return trial._replace(verdict=f"no: {decisive}") if decisive else trial
