@@ -48,6 +48,26 @@ IN_A_JOB_FILE = [
         '[train]\nmerge = "never"\nbatch_norm = "global"',
         ["batch_norm = 'global' with merge = 'never'", "Leave merge out."],
     ),
+    Job(
+        '[sync]\nname = "averaging"',
+        ["'averaging' needs sync.participants", "Set it to 2 or more."],
+    ),
+    Job(
+        '[sync]\nname = "averaging"\nparticipants = 1',
+        ["workers = 2 but sync.participants = 1", "Set sync.participants to 2 or more."],
+    ),
+    Job(
+        '[sync]\nname = "averaging"\nparticipants = 65',
+        ["sync.participants = 65 but train.global_batch = 64", "to at most 64."],
+    ),
+    Job(
+        '[sync]\nname = "averaging"\nparticipants = 4\n[stop]\ngradient_norm = 0.1',
+        ["does not go with stop.gradient_norm", "Leave one of the two out."],
+    ),
+    Job(
+        "[sync]\nlocal_steps = 4",
+        ["sync.local_steps = 4: all_reduce agrees on every step", "use sync.name = 'averaging'"],
+    ),
     Job("name = ", ["job.toml is not valid TOML", "line 1"]),
     Job('name = "é', ["job.toml is not valid TOML"]),
     Job('name = "x"', ["job.toml: the key 'recipe' is missing", "`file.py:function`"]),

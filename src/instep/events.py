@@ -60,7 +60,8 @@ LEDGER = np.dtype(
 """A unit of work in one committed step, and the worker that did it.
 
 Today there is one `Kind`, and one record for each worker and step, whose range is all of
-the worker's work; it is empty for a worker without work. A strategy that divides work
+the worker's work; it is empty for a worker without work. In a round of
+averaging in which the members changed, a worker may have several. A strategy that divides work
 differently gets a kind of its own, and then one record for each unit.
 """
 

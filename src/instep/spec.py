@@ -215,6 +215,13 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     """How gradients are encoded for sending: `none` sends them as they are; `int8` sends 8 bits a
     value, and the result then depends on the number of workers."""
 
+    participants: Natural = 0
+    """Of `averaging`, which needs 1 or more: how many take local steps side by side in a round.
+    Fixed for the job, at any number of workers; they take the place of `train.micro_batches`."""
+
+    local_steps: Positive = 1
+    """Of `averaging`: how many steps a participant takes in a round, before all are averaged."""
+
     options: dict[str, Any] = {}
     """Options of the strategy, which has their names, defaults and checks."""
 
@@ -437,12 +444,35 @@ class JobSpec(Section, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     """Passed to the recipe function by name."""
 
+    @property
+    def per_commit(self) -> TrainSpec:
+        """`train`, with the portions of one commit: those of a step, or of a whole round.
+
+        A round of averaging takes a global batch for each local step, cut into participants.
+        """
+        if not self.sync.participants:
+            return self.train
+        return msgspec.structs.replace(
+            self.train,
+            global_batch=self.train.global_batch * self.sync.local_steps,
+            micro_batches=self.sync.participants,
+        )
+
     def __post_init__(self) -> None:
-        if self.workers > self.train.micro_batches:
+        if self.sync.participants > self.train.global_batch:
             raise ValueError(
-                f"workers = {self.workers} but train.micro_batches = {self.train.micro_batches}: "
-                "a worker needs at least one micro-batch of each step. "
-                f"Set train.micro_batches to {self.workers} or more."
+                f"sync.participants = {self.sync.participants} but train.global_batch = "
+                f"{self.train.global_batch}: a participant needs at least one sample of each local "
+                f"step. Set sync.participants to at most {self.train.global_batch}."
+            )
+        key, most = "train.micro_batches", self.per_commit.micro_batches
+        what = "micro-batch of each step"
+        if self.sync.participants:
+            key, what = "sync.participants", "participant of each round"
+        if self.workers > most:
+            raise ValueError(
+                f"workers = {self.workers} but {key} = {most}: a worker needs at least one {what}. "
+                f"Set {key} to {self.workers} or more."
             )
         if self.launch.hosts and self.network != "private":
             raise ValueError(

@@ -28,7 +28,7 @@ from ranks import WORKERS, Break, Death, Lapse, Point, Script, World
 STEP = 2
 """In which something goes wrong; steps are before and after it."""
 
-SAME = {"all_reduce": ("order", "bits")}
+SAME = {"all_reduce": ("order", "bits"), "averaging": ("bits",)}
 """Of strategies that have nothing to lose with a worker: in which kinds of sums a disturbed run
 ends with the parameters of an undisturbed one."""
 

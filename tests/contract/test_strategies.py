@@ -13,7 +13,10 @@ from instep.sync.base import make_strategy
 from instep.worker.gradients import Gradients
 
 NAMES = list(STRATEGIES)
-OPTIONS = {"all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}]}
+OPTIONS = {
+    "all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}],
+    "averaging": [{}, {"bucket_mb": 0.0004}],
+}
 CASES = [(name, options) for name in NAMES for options in OPTIONS.get(name, [{}])]
 SIZES = [1, 2, 3, 5]
 NEAR = {torch.bfloat16: (3e-2, 1e-2), torch.float32: (2e-5, 1e-7), torch.float64: (1e-6, 1e-7)}

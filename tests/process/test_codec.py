@@ -24,7 +24,7 @@ def begin(start: Start, folder: Path, name: str, pause_s: float, workers: int = 
     job = folder / f"{name}.toml"
     job.write_text(
         f'name = "{name}"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
-        f"seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\n"
+        f'seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeal = "even"\n'
         '[sync]\ncodec = "int8"\n[checkpoint]\nevery = 50\nkeep_last = 9\n'
         f"[arguments]\npause_s = {pause_s}\n"
     )

@@ -40,7 +40,7 @@ from instep.store.folder import (
     remove_run_folder,
     resume_hint,
 )
-from instep.sync import STRATEGIES
+from instep.sync import ROUNDS, STRATEGIES
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -320,6 +320,39 @@ def open_switchboard(job: JobSpec) -> Switchboard:
         ) from None
 
 
+def _check_rounds(job: JobSpec) -> None:
+    sync = job.sync
+    if sync.name in ROUNDS:
+        if not sync.participants:
+            raise SpecError(
+                f"sync.name = {sync.name!r} needs sync.participants: how many take local steps "
+                f"side by side in a round. Set it to {job.workers} or more."
+            )
+        for clash, given in (
+            ("sync.codec", job.sync.codec != "none"),
+            ("train.batch_norm = 'global'", job.train.batch_norm == "global"),
+            ("train.precision = 'float16'", job.train.precision == "float16"),
+            ("check.corruption", job.check.corruption),
+            ("stop.gradient_norm", job.stop.by_norm),
+        ):
+            if given:
+                raise SpecError(
+                    f"sync.name = {sync.name!r} does not go with {clash}: participants take steps "
+                    "of their own, and the workers never have a common gradient. Leave one of the "
+                    "two out."
+                )
+        return
+    for key, given in (
+        ("participants", sync.participants != 0),
+        ("local_steps", sync.local_steps != 1),
+    ):
+        if given:
+            raise SpecError(
+                f"sync.{key} = {getattr(sync, key)}: {sync.name} agrees on every step. Leave the "
+                "key out, or use sync.name = 'averaging'."
+            )
+
+
 def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     """Refuse a job before any process starts.
 
@@ -348,6 +381,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         raise SpecError(
             f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."
         )
+    _check_rounds(job)
     CODECS.check(job.sync.codec)
     if job.sync.codec != "none":
         for key, clashes, why in (

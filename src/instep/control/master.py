@@ -531,11 +531,12 @@ class Master:
                 raise TypeError(message)
 
     def _refusal_of(self, workers: int) -> str:
-        most = self._job.train.micro_batches
+        most = self._job.per_commit.micro_batches
+        key = "sync.participants" if self._job.sync.participants else "train.micro_batches"
         if not 1 <= workers <= most:
             return (
                 f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
-                f"most, since train.micro_batches = {most}."
+                f"most, since {key} = {most}."
             )
         if not self._state.recovers:
             return "the workers of this run cannot change: it computes on GPUs."

@@ -275,7 +275,7 @@ def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
 
 def _check_unfinished(run: RunFolder, job: JobSpec, step: int) -> None:
     train, samples = job.train, run.epoch_samples
-    steps = train.length(samples) if train.steps or samples else 0
+    steps = job.per_commit.length(samples) if train.steps or samples else 0
     if not 0 < steps <= step or not _has_its_model(run, step):
         return
     longer, per_unit = ("steps", 1) if train.steps else ("epochs", run.epoch_steps)

@@ -63,10 +63,11 @@ def check_determinism(job: JobSpec, say: Callable[[str], None]) -> Comparison:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; nothing is left behind.
     """
     sizes = (1, job.workers if job.workers > 1 else 2)
-    if sizes[1] > job.train.micro_batches:
+    if sizes[1] > job.per_commit.micro_batches:
+        key = "sync.participants" if job.sync.participants else "train.micro_batches"
         raise SpecError(
-            f"train.micro_batches = {job.train.micro_batches}: to compare one worker with two, "
-            "there must be work for two. Set train.micro_batches to 2 or more."
+            f"{key} = {job.per_commit.micro_batches}: to compare one worker with two, there must "
+            f"be work for two. Set {key} to 2 or more."
         )
     with folder_for_runs("instep-check-") as runs:
         first, second = (_trained(job, size, runs / f"{n}", say) for n, size in enumerate(sizes))

@@ -173,7 +173,7 @@ class RunFolder:
     @property
     def epoch_steps(self) -> int:
         """Steps of one epoch; 0 while the size of the training set is unknown."""
-        return -(-self.epoch_samples // self.spec.train.global_batch)
+        return -(-self.epoch_samples // self.spec.per_commit.global_batch)
 
     @cached_property
     def traffic(self) -> dict[int, Traffic]:
@@ -210,7 +210,7 @@ class RunFolder:
             return int(self.ledger["step"].max())
         steps, where = np.unique(tail["step"], return_inverse=True)
         taken = np.bincount(where, weights=tail["stop"] - tail["first"])
-        batch = self.spec.train.global_batch
+        batch = self.spec.per_commit.global_batch
         first = (steps - 1) % self.epoch_steps * batch
         possible = self.planned_steps or 2 * len(self.ledger)  # a damaged record may say anything
         whole = steps[
@@ -237,7 +237,7 @@ class RunFolder:
     @cached_property
     def audit(self) -> Audit:
         """How often each sample is in the committed ledger, epoch by epoch."""
-        batch = self.spec.train.global_batch
+        batch = self.spec.per_commit.global_batch
         return audit(self.committed, self.epoch_samples, batch, last_step=self.last_step)
 
     def steps_of(self, worker: int) -> Records:

@@ -11,5 +11,9 @@ STRATEGIES = Registry(
     "sync strategy",
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
+        "averaging": "instep.sync.averaging:Averaging",
     },
 )
+
+ROUNDS = frozenset({"averaging"})
+"""Those in which participants take steps of their own, and one commit is a round of them."""

@@ -7,7 +7,9 @@ records for a commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from instep.comm.messages import Form
 from instep.data.balance import deal
@@ -15,7 +17,25 @@ from instep.data.order import Position, position
 from instep.events import Kind
 from instep.spec import TrainSpec
 from instep.worker.dealing import Dealing, Speeds
-from instep.worker.passes import Share, parts_of, ranges_of, share_of
+from instep.worker.passes import (
+    Share,
+    parts_of,
+    positions_of,
+    ranges_of,
+    share_of,
+    share_of_these,
+)
+
+
+class Finished(NamedTuple):
+    """Units of a step that was begun in an earlier generation, and need no second computing."""
+
+    step: int
+    holders: Mapping[int, int]
+    """The rank that holds it, by number of the unit."""
+
+
+NOTHING_FINISHED = Finished(0, {})
 
 
 class Lockstep:
@@ -26,10 +46,19 @@ class Lockstep:
         train: the job's.
         samples: of the dataset.
         by_speed: whether a slow worker is dealt less.
+        finished: what is computed already.
     """
 
-    def __init__(self, form: Form, train: TrainSpec, samples: int, *, by_speed: bool) -> None:
-        self._form, self._train, self._samples = form, train, samples
+    def __init__(
+        self,
+        form: Form,
+        train: TrainSpec,
+        samples: int,
+        *,
+        by_speed: bool,
+        finished: Finished = NOTHING_FINISHED,
+    ) -> None:
+        self._form, self._train, self._samples, self._finished = form, train, samples, finished
         self._ranks = len(form.members)
         self._working = [n for n, worker in enumerate(form.members) if worker not in form.draining]
         self.dealing = Dealing(self._ranks, by_speed=by_speed and not form.draining)
@@ -49,6 +78,12 @@ class Lockstep:
         for step in range(first, last + 1):
             where = position(step, self._samples, self._train.global_batch)
             parts = parts_of(where, self._train)
+            if step == self._finished.step:
+                yield (
+                    where,
+                    share_of_these(where, parts, self._around_finished(parts, speeds)[rank]),
+                )
+                continue
             if rank not in self._working:
                 yield where, Share([], where.stop, where.stop)
                 continue
@@ -63,6 +98,17 @@ class Lockstep:
             )
             yield where, share
 
+    def _around_finished(self, parts: int, speeds: Speeds | None) -> list[list[int]]:
+        """The units of each rank: those that it holds, and its share of those that nobody does."""
+        holders = self._finished.holders
+        missing = [number for number in range(parts) if number not in holders]
+        units = [[n for n in range(parts) if holders.get(n) == r] for r in range(self._ranks)]
+        for rank, part in zip(
+            self._working, deal(len(missing), len(self._working), speeds), strict=True
+        ):
+            units[rank] = sorted([*units[rank], *(missing[n] for n in part)])
+        return units
+
     def prepared(self, course: int, step: int, where: Position) -> None:
         """All units of a step have been computed, as they were dealt."""
         self._done = course, step, where, self.dealing.speeds
@@ -74,6 +120,14 @@ class Lockstep:
             return []
         course, step, where, speeds = self._done
         form, parts = self._form, parts_of(where, self._train)
+        if step == self._finished.step:
+            return [
+                (step, where.epoch, course, form.generation, worker, Kind.RANGE, unit, *range_)
+                for worker, units in zip(
+                    form.members, self._around_finished(parts, speeds), strict=True
+                )
+                for unit, *range_ in _stretches(where, parts, units)
+            ]
         dealt = deal(parts, len(self._working), speeds)
         first = dict(zip(self._working, dealt, strict=True))
         return [
@@ -108,3 +162,15 @@ class Lockstep:
         ranges = self._ranges(where, parts, self.dealing.speeds)
         samples = [stop - first for first, stop in ranges]
         return self.dealing.after_step(seconds, samples, parts)
+
+
+def _stretches(where: Position, parts: int, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """First unit and positions of each stretch of units that follow each other; one if empty."""
+    for _, stretch in groupby(enumerate(units), lambda at: at[1] - at[0]):
+        numbers = [number for _, number in stretch]
+        yield (
+            numbers[0],
+            *positions_of(where, range(numbers[0], numbers[-1] + 1), parts),
+        )
+    if not units:
+        yield parts, where.stop, where.stop

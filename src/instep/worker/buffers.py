@@ -19,6 +19,8 @@ on taken to move in every pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -97,6 +99,19 @@ class Buffers:
             rows[number % self._rows] = (sum_of_weights + weight, total)
             self._restore(index)
         return bool(moved)
+
+    def moved_by_pass(self) -> dict[int, Tensor]:
+        """What a pass made of the buffers that it moved, by number; before `after_pass`."""
+        return {i: self._now(i, "the forward pass").clone() for i in self._moved()}
+
+    @torch.no_grad()
+    def move(self, moved: Mapping[int, Tensor]) -> None:
+        """Move them as a pass did, of which `moved_by_pass` told."""
+        for index, value in moved.items():
+            module, name = self._owners[index]
+            buffer = module._buffers[name]
+            assert buffer is not None, name
+            buffer.copy_(value)
 
     @torch.no_grad()
     def after_update(self) -> None:

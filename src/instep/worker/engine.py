@@ -132,7 +132,7 @@ class Engine:
         self.observers = observers
         self.parameters, self._ends = parameters, ends
         self._votes = votes or bool(strategy.laws)
-        self._parts = member.job.train.micro_batches
+        self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self._device = parameters[0].device
         self.saves: Callable[[], bool] = lambda: False

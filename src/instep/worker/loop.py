@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, TOLD
-from instep.data.loader import Loader, Read, Skipped
+from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
@@ -31,7 +31,7 @@ from instep.errors import PeerError
 from instep.state.retention import Best
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
-from instep.worker.assignment import Lockstep
+from instep.worker.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.committed import Commit, CommittedState
 from instep.worker.engine import Agreement, Engine, Weighed, check_lengths, make_comm
 from instep.worker.member import Member
@@ -135,6 +135,14 @@ class Loop(ABC):
     def _by_speed(self) -> bool:
         """Whether a slow worker is dealt less."""
         return False
+
+    def _finished(self, comm: Comm) -> Finished:
+        """What members have computed of the next step already; all call it."""
+        return NOTHING_FINISHED
+
+    def _slices(self, share: Share) -> Iterable[Slice]:
+        """What is read for a step, in order."""
+        return (part.samples for part in share.passes)
 
     @abstractmethod
     def _lengths(self) -> dict[str, int]:
@@ -246,7 +254,13 @@ class Loop(ABC):
             assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
-                Lockstep(member.form, self.job.train, self.samples, by_speed=self._by_speed),
+                Lockstep(
+                    member.form,
+                    self.job.per_commit,
+                    self.samples,
+                    by_speed=self._by_speed,
+                    finished=self._finished(comm),
+                ),
                 compare=not given,
             )
         except PeerError:
@@ -312,8 +326,8 @@ class Loop(ABC):
         """The steps until the end, or until work is dealt otherwise; whether that is so."""
         first, dealing = self.step + 1, self.engine.assignment.dealing
         dealt = dealing.speeds
-        parts = (part.samples for _, share in self._plan(first) for part in share.passes)
-        loads = self._loader.read(parts, self._record)
+        slices = (each for _, share in self._plan(first) for each in self._slices(share))
+        loads = self._loader.read(slices, self._record)
         try:
             for where, share in self._plan(first):
                 self.step += 1
@@ -358,7 +372,7 @@ class Loop(ABC):
         """From samples to the commit of one update."""
         agreed = yield from self._agree(where, share, loads)
         if agreed is None:  # the gradients did not fit: the same passes, on another lattice
-            again = self._loader.read((part.samples for part in share.passes), self._record)
+            again = self._loader.read(self._slices(share), self._record)
             agreed = yield from self._agree(where, share, again)
             assert agreed is not None, "a strategy asked for a third time"
         self._regroups = agreed.regroups
@@ -383,7 +397,7 @@ class Loop(ABC):
         self._teller.tell(skipped, dataset="training", step=self.step, epoch=epoch)
         self._waits()
         told = self.stopping.told(self.step)
-        samples = share.stop - share.first
+        samples = sum(part.size for part in share.passes if not part.repeats)
         return self.engine.agree(losses, stop=told, skipped=len(skipped), samples=samples)
 
     def _commit(self) -> Commit:
@@ -399,7 +413,7 @@ class Loop(ABC):
     def _settle(self, done: Commit) -> Step:
         """Judge it, validate, save. Done again if a member is lost in it."""
         self.member.check_lease()
-        where = position(done.step, self.samples, self.job.train.global_batch)
+        where = position(done.step, self.samples, self.job.per_commit.global_batch)
         self._tell_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
@@ -410,7 +424,7 @@ class Loop(ABC):
         if done.ends:
             self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
         self.state.settled = done.step
-        per_epoch = steps_in_epoch(self.samples, self.job.train.global_batch)
+        per_epoch = steps_in_epoch(self.samples, self.job.per_commit.global_batch)
         ends_epoch = done.step % per_epoch == 0
         names = [turn.name for turn in self.engine.turns] if done.losses else []
         losses = dict(zip(names, done.losses, strict=True))

@@ -68,6 +68,11 @@ def refuse(job: JobSpec) -> None:
             "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
             "with instep.load_model(path, model), and freeze with requires_grad_(False)."
         )
+    if job.sync.participants:
+        raise SpecError(
+            f"sync.name = {job.sync.name!r}: your own loop takes its steps by itself, so it "
+            "cannot compute the steps of several participants. Train a recipe."
+        )
     if job.check.corruption:
         raise SpecError(
             "check.corruption = true: your own loop runs its passes by itself, so none can be "

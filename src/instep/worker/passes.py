@@ -42,7 +42,7 @@ class Share(NamedTuple):
     passes: list[Pass]
     first: int
     stop: int
-    """Positions [first, stop) of the epoch's order."""
+    """Positions [first, stop) of the epoch's order, between which all of them are."""
 
 
 def parts_of(position: Position, train: TrainSpec) -> int:
@@ -71,7 +71,7 @@ def share_of(
     share: none is larger than that, as memory may not hold it. Unless `whole`: then all are one.
     """
     dealt = deal(micro_batches, workers, speeds)[rank]
-    first, stop = _positions(position, dealt, micro_batches)
+    first, stop = positions_of(position, dealt, micro_batches)
     parts = [range(number, number + 1) for number in dealt]
     if whole:
         parts = [dealt] if dealt else []
@@ -79,7 +79,7 @@ def share_of(
         largest = -(-micro_batches // workers)
         merged = deal(len(dealt), -(-len(dealt) // largest)) if dealt else []
         parts = [dealt[part.start : part.stop] for part in merged]
-    cuts = [_positions(position, part, micro_batches) for part in parts]
+    cuts = [positions_of(position, part, micro_batches) for part in parts]
     passes = [
         Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
         for part, (low, high) in zip(parts, cuts, strict=True)
@@ -88,15 +88,28 @@ def share_of(
     return Share(passes, first, stop)
 
 
+def share_of_these(position: Position, micro_batches: int, numbers: Sequence[int]) -> Share:
+    """The passes of a worker that has just these, each apart; in their order."""
+    cuts = [positions_of(position, range(n, n + 1), micro_batches) for n in numbers]
+    passes = [
+        Pass(Slice(position.epoch, low, high), number)
+        for number, (low, high) in zip(numbers, cuts, strict=True)
+        if high > low
+    ]
+    return Share(
+        passes, cuts[0][0] if cuts else position.stop, cuts[-1][1] if cuts else position.stop
+    )
+
+
 def ranges_of(
     position: Position, micro_batches: int, workers: int, speeds: Sequence[float] | None = None
 ) -> list[tuple[int, int]]:
     """Positions [first, stop) of each worker in the step at `position`; some may be empty."""
     dealt = deal(micro_batches, workers, speeds)
-    return [_positions(position, part, micro_batches) for part in dealt]
+    return [positions_of(position, part, micro_batches) for part in dealt]
 
 
-def _positions(position: Position, part: range, micro_batches: int) -> tuple[int, int]:
+def positions_of(position: Position, part: range, micro_batches: int) -> tuple[int, int]:
     """Where the micro-batches of `part` stand: from the begin of its first to that of the next."""
     _, first, stop = position
     begin, _ = micro_batch(first, stop, part.start, micro_batches)

@@ -6,15 +6,16 @@ Validations are here too. The loop around them is `loop.py`'s.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.comm.messages import Heartbeat
-from instep.data.loader import Loader, Read, Skipped
+from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
@@ -26,7 +27,8 @@ from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
-from instep.worker import knowing
+from instep.worker import knowing, rounds
+from instep.worker.assignment import Finished
 from instep.worker.early_reads import EarlyReads
 from instep.worker.engine import Weighed
 from instep.worker.evaluate import evaluate
@@ -66,8 +68,13 @@ class Training(Loop):
         check_turns(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else it has what the model is by now
-        last_step = self.job.train.length(samples)
-        built = build(recipe, self.job.seed, device, last_step, self.job.start, load=fresh)
+        last_step = self.job.per_commit.length(samples)
+        averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
+        if averages:
+            rounds.check(self.job, recipe)
+        built = build(
+            recipe, self.job.seed, device, last_step * local_steps, self.job.start, load=fresh
+        )
         self._built = built
         embeds = recipe.batch_loss is not None
         if embeds and self.job.check.corruption:
@@ -80,7 +87,8 @@ class Training(Loop):
         self._reads = reads
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
-        update = Update(
+        make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
+        update = make_update(
             built.optimizer,
             built.scheduler,
             built.parameters,
@@ -118,6 +126,18 @@ class Training(Loop):
         self._whole_batch = (
             WholeBatch(self.engine, self._forward, loader, self.job, samples, reads, device)
             if embeds or reads is not None
+            else None
+        )
+        self._rounds = (
+            rounds.Rounds(
+                self.engine,
+                self._forward,
+                update,
+                self.job,
+                left=lambda: self.member.superseded,
+                at=lambda phase: setattr(self, "phase", phase),
+            )
+            if isinstance(update, rounds.RoundUpdate)
             else None
         )
         self.sized: Callable[[int], None] = lambda workers: None
@@ -214,6 +234,14 @@ class Training(Loop):
     def _merge(self) -> bool:
         return self._trial.merge
 
+    def _finished(self, comm: Comm) -> Finished:
+        if self._rounds is None:
+            return super()._finished(comm)
+        return self._rounds.finished(comm, self.state.progress.course, self.state.progress.step + 1)
+
+    def _slices(self, share: Share) -> Iterable[Slice]:
+        return super()._slices(share) if self._rounds is None else self._rounds.slices(share)
+
     @property
     def _whole(self) -> bool:
         return self._reads is not None
@@ -255,7 +283,8 @@ class Training(Loop):
     def _try(self) -> Trial:
         """Whether cutting a global batch into micro-batches changes the result."""
         self.phase = "trying a batch"
-        return try_recipe(self._forward, self._loader, self.job, self.samples)
+        trial = try_recipe(self._forward, self._loader, self.job, self.samples)
+        return trial if self._rounds is None else rounds.verdict(trial, self.job)
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so, and say `yes` only where each does.
@@ -335,6 +364,8 @@ class Training(Loop):
     ) -> Generator[Step, None, Passed]:
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # a recipe's passes are nobody else's
+        if self._rounds is not None:
+            return Passed(*self._rounds.run(where, share, loads, self.step))
         if self._whole_batch is not None:
             self.phase = "forward"
             return Passed(*self._whole_batch.run(where, share, loads, self.step))

@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
-from instep.spec import CheckpointSpec, CheckSpec, JobSpec, TrainSpec
+from instep.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
 from instep.worker.own_checks import verdict_of
 from instep.worker.own_loop import OwnLoop
 
@@ -60,3 +60,9 @@ def test_the_verdict_names_a_layer_that_sees_its_micro_batch(layer, train, verdi
 def test_the_verdict_names_a_sampler_that_is_not_used():
     lost = [Unused("a sampler is not used", "Give a dataset"), Unused("a generator is not used")]
     assert verdict_of(nn.ReLU(), TrainSpec(), lost) == "no: a sampler is not used. Give a dataset"
+
+
+def test_an_own_loop_computes_no_participants_of_a_round():
+    job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
+    with pytest.raises(SpecError, match=r"sync\.name = 'averaging': your own loop"):
+        OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from instep.comm.messages import Form
 from instep.data.order import Position
 from instep.spec import TrainSpec
-from instep.worker.assignment import Lockstep
+from instep.worker.assignment import Finished, Lockstep
 from instep.worker.passes import parts_of, ranges_of, share_of
 
 SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
@@ -83,6 +83,32 @@ def test_a_plan_goes_through_epochs_without_a_gap():
     ]
     later = list(assignment.plan(4, 6, merge=True))
     assert later == steps[3:]
+
+
+@given(holders=st.dictionaries(st.integers(0, 7), st.integers(0, 2)), draining=st.booleans())
+def test_what_somebody_holds_stays_with_its_holder_and_the_rest_is_dealt_evenly(holders, draining):
+    train, where = TrainSpec(global_batch=64, micro_batches=8), Position(0, 64, 127)
+    shares, records = [], []
+    for rank in range(3):
+        form = Form(generation=2, rank=rank, members=[5, 6, 9], draining=(9,) if draining else ())
+        finished = Finished(2, holders)
+        lockstep = Lockstep(form, train, 1000, by_speed=False, finished=finished)
+        (_, share), (_, later) = lockstep.plan(2, 3, merge=False)
+        shares.append([part.number for part in share.passes])
+        assert {n for n, rank_ in holders.items() if rank_ == rank} <= set(shares[rank])
+        assert draining or 2 <= len(later.passes) <= 3
+        lockstep.prepared(0, 2, where)
+        records.append(lockstep.records())
+    assert sorted(number for share in shares for number in share) == list(range(8))
+    missing = [sum(number not in holders for number in share) for share in shares]
+    working = missing[:2] if draining else missing
+    assert max(working) - min(working) <= 1
+    assert sum(working) == 8 - len(holders)
+    assert records[0] == records[1] == records[2]
+    ranges = sorted((first, stop) for *_, first, stop in records[0] if stop > first)
+    assert [stop for _, stop in ranges] == [*(first for first, _ in ranges[1:]), 127]
+    assert ranges[0][0] == 64
+    assert {worker for _, _, _, _, worker, *_ in records[0]} == {5, 6, 9}
 
 
 @pytest.mark.parametrize("samples", range(1, 65))

@@ -176,7 +176,7 @@ class Progress:
                 self._losses.clear()
                 self._sum = (0.0, 0)
             self._loss_step = step
-            size = train.global_batch
+            size = self.job.per_commit.global_batch
             if self.ready:
                 size = min(size, self.ready["samples"] - (step - 1) % per_epoch * size)
             if train.steps:
@@ -189,7 +189,9 @@ class Progress:
     @property
     def _epoch_steps(self) -> int:
         """Steps of an epoch; a number without end until the number of samples is known."""
-        return -(-self.ready["samples"] // self.job.train.global_batch) if self.ready else 1 << 62
+        return (
+            -(-self.ready["samples"] // self.job.per_commit.global_batch) if self.ready else 1 << 62
+        )
 
     @property
     def loss(self) -> float:

@@ -161,7 +161,7 @@ def prove(run: RunFolder) -> Proof:
     """Check everything that a run has committed by now; writes nothing."""
     file = run.path / "ledger.bin"
     size = file.stat().st_size if file.is_file() else 0
-    samples, batch = run.epoch_samples, run.spec.train.global_batch
+    samples, batch = run.epoch_samples, run.spec.per_commit.global_batch
     wrong = untiled(run.committed, samples, batch, run.last_step) if samples else ()
     return Proof(
         run=run,

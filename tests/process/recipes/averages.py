@@ -1,0 +1,112 @@
+"""Recipes whose local steps move all there is: buffers, moments, rates, and what dropout draws."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import instep
+
+SAMPLES = 149
+
+
+def pairs() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs @ torch.randn(6, 2, generator=generator).double())
+
+
+class Slow:
+    def __init__(self, dataset: Any, pause_s: float) -> None:
+        self.dataset, self.pause_s = dataset, pause_s
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.pause_s)
+        return self.dataset[index]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=False),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.3),
+        nn.Tanh(),
+        nn.Linear(16, 2),
+    ).double()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def half_way_down(optimizer: torch.optim.Optimizer) -> Any:
+    """Multiplies what is there, so that it matters from which rate it begins."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+
+def all_moves(pause_s: float = 0.0) -> instep.Recipe:
+    return instep.Recipe(
+        model=model,
+        loss=nn.MSELoss(),
+        optimizer=adam,
+        scheduler=half_way_down,
+        train=Slow(pairs(), pause_s) if pause_s else pairs(),
+    )
+
+
+def weighed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> instep.WeightedLoss:
+    """A mean over weights that differ much from sample to sample."""
+    inputs, target = batch
+    weights = inputs[:, 0].abs()
+    each = (model(inputs) - target).square().mean(1)
+    return instep.WeightedLoss((each * weights).sum(), weights.sum())
+
+
+def plain_sgd() -> instep.Recipe:
+    return instep.Recipe(
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double(),
+        compute_loss=weighed,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train=pairs(),
+    )
+
+
+class Dies:
+    """The loss, which notes down each forward pass: who ran it, and the seed of what it draws.
+
+    Of one seed it kills its process, once: as soon as others have noted down what it waits for.
+    """
+
+    def __init__(self, notes: str, dies_at: int, waits_for: list[int]) -> None:
+        self.notes, self.dies_at, self.waits_for = Path(notes), dies_at, set(waits_for)
+
+    def __call__(self, outputs: Tensor, target: Tensor) -> Tensor:
+        seed = torch.initial_seed()
+        with self.notes.open("a") as file:
+            file.write(f"{os.getpid()} {seed}\n")
+        if seed == self.dies_at and self.seeds().count(seed) == 1:
+            while not self.waits_for <= set(self.seeds()):
+                time.sleep(0.01)  # between two looks
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.mse_loss(outputs, target)
+
+    def seeds(self) -> list[int]:
+        return [int(line.split()[1]) for line in self.notes.read_text().splitlines()]
+
+
+def kills_itself(notes: str, dies_at: int, waits_for: list[int]) -> instep.Recipe:
+    return instep.Recipe(
+        model=model,
+        loss=Dies(notes, dies_at, waits_for),
+        optimizer=adam,
+        scheduler=half_way_down,
+        train=pairs(),
+    )

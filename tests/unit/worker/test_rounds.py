@@ -1,0 +1,78 @@
+"""What a participant of a round leaves behind: nothing."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from instep.errors import PeerError, SpecError
+from instep.spec import JobSpec, SyncSpec
+from instep.worker.rounds import RoundUpdate, check
+
+
+def half_way(optimizer):
+    return torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        milestones=[3],
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam], ids=lambda m: m.__name__
+)
+def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(make):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters(), lr=0.1)
+    update = RoundUpdate(
+        optimizer,
+        half_way(optimizer),
+        list(model.parameters()),
+        seed=0,
+        max_grad_norm=None,
+        scaler=torch.amp.GradScaler("cuda", enabled=False),
+        local_steps=2,
+    )
+
+    def state():
+        parts = model.state_dict(), optimizer.state_dict(), update.scheduler.state_dict()
+        return copy.deepcopy(parts)
+
+    def local_step():
+        model(torch.ones(4, 3)).square().mean().backward()
+        update.take_step(1, 0, 0)
+
+    def lose_a_peer():
+        with update.one_participant() as begin:
+            local_step()
+            assert not torch.equal(begin[0], model.weight)
+            raise PeerError("a peer is lost.")
+
+    before = state()
+    with pytest.raises(PeerError):
+        lose_a_peer()
+    after = state()
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
+    assert str(after[2]) == str(before[2])
+    assert model.weight.grad is None
+    with update.one_participant():
+        local_step()
+        once = state()
+    with update.one_participant():
+        local_step()
+        torch.testing.assert_close(state()[0], once[0], rtol=0, atol=0)
+        torch.testing.assert_close(state()[1], once[1], rtol=0, atol=0)
+
+
+def test_a_loss_of_the_whole_global_batch_is_refused():
+    job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
+    recipe = SimpleNamespace(batch_loss=lambda *_: None)
+    with pytest.raises(SpecError, match=r"Recipe\.batch_loss is of the global batch of all"):
+        check(job, recipe)
