@@ -163,6 +163,7 @@ def train(
             agreed = passes(where, share)
         buffers.exchange(agreed[micro_batches:].tolist(), comm)
         buffers.apply()
+        agree.hand_out()
         agree.apply(update)
         losses.append(sum(agreed[:micro_batches].tolist()))
     gradients.close()

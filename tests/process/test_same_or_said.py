@@ -48,7 +48,7 @@ def test_strict_refuses_where_a_sampler_that_is_not_used_decides_what_is_trained
     assert program.end() == SpecError.exit_code
     assert (
         "no: Recipe.train's DataLoader has a sampler (WeightedRandomSampler), which is not used: "
-        "every sample comes once in an epoch. Give a dataset in which"
+        "every sample comes once in an epoch. Give a dataset that has"
     ) in program.stderr
 
 

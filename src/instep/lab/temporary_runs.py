@@ -24,7 +24,7 @@ from instep.system.processes import interrupt, on_signals
 SAID_S = 2.0
 """Seconds between two lines of progress."""
 
-_SHOWN = 40
+_SHOWN = 60
 """Lines of a failed worker's output that are shown: its log is deleted with the folder."""
 
 

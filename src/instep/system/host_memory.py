@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class HostMemory:
         self.outlives = given >= 0
         """Whether somebody else keeps the file too, so that it outlives this process."""
         self._file = given if self.outlives else os.memfd_create("instep-alone")
+        self._close_file = weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < mmap.PAGESIZE:
             os.truncate(self._file, mmap.PAGESIZE)
         self._stamps = mmap.mmap(self._file, mmap.PAGESIZE)
@@ -183,7 +185,7 @@ class HostMemory:
         """Let go of the file. Tensors that are still used stay valid."""
         self._slots = [None, None]
         self._stamps.close()
-        os.close(self._file)
+        self._close_file()
 
     def _stamp(self, slot: int) -> Stamp | None:
         """What a slot holds; None where its stamp is missing, or only half written."""
