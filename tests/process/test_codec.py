@@ -51,11 +51,11 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     sums = [run.last("model_saved")["parameters_sha256"] for run in runs]
     assert sums[0] == sums[1]
-    for step in (50, 200):  # what is carried over is the same too
-        own = [
-            load(dict(published(each.run / "checkpoints"))[step]).tensors["own"]
-            for each in (undisturbed, program)
-        ]
+    saved = [dict(published(each.run / "checkpoints")) for each in (undisturbed, program)]
+    common = saved[0].keys() & saved[1].keys()  # one may be left out while another is written
+    assert STEPS in common
+    for step in common:  # what is carried over is the same too
+        own = [load(each[step]).tensors["own"] for each in saved]
         assert own[0].keys() == own[1].keys()
         assert any(bool(residual.any()) for residual in own[0].values())
         assert all(own[0][name].equal(own[1][name]) for name in own[0])
@@ -72,6 +72,10 @@ def test_from_4_workers_to_3_and_back_every_sample_counts_once(
             [*command, "--workers", str(workers)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+        program.until(
+            lambda: len(program.events("generation_started")[-1]["members"]) == workers,  # noqa: B023
+            f"of {workers} workers",
+        )
     assert program.end() == 0, program.stderr
     program.check_nothing_is_left()
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0

@@ -66,10 +66,11 @@ class HostMemory:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        given = _given if descriptor is None else descriptor
-        self.outlives = given >= 0
+        # its own descriptor: `give_back` still needs the one that this process was given
+        given = os.dup(_given) if descriptor is None and _given >= 0 else descriptor
+        self.outlives = given is not None and given >= 0
         """Whether somebody else keeps the file too, so that it outlives this process."""
-        self._file = given if self.outlives else os.memfd_create("instep-alone")
+        self._file = given if given is not None and given >= 0 else os.memfd_create("instep-alone")
         self._close_file = weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < mmap.PAGESIZE:
             os.truncate(self._file, mmap.PAGESIZE)
