@@ -283,7 +283,8 @@ class Rank:
         try:
             self._generation(comm, form)
         except Killed:
-            self.engine.hold()  # the lock of a file goes with its process
+            if self.engine._ledger is not None:  # files go with their process
+                self.engine._ledger.close()
             comm.close()
             return "killed"
         except PeerError:

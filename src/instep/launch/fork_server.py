@@ -18,7 +18,6 @@ import contextlib
 import gc
 import json
 import os
-import select
 import signal
 import struct
 import sys
@@ -59,6 +58,7 @@ from instep.system.processes import (
     is_stopped,
     machine,
     name_process,
+    wait_readable,
 )
 from instep.system.stacks import send
 
@@ -234,7 +234,7 @@ class Server:
         """For a message, a signal, or the time to look after something."""
         tick_s = ADOPTED_S if self._adopted or self._late else HEARTBEAT_S / 2
         ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
-        select.select(ends, [], [], tick_s)
+        wait_readable(ends, tick_s)
 
     def _have_a_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
@@ -404,7 +404,7 @@ class Server:
                 self._fork(late.order)
 
     def _reap(self) -> None:
-        while self._wake_read in select.select([self._wake_read], [], [], 0)[0]:
+        while wait_readable([self._wake_read], 0):
             os.read(self._wake_read, 4096)
         while True:
             try:
@@ -464,7 +464,7 @@ def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
     workers: dict[int, int] = {}
     lease = Lease(server, time.monotonic())
     while True:
-        if not select.select([pipe], [], [], HEARTBEAT_S)[0]:
+        if not wait_readable([pipe], HEARTBEAT_S):
             if lease.turn(time.monotonic()) and os.getppid() == server:
                 os.kill(server, signal.SIGKILL)
             continue

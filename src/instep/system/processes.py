@@ -167,6 +167,17 @@ def is_stopped(pid: int) -> bool:
     return stat_fields(pid)[:1] == ["T"]
 
 
+def wait_readable(descriptors: Sequence[int], timeout_s: float) -> list[int]:
+    """Those from which something can be read, as soon as there is one; empty after the timeout.
+
+    As `select.select`, which cannot have a descriptor above 1023.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
+
+
 class Watched:
     """A process of this machine, perhaps not a child of ours: whether it lives, and signals to it.
 
@@ -184,7 +195,7 @@ class Watched:
     def ended(self) -> bool:
         """Whether it has ended, as far as is known."""
         if self._handle >= 0:
-            return bool(select.select([self._handle], [], [], 0)[0])
+            return bool(wait_readable([self._handle], 0))
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
@@ -28,11 +29,16 @@ class Gradients:
         ]
 
     def _of(self, slot: int) -> Callable[[Tensor], None]:
+        listener = weakref.ref(self)  # hooks are out of the garbage collector's sight
+
         def hear(parameter: Tensor) -> None:
+            here = listener()
+            if here is None:
+                return
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            self.count += 1
-            self._hear(slot, gradient)
+            here.count += 1
+            here._hear(slot, gradient)
 
         return hear
 
