@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from instep.data.order import Position
 from instep.spec import CheckpointSpec, JobSpec
 from instep.units import readable_bytes, readable_seconds
-from instep.worker.engine import Clock
 from instep.worker.saving import Saver
-from instep.worker.update import Update
+from instep.worker.step.engine import Clock
+from instep.worker.step.update import Update
 
 
 class Trained:

@@ -38,9 +38,9 @@ def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
     from instep.comm.messages import Form
     from instep.comm.torch_comm import TorchComm
     from instep.sync.base import make_strategy
-    from instep.worker.assignment import Lockstep
-    from instep.worker.engine import Engine, Weighed
-    from instep.worker.update import Update
+    from instep.worker.step.assignment import Lockstep
+    from instep.worker.step.engine import Engine, Weighed
+    from instep.worker.step.update import Update
 
     size, votes = CASES[case]
     table = {"recipe": "a.py:recipe", "workers": size}

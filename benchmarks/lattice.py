@@ -21,7 +21,7 @@ from turns import HERE, in_words, over, summed_up, write
 
 from instep.comm.alone import AloneComm
 from instep.sync.all_reduce import AllReduce
-from instep.worker.gradients import Gradients
+from instep.worker.step.gradients import Gradients
 
 sys.path.insert(0, str(HERE / "recipes"))
 BATCHES = {"mlp": 64, "gpt": 8, "conv": 32, "lstm": 32, "embedding": 128}

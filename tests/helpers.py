@@ -14,9 +14,9 @@ from torch import nn
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Order, position, steps_in_epoch
 from instep.sync.base import make_strategy
-from instep.worker.buffers import Buffers
-from instep.worker.gradients import Gradients
-from instep.worker.passes import share_of
+from instep.worker.step.buffers import Buffers
+from instep.worker.step.gradients import Gradients
+from instep.worker.step.passes import share_of
 
 TIMEOUT_S = 60
 

@@ -31,10 +31,10 @@ from instep.events import LEDGER, read_records
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
-from instep.worker.assignment import Lockstep
-from instep.worker.engine import Engine, Weighed
-from instep.worker.turns import TurnState
-from instep.worker.update import Update
+from instep.worker.step.assignment import Lockstep
+from instep.worker.step.engine import Engine, Weighed
+from instep.worker.step.turns import TurnState
+from instep.worker.step.update import Update
 
 WORKERS, SAMPLES, GLOBAL_BATCH, PARTS, LAST = 3, 16, 6, 3, 4
 """The epoch's last batch is a small one, and training goes on into a second epoch."""

@@ -19,7 +19,7 @@ from instep.comm.memory import run_ranks
 from instep.data import SOURCES
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
-from instep.worker.gradients import Gradients
+from instep.worker.step.gradients import Gradients
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILT = {".venv", "runs", "build", ".pytest_cache", ".hypothesis"}

@@ -18,11 +18,11 @@ import torch
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
-from instep.worker import committed
 from instep.worker import engine as engine_module
-from instep.worker.buffers import Buffers
-from instep.worker.catch_up import Place, beginning
-from instep.worker.engine import Engine
+from instep.worker.step import committed
+from instep.worker.step.buffers import Buffers
+from instep.worker.step.catch_up import Place, beginning
+from instep.worker.step.engine import Engine
 from ranks import WORKERS, Break, Death, Lapse, Point, Script, World
 
 STEP = 2

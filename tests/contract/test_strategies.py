@@ -10,7 +10,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError
 from instep.sync import STRATEGIES
 from instep.sync.base import make_strategy
-from instep.worker.gradients import Gradients
+from instep.worker.step.gradients import Gradients
 
 NAMES = list(STRATEGIES)
 OPTIONS = {

@@ -20,7 +20,7 @@ from instep.control import decide as mind
 from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
-from instep.worker.catch_up import Beginning
+from instep.worker.step.catch_up import Beginning
 
 from . import workers
 from .truth import Truth

@@ -20,8 +20,8 @@ from instep.comm.messages import TOLD
 from instep.control.watch import WAITING
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.worker.catch_up import NOWHERE, Place, beginning
 from instep.worker.member import FLUSH_S
+from instep.worker.step.catch_up import NOWHERE, Place, beginning
 
 from .engine import TIME, Death, Process, Violation
 from .groups import End, Wait

@@ -38,8 +38,8 @@ from instep.system import causes
 from instep.system.kernels import set_kernels, share
 from instep.worker.loop import Step
 from instep.worker.member import Member, Released
-from instep.worker.own_evaluation import EvaluationLoader
-from instep.worker.own_loop import OwnLoader, OwnLoop
+from instep.worker.own.evaluation import EvaluationLoader
+from instep.worker.own.loop import OwnLoader, OwnLoop
 from instep.worker.process import Script
 from instep.worker.training import Training, check_device, choose_device
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from instep.state.snapshot import Snapshot, tied_names
-from instep.worker.committed import Commit, CommittedState
+from instep.worker.step.committed import Commit, CommittedState
 
 
 class CleanCopy:

@@ -11,7 +11,7 @@ Where wrong gradients may have been committed meanwhile, the others go back to
 a copy from before, and checkpoints that were saved since are set aside before
 anybody ends itself, also where nobody could take its place and the run ends.
 Where nobody has a copy, the run begins again from the newest checkpoint that is
-left. When it is called is said in `worker/observers.py`.
+left. When it is called is said in `worker/step/observers.py`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from instep.integrity.repeats import (
 )
 from instep.spec import TrainSpec
 from instep.state.digest import MemoryWatch, combined, digests
-from instep.worker.dealing import Speeds
 from instep.worker.observed import Observed
-from instep.worker.passes import Pass, Share, parts_of
+from instep.worker.step.dealing import Speeds
+from instep.worker.step.passes import Pass, Share, parts_of
 
 WATCH_SHARE = 0.005
 """Of a step's time, for looking at parameters."""

@@ -1,7 +1,7 @@
 """One worker's way through a run: groups, steps, what follows a commit, recovery, the end.
 
 The same for a recipe (`training.py`) and for a loop that the user writes
-(`own_loop.py`); the two differ in who runs a pass, and in what is built before. All
+(`own/loop.py`); the two differ in who runs a pass, and in what is built before. All
 workers run it in lockstep: what must happen on all of them at the same step (stop,
 validate) follows from the step's number or from what was agreed in it. Only where a rule
 of `[stop]` looks at figures does worker 0 wait for an answer of the master (`stopping.py`).
@@ -31,17 +31,17 @@ from instep.errors import PeerError
 from instep.state.retention import Best
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
-from instep.worker.assignment import NOTHING_FINISHED, Finished, Lockstep
-from instep.worker.committed import Commit, CommittedState
-from instep.worker.engine import Agreement, Engine, Weighed, check_lengths, make_comm
 from instep.worker.member import Member
-from instep.worker.observers import Observer
-from instep.worker.passes import Share
 from instep.worker.saving import Saver
-from instep.worker.skipping import Teller
+from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
+from instep.worker.step.committed import Commit, CommittedState
+from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comm
+from instep.worker.step.observers import Observer
+from instep.worker.step.passes import Share
+from instep.worker.step.skipping import Teller
+from instep.worker.step.turns import TurnState
+from instep.worker.step.update import Update
 from instep.worker.stopping import Stopping
-from instep.worker.turns import TurnState
-from instep.worker.update import Update
 
 _ENDLESS = 2**40
 """Steps of a loop that ends when its user leaves it."""

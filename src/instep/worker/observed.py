@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from instep.registry import Registry
-from instep.worker.committed import CommittedState
 from instep.worker.member import Member
-from instep.worker.observers import Observer
-from instep.worker.passes import Pass
-from instep.worker.update import Update
+from instep.worker.step.committed import CommittedState
+from instep.worker.step.observers import Observer
+from instep.worker.step.passes import Pass
+from instep.worker.step.update import Update
 
 OBSERVERS = Registry(
     "observer",

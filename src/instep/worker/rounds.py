@@ -27,11 +27,11 @@ from instep.recipe.build import Recipe, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
-from instep.worker.assignment import Finished
-from instep.worker.engine import Engine, Weighed
-from instep.worker.passes import OF_PASS, Pass, Share
-from instep.worker.sameness import Trial
-from instep.worker.update import OF_UPDATE, Update
+from instep.worker.step.assignment import Finished
+from instep.worker.step.engine import Engine, Weighed
+from instep.worker.step.passes import OF_PASS, Pass, Share
+from instep.worker.step.update import OF_UPDATE, Update
+from instep.worker.trial_result import Trial
 
 
 class RoundUpdate(Update):

@@ -29,8 +29,8 @@ from instep.state.snapshot import (
 )
 from instep.state.staging import save_model
 from instep.store.folder import run_id
-from instep.worker.engine import Engine
 from instep.worker.member import Member
+from instep.worker.step.engine import Engine
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""

@@ -28,20 +28,21 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.worker import knowing, rounds
-from instep.worker.assignment import Finished
 from instep.worker.early_reads import EarlyReads
-from instep.worker.engine import Weighed
 from instep.worker.evaluate import evaluate
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.observed import Observed, make_observers
-from instep.worker.passes import OF_PASS, Pass, Share
-from instep.worker.sameness import ANOTHER_SAW, Trial
+from instep.worker.step.assignment import Finished
+from instep.worker.step.engine import Weighed
+from instep.worker.step.passes import OF_PASS, Pass, Share
+from instep.worker.step.turns import check_turns, key_of_pass, make_turns
+from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
-from instep.worker.trial_reads import try_recipe
-from instep.worker.turns import check_turns, key_of_pass, make_turns
-from instep.worker.update import Update
+from instep.worker.trial.reads import try_recipe
+from instep.worker.trial.sameness import ANOTHER_SAW
+from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
 

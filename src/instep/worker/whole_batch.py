@@ -24,8 +24,8 @@ from instep.parallel.reads import Reads
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, on_tensors
 from instep.spec import JobSpec
-from instep.worker.engine import Engine, Weighed
-from instep.worker.passes import OF_PASS, Pass, Share, parts_of
+from instep.worker.step.engine import Engine, Weighed
+from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of
 
 _ATTEMPTS = 64
 """Samples that are tried for one that can be read, by a worker without work."""

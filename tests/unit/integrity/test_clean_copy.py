@@ -6,9 +6,9 @@ from torch import nn
 
 from instep.integrity.clean_copy import CleanCopy
 from instep.sync.base import make_strategy
-from instep.worker.capture import Progress
-from instep.worker.committed import Commit, CommittedState
-from instep.worker.update import Update
+from instep.worker.step.capture import Progress
+from instep.worker.step.committed import Commit, CommittedState
+from instep.worker.step.update import Update
 
 
 class Tied(nn.Module):

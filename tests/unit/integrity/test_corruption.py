@@ -13,10 +13,10 @@ from instep.data.order import position
 from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.corruption import MOST_IN_DOUBT, CorruptionCheck
 from instep.sync.all_reduce import AllReduce
-from instep.worker.gradients import Gradients
 from instep.worker.observed import Observed
-from instep.worker.passes import parts_of, share_of
-from instep.worker.update import Update
+from instep.worker.step.gradients import Gradients
+from instep.worker.step.passes import parts_of, share_of
+from instep.worker.step.update import Update
 
 PARTS, BATCH, SAMPLES = 24, 24, 120
 FAULTY = 1

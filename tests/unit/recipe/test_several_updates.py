@@ -10,8 +10,8 @@ from instep.data.loader import Loader
 from instep.errors import RecipeError, SpecError
 from instep.recipe.build import Recipe, Turn, build
 from instep.recipe.forward import Forward
-from instep.worker.trial_reads import try_recipe
-from instep.worker.turns import check_turns
+from instep.worker.step.turns import check_turns
+from instep.worker.trial.reads import try_recipe
 
 CPU = torch.device("cpu")
 DATA = TensorDataset(torch.arange(96.0).view(32, 3).sin())

@@ -15,7 +15,7 @@ from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import Recipe, build
 from instep.recipe.tuning import frozen_by, rated_by
 from instep.spec import StartSpec
-from instep.worker.engine import _check_equal
+from instep.worker.step.engine import _check_equal
 
 CPU = torch.device("cpu")
 NAMES = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]

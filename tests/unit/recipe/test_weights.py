@@ -20,7 +20,7 @@ from transformers import (
 from instep.errors import RecipeError
 from instep.recipe.forward import Forward
 from instep.recipe.weights import DERIVED, class_weights, derive, is_sum, weighing
-from instep.worker.sameness import mean_of
+from instep.worker.trial.sameness import mean_of
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGET = torch.tensor([0, 1, 1, 3, 2, 3])

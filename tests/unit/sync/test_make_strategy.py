@@ -12,7 +12,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import SpecError, WorkerError
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Price, make_strategy
-from instep.worker.gradients import Gradients
+from instep.worker.step.gradients import Gradients
 
 
 @pytest.mark.parametrize(

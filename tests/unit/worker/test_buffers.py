@@ -7,7 +7,7 @@ from torch import nn
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError
-from instep.worker.buffers import Buffers
+from instep.worker.step.buffers import Buffers
 
 
 class Counter(nn.Module):

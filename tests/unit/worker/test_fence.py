@@ -19,11 +19,11 @@ from instep.errors import PeerError, RunError, WorkerError
 from instep.events import LEDGER, read_records
 from instep.store.ledger import Ledger
 from instep.sync.base import make_strategy
-from instep.worker.assignment import Lockstep
-from instep.worker.engine import Engine, Weighed
 from instep.worker.member import Member
-from instep.worker.passes import Pass
-from instep.worker.update import Update
+from instep.worker.step.assignment import Lockstep
+from instep.worker.step.engine import Engine, Weighed
+from instep.worker.step.passes import Pass
+from instep.worker.step.update import Update
 
 TIMEOUT_S = 20.0
 HOSTS = {"hosts": ["ssh node1"]}

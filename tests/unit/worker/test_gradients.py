@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from instep.worker.gradients import Gradients
+from instep.worker.step.gradients import Gradients
 
 
 def test_parameters_do_not_keep_alive_who_listened_to_them():

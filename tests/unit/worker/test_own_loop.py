@@ -11,8 +11,8 @@ from torch import nn
 from instep.data.torch_loader import Unused
 from instep.errors import RecipeError, SpecError
 from instep.spec import CheckpointSpec, CheckSpec, JobSpec, SyncSpec, TrainSpec
-from instep.worker.own_checks import verdict_of
-from instep.worker.own_loop import OwnLoop
+from instep.worker.own.checks import verdict_of
+from instep.worker.own.loop import OwnLoop
 
 
 def test_the_best_cannot_be_kept_where_no_validation_is_seen():

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from instep.comm.messages import Form
 from instep.data.order import Position
 from instep.spec import TrainSpec
-from instep.worker.assignment import Finished, Lockstep
-from instep.worker.passes import parts_of, ranges_of, share_of
+from instep.worker.step.assignment import Finished, Lockstep
+from instep.worker.step.passes import parts_of, ranges_of, share_of
 
 SPEEDS = st.lists(st.sampled_from([0.01, 0.2, 1.0, 1.1, 3.0]), min_size=9, max_size=9)
 

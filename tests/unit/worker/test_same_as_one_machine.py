@@ -14,7 +14,7 @@ from instep.errors import RecipeError
 from instep.recipe.build import Recipe
 from instep.recipe.forward import Forward
 from instep.recipe.weights import WeightedLoss
-from instep.worker.sameness import Spot, try_out
+from instep.worker.trial.sameness import Spot, try_out
 
 CPU = torch.device("cpu")
 WHOLE = 64

@@ -19,10 +19,10 @@ from instep.state.manifest import published, read_manifest
 from instep.state.retention import Best
 from instep.store.folder import make_run_folder, run_id
 from instep.sync.base import make_strategy
-from instep.worker.clock import Clock
-from instep.worker.committed import CommittedState
 from instep.worker.saving import Saver
-from instep.worker.update import Update
+from instep.worker.step.clock import Clock
+from instep.worker.step.committed import CommittedState
+from instep.worker.step.update import Update
 
 WHERE = Position(0, 0, 64)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.worker.update import Update, global_norm
+from instep.worker.step.update import Update, global_norm
 
 
 def model_with_gradients():

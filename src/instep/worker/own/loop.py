@@ -10,7 +10,7 @@ every `.grad` holds the agreed gradient, so clipping and edits see it; then
 Where a worker is lost, nothing is raised into the user's code: what is left of the
 iteration does nothing, and the loader gives the step's batches once more. What talks
 between two steps (`sum`, `gather`, `validated`) is repeated with whoever is there then; a
-worker that takes another's place is answered from a log (`own_calls.py`).
+worker that takes another's place is answered from a log (`calls.py`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.state.retention import Best, best_rule
-from instep.worker import own_evaluation
-from instep.worker.committed import Commit
-from instep.worker.engine import Agreement, Weighed
 from instep.worker.loop import Loop, Passed
 from instep.worker.member import Member
-from instep.worker.own_calls import EVALUATION, Call, Calls, of_epoch
-from instep.worker.own_calls import after as after_commit
-from instep.worker.own_checks import refuse, verdict_of
-from instep.worker.own_evaluation import NONE, Piece, Round
-from instep.worker.own_taken_over import take_over
-from instep.worker.passes import OF_PASS, Pass, Share, parts_of, share_of
-from instep.worker.update import OF_UPDATE, Update
+from instep.worker.own import evaluation
+from instep.worker.own.calls import EVALUATION, Call, Calls, of_epoch
+from instep.worker.own.calls import after as after_commit
+from instep.worker.own.checks import refuse, verdict_of
+from instep.worker.own.evaluation import NONE, Piece, Round
+from instep.worker.own.taken_over import take_over
+from instep.worker.step.committed import Commit
+from instep.worker.step.engine import Agreement, Weighed
+from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of, share_of
+from instep.worker.step.update import OF_UPDATE, Update
 
 _LOOK_S = 0.05
 """How often those look for a newcomer who cannot go on without one."""
@@ -569,7 +569,7 @@ class OwnLoop(Loop):
         own = torch.tensor(values, dtype=torch.float64)
 
         def talk() -> list[float]:
-            every = own_evaluation.exchange(self.engine.comm, self.device, name, Piece(0, [own]))
+            every = evaluation.exchange(self.engine.comm, self.device, name, Piece(0, [own]))
             rows = [piece.leaves[0].tolist() for piece in every]
             return [_exact_sum(column) for column in zip(*rows, strict=True)]
 
@@ -577,7 +577,7 @@ class OwnLoop(Loop):
 
     def gather(self, tensors: Any) -> Any:
         """The tensors of all processes, each behind the other in the order of the dataset."""
-        name, (leaves, form) = "session.gather_for_metrics", own_evaluation.flatten(tensors)
+        name, (leaves, form) = "session.gather_for_metrics", evaluation.flatten(tensors)
         now, number, expected = self.round, self.engine.comm.rank, None
         if now is not None:
             now.gathered, number, expected = True, now.number, now.expected
@@ -586,13 +586,13 @@ class OwnLoop(Loop):
 
         def talk() -> list[Tensor]:
             piece = Piece(number, leaves)
-            every = own_evaluation.exchange(self.engine.comm, self.device, name, piece)
+            every = evaluation.exchange(self.engine.comm, self.device, name, piece)
             if expected is not None and {*expected} - {each.number for each in every}:
                 raise _PartsMissing
-            return own_evaluation.joined(every)
+            return evaluation.joined(every)
 
         every = self._call(name, talk, [leaf.cpu() for leaf in leaves])
-        return own_evaluation.build_again([leaf.to(self.device) for leaf in every], form)
+        return evaluation.build_again([leaf.to(self.device) for leaf in every], form)
 
     def begin_evaluation(self) -> tuple[int, int]:
         """How many parts an evaluation has that begins now, and which of them is this process's."""
@@ -601,7 +601,7 @@ class OwnLoop(Loop):
 
         def talk() -> int:
             comm, nothing = self.engine.comm, Piece(0, [])
-            return len(own_evaluation.exchange(comm, self.device, EVALUATION, nothing))
+            return len(evaluation.exchange(comm, self.device, EVALUATION, nothing))
 
         parts = int(self._call(EVALUATION, talk, 1))
         return parts, self._calls.take_part(self.engine.comm.rank)
@@ -623,7 +623,7 @@ class OwnLoop(Loop):
                 )
             told = not self.stopped and self.stopping.after_validation(self.step, metrics)
             if self.member.recovers:  # who comes later is not to tell it: somebody has
-                own_evaluation.exchange(comm, self.device, "session.validated", Piece(0, []))
+                evaluation.exchange(comm, self.device, "session.validated", Piece(0, []))
             return [told]
 
         if self._now is None:

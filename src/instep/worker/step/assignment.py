@@ -16,8 +16,8 @@ from instep.data.balance import deal
 from instep.data.order import Position, position
 from instep.events import Kind
 from instep.spec import TrainSpec
-from instep.worker.dealing import Dealing, Speeds
-from instep.worker.passes import (
+from instep.worker.step.dealing import Dealing, Speeds
+from instep.worker.step.passes import (
     Share,
     parts_of,
     positions_of,

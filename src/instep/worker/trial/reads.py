@@ -14,8 +14,16 @@ from instep.data.loader import Loader, Read, Slice
 from instep.data.order import key, position, steps_in_epoch
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
-from instep.worker.passes import OF_PASS, parts_of, share_of
-from instep.worker.sameness import LEAST, NOTHING_TO_TRY, Spot, Trial, mean_of, together, try_out
+from instep.worker.step.passes import OF_PASS, parts_of, share_of
+from instep.worker.trial.sameness import (
+    LEAST,
+    NOTHING_TO_TRY,
+    Spot,
+    mean_of,
+    together,
+    try_out,
+)
+from instep.worker.trial_result import Trial
 
 _SPOTS = 32
 """Places in an epoch at which it may be tried whether cutting a batch changes the result."""

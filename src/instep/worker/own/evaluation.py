@@ -22,7 +22,7 @@ from instep.errors import DataError, SpecError
 from instep.state.snapshot import DTYPES
 
 if TYPE_CHECKING:
-    from instep.worker.own_loop import OwnLoop
+    from instep.worker.own.loop import OwnLoop
 
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 

@@ -30,8 +30,9 @@ from instep.errors import RecipeError
 from instep.parallel.draws import ByMicroBatch
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum, weighing
-from instep.worker.still import LEVELS, Still
-from instep.worker.trial_model import PassResult, TrialModel, trial_model
+from instep.worker.trial.model import PassResult, TrialModel, trial_model
+from instep.worker.trial.still import LEVELS, Still
+from instep.worker.trial_result import Trial
 
 _NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)
@@ -44,34 +45,6 @@ grows as the work does and is the same on every machine, stays below the second 
 and the samples read below the third."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
-
-
-class Trial(NamedTuple):
-    """What came of the trial. Plain data: a newcomer is given it by the others."""
-
-    merge: bool
-    """Whether micro-batches may be merged into larger passes."""
-    reason: str
-    """Why, or why not."""
-    verdict: str
-    """`yes`, `no: ...` or `not shown: ...`."""
-    derived: str = ""
-    """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
-
-    def merged_always(self) -> Trial:
-        """What `train.merge = "always"` makes of it."""
-        verdict = self.verdict
-        if self.same and not self.merge:
-            verdict = (
-                f"no: train.merge = 'always' merges micro-batches although {self.reason}, and the "
-                "result depends on the number of workers. Leave train.merge out"
-            )
-        return self._replace(merge=True, reason="train.merge = 'always'", verdict=verdict)
-
-    @property
-    def same(self) -> bool:
-        """Whether the run is shown to give the result of one machine."""
-        return self.verdict == "yes"
 
 
 def together(trials: Mapping[str, Trial]) -> Trial:

@@ -1,7 +1,7 @@
 """The optimizer, scheduler and scaler of an own loop: their methods go through the loop.
 
 They stay the objects that they are, so what else refers to them keeps working. What a call
-means in which iteration is the loop's affair (`own_loop.py`).
+means in which iteration is the loop's affair (`loop.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import SpecError
 
 if TYPE_CHECKING:
-    from instep.worker.own_loop import OwnLoop
+    from instep.worker.own.loop import OwnLoop
 
 
 def take_over(loop: OwnLoop) -> Callable[[], None]:

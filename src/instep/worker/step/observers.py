@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.errors import Unrepeatable
-from instep.worker.dealing import Speeds
-from instep.worker.passes import Pass, Share
+from instep.worker.step.dealing import Speeds
+from instep.worker.step.passes import Pass, Share
 
 
 class Observer(Protocol):

@@ -20,10 +20,10 @@ from instep.records import Attempt
 from instep.state import broadcast
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
-from instep.worker.capture import Moved, Progress, Remembers, capture, read_checkpoint, restore
-from instep.worker.catch_up import NOWHERE, Beginning, Place, beginning
-from instep.worker.sameness import Trial
-from instep.worker.update import Update
+from instep.worker.step.capture import Moved, Progress, Remembers, capture, read_checkpoint, restore
+from instep.worker.step.catch_up import NOWHERE, Beginning, Place, beginning
+from instep.worker.step.update import Update
+from instep.worker.trial_result import Trial
 
 _REMEMBERED = 256
 """Generations of which the last commit is known."""

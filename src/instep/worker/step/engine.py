@@ -1,7 +1,7 @@
 """The one engine: takes a worker's steps from its passes to a commit.
 
-A step is a transaction, for a recipe's training (`training.py`) and for a loop that the
-user writes (`own_loop.py`) alike:
+A step is a transaction, for a recipe's training (`worker/training.py`) and for a loop that the
+user writes (`own/loop.py`) alike:
 
 - passes compute, and move nothing that outlives the step;
 - `agree` does all talking; what is to change then lies staged;
@@ -42,18 +42,18 @@ from instep.records import Attempt
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Strategy
 from instep.system.host_memory import HostMemory
-from instep.worker.assignment import Lockstep
-from instep.worker.buffers import Buffers
-from instep.worker.clock import Clock
-from instep.worker.committed import Commit, CommittedState
-from instep.worker.gradients import Gradients
 from instep.worker.member import Member
-from instep.worker.notes import Notes
-from instep.worker.observers import Observer
-from instep.worker.passes import Pass
-from instep.worker.skipping import scale_gradients, share_read
-from instep.worker.turns import TurnState
-from instep.worker.update import Update
+from instep.worker.step.assignment import Lockstep
+from instep.worker.step.buffers import Buffers
+from instep.worker.step.clock import Clock
+from instep.worker.step.committed import Commit, CommittedState
+from instep.worker.step.gradients import Gradients
+from instep.worker.step.notes import Notes
+from instep.worker.step.observers import Observer
+from instep.worker.step.passes import Pass
+from instep.worker.step.skipping import scale_gradients, share_read
+from instep.worker.step.turns import TurnState
+from instep.worker.step.update import Update
 
 
 class Weighed(NamedTuple):

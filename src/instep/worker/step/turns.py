@@ -15,8 +15,8 @@ from instep.errors import SpecError
 from instep.recipe.build import Built, Recipe
 from instep.spec import JobSpec
 from instep.sync.base import Strategy, make_strategy
-from instep.worker.passes import OF_PASS
-from instep.worker.update import Update
+from instep.worker.step.passes import OF_PASS
+from instep.worker.step.update import Update
 
 
 class TurnState(NamedTuple):

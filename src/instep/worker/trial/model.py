@@ -19,7 +19,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward, Losses, on_tensors, to_device
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
-from instep.worker.buffers import empty, filled, written
+from instep.worker.step.buffers import empty, filled, written
 
 _MOVED_BY = 0.05
 """How far parameters are moved off their start, over their root mean square (or 1, where 0)."""

@@ -20,7 +20,7 @@ from instep.state.packing import pack_state, unpack_state
 from instep.state.restore import restore as restore_model
 from instep.state.snapshot import Snapshot, model_tensors
 from instep.system.causes import sentence
-from instep.worker.update import Update
+from instep.worker.step.update import Update
 
 
 class Progress(NamedTuple):

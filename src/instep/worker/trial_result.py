@@ -1,0 +1,33 @@
+"""What came of the trial before the first step (`trial/`): the verdict on this run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Trial(NamedTuple):
+    """What came of the trial. Plain data: a newcomer is given it by the others."""
+
+    merge: bool
+    """Whether micro-batches may be merged into larger passes."""
+    reason: str
+    """Why, or why not."""
+    verdict: str
+    """`yes`, `no: ...` or `not shown: ...`."""
+    derived: str = ""
+    """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
+
+    def merged_always(self) -> Trial:
+        """What `train.merge = "always"` makes of it."""
+        verdict = self.verdict
+        if self.same and not self.merge:
+            verdict = (
+                f"no: train.merge = 'always' merges micro-batches although {self.reason}, and the "
+                "result depends on the number of workers. Leave train.merge out"
+            )
+        return self._replace(merge=True, reason="train.merge = 'always'", verdict=verdict)
+
+    @property
+    def same(self) -> bool:
+        """Whether the run is shown to give the result of one machine."""
+        return self.verdict == "yes"
