@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.limits import FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
 from instep.system.processes import stat_fields
 
 HUNG_S = 10.0
@@ -27,9 +27,6 @@ FIRST_SIGN_S = UNKNOWN_S
 
 MOST_S = 120.0
 """No process may be silent for longer, however long one was."""
-
-LOOK_S = FLOOR_S / 4
-"""A watchdog that looks more rarely did not run itself: no more is counted at a time."""
 
 MOVED_BYTES = 1 << 16
 """A process that has read or written so much since the last look makes progress."""

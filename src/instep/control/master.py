@@ -35,7 +35,6 @@ from instep.control.lease import NOBODY, Lease, SignsOfLife
 from instep.control.questions import Questions
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
-from instep.control.silence import Silence
 from instep.control.verdicts import Verdicts, found_wrong
 from instep.control.watch import Watch
 from instep.errors import InstepError, PeerError
@@ -138,7 +137,7 @@ class Master:
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, origin.heard)
         self._keys, self._questions = Keys(), Questions(run)
-        self._watch, self._silence = Watch(), Silence()
+        self._watch = Watch()
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
         self._peers: dict[int, Peer] = {}
@@ -215,8 +214,8 @@ class Master:
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._recorder.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, now)
-        for worker in known.living:
-            self._silence.hears(worker, now)
+        for worker in [] if known.recovers else known.living:  # none may stay away
+            self._watch.begins(worker, now)
         self._verdicts.take_over(folder)
         if (step := found_wrong(folder.events)) is not None:
             self._roll_back(folder, step)
@@ -358,7 +357,6 @@ class Master:
         if not self._hosted and hello.machine == self._machine and number not in self._joined:
             self._joined[number] = Watched(hello.pid)
         self._watch.begins(number, now, ready=number in state.ready)
-        self._silence.hears(number, now)
         if number in state.joined:
             self._think(mind.Reconnected(number, hello.generation or 0))
             if self._hosts.several and state.member(number).phase is mind.Phase.FORMING:
@@ -507,7 +505,6 @@ class Master:
                 connection.lease.hears(now)
         else:
             self._last_heartbeat[number] = now, heartbeat
-            self._silence.hears(number, now)
             self._watch.hears(number, msgspec.structs.replace(heartbeat, number=0), now)
 
     def _handle_client(self, peer: Peer, message: m.AnyMessage) -> None:
@@ -620,7 +617,6 @@ class Master:
             known.pop(worker, None)
         self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
-        self._silence.leaves(worker)
         self._recorder.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
         step = (place.step if place is not None else 0) or self._recorder.in_flight(worker)
         self._think(mind.Ended(worker, code, step, self._recorder.reached, place))
@@ -638,7 +634,7 @@ class Master:
             self._absent[number] = time.monotonic()
             if not self._hosted:  # no host reports its end
                 self._absent.pop(number)
-                self._silence.leaves(number)
+                self._watch.leaves(number)
                 code = 0 if number in self._state.done else endings.UNSEEN
                 self._think(mind.Ended(number, code, self._recorder.in_flight(number)))
 
@@ -755,10 +751,10 @@ class Master:
     def _watch_progress(self) -> None:
         """Kill workers that hang, after asking them for their stack."""
         now, state = time.monotonic(), self._state
+        self._watch.turn(now)
         if not state.recovers:
             self._watch_silence(now)
             return
-        self._watch.turn(now)
         last = self._recorder.committed
         if state.phase in ("gathering", "training"):
             often = {worker: times for worker, (step, times) in state.hangs.items() if step >= last}
@@ -778,7 +774,7 @@ class Master:
 
     def _watch_silence(self, now: float) -> None:
         """End a run whose workers cannot be replaced, if one gives no sign of life."""
-        silent = self._silence.turn(now)
+        silent = self._watch.silent(now)
         if silent is None or (len(self._state.wanted) == 1 and not self._hosted):
             return  # no other worker waits for it
         worker = silent.worker

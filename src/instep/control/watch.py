@@ -5,7 +5,14 @@ for how long a processor was busy with it. A worker hangs when it falls silent (
 inside native code), or when its heartbeats show no progress (an endless loop, a read that
 never ends). The timeouts follow from how long steps take, and how long the same activity
 took before. A worker that waits for others, or for a disk, does not hang; a read that keeps
-a processor busy does not wait for a disk. Pure: times are given, and no action is taken.
+a processor busy does not wait for a disk.
+
+Under `instep.join`, and on GPUs, workers cannot be replaced, and one that hangs ends the run:
+the others would wait for it without end. There the timeouts are longer, and only silence
+counts (`Watch.silent`): a loop of the user's own may compute, compile or download for any
+time. Where all are silent at once, as after Ctrl-Z, a user may wake them.
+
+Processes of other roles have a `lease.py`. Pure: times are given, and no action is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +23,8 @@ from functools import partial
 from typing import NamedTuple
 
 from instep.comm.messages import READING, Heartbeat
-from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.limits import BUSY, FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
+from instep.units import readable_seconds
 
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
@@ -43,10 +51,18 @@ FORGET_BUSY = 0.9995
 """The same, of the longest busy time: one slow sample in a thousand steps is remembered."""
 
 
+SILENT_S = 60.0
+"""How long a worker that cannot be replaced may be silent while another is not: a call that keeps
+the interpreter's lock, such as a compilation, makes it so."""
+
+ALL_SILENT_S = 600.0
+"""How long all workers may be silent, where none can be replaced."""
+
+
 def away_s(before: float | None, now: float) -> float:
     """How long the watchdog itself did not run since its last look; 0.0 for a moment."""
     gap_s = now - before if before is not None else 0.0
-    return gap_s if gap_s > FLOOR_S / 4 else 0.0
+    return gap_s if gap_s > LOOK_S else 0.0
 
 
 def _done(heartbeat: Heartbeat) -> tuple[int, str, int]:
@@ -69,6 +85,36 @@ class Hang(NamedTuple):
     """Whether it keeps a processor busy with a read."""
 
 
+class Silent(NamedTuple):
+    """A worker that cannot be replaced, and was silent for too long."""
+
+    worker: int
+    seconds: float
+    """Since its last heartbeat."""
+    all: bool
+    """Whether all other workers were silent too."""
+
+    def cause(self, pid: int, node: str, *, stopped: bool, joined: bool) -> str:
+        """The cause to report.
+
+        Args:
+            pid: of its process; 0 if it is not known.
+            node: the name of its machine; empty if it is not known.
+            stopped: whether the system says that its process does not run.
+            joined: whether another program than instep started it.
+        """
+        where = f" (pid {pid}{f' on {node}' if node else ''})" if pid else ""
+        long = readable_seconds(self.seconds)
+        how = f"its process{where} gave no sign of life for {long}"
+        how += ", nor did any other worker" if self.all else " while others did"
+        how += (
+            ": it was stopped (SIGSTOP, Ctrl-Z)"
+            if stopped
+            else ": it may be stopped, or native code keeps the interpreter's lock"
+        )
+        return f"{how}. It cannot be replaced {'under instep.join' if joined else 'on GPUs'}."
+
+
 @dataclass
 class _Seen:
     """What is known of a worker."""
@@ -86,6 +132,8 @@ class _Seen:
     """Whether it is built."""
     given_up_s: float = 0.0
     """How long it had been busy with a read when it was found to hang; 0.0 if it was not."""
+    alone_s: float = 0.0
+    """How long it was silent while another was not."""
 
     @property
     def busy_s(self) -> float:
@@ -124,10 +172,15 @@ class Watch:
     _now: float | None = None
     _all_still: bool = False
     """Whether all ready workers were stopped at once at the last look."""
+    _all_silent_s: float = 0.0
+    """How long all workers have been silent."""
+    _passed_s: float = 0.0
+    """How long the watchdog has seen them since the look before."""
 
     def turn(self, now: float) -> None:
         """Let time pass; where the watchdog itself did not run for long, no worker is blamed."""
         away = away_s(self._now, now)
+        self._passed_s = min(now - self._now, LOOK_S) if self._now is not None else 0.0
         self._now = now
         for seen in self._seen.values():
             seen.heard += away
@@ -166,7 +219,7 @@ class Watch:
             for other in self._seen.values():
                 if other is not seen:
                     other.heard = other.since = now
-        seen.heard = now
+        seen.heard, seen.alone_s, self._all_silent_s = now, 0.0, 0.0
         if before is None or _done(before) != _done(heartbeat):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
@@ -279,3 +332,19 @@ class Watch:
             waits.append(now - each.since)
         limit_s = max(FLOOR_S, STEPS * self.step_s) * 2 ** min(times, 6)
         return min(waits) if min(waits) > limit_s else 0.0
+
+    def silent(self, now: float) -> Silent | None:
+        """A worker that was silent for too long, where none can be replaced."""
+        silent = {n: seen for n, seen in self._seen.items() if now - seen.heard > FLOOR_S}
+        if len(silent) == len(self._seen):
+            self._all_silent_s += self._passed_s if silent else 0.0
+        else:
+            self._all_silent_s = 0.0
+            for seen in silent.values():
+                seen.alone_s += self._passed_s
+        everybody = self._all_silent_s > ALL_SILENT_S
+        late = [n for n, seen in silent.items() if everybody or seen.alone_s > SILENT_S]
+        if not late:
+            return None
+        first = min(late, key=lambda worker: (silent[worker].heard, worker))
+        return Silent(first, now - silent[first].heard, everybody)

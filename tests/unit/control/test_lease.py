@@ -7,7 +7,6 @@ import pytest
 from instep.control.lease import (
     FIRST_SIGN_S,
     HUNG_S,
-    LOOK_S,
     MOST_S,
     MOVED_BYTES,
     NOBODY,
@@ -16,7 +15,7 @@ from instep.control.lease import (
     SignsOfLife,
     facts_of,
 )
-from instep.system.limits import FLOOR_S, STEPS
+from instep.system.limits import FLOOR_S, LOOK_S, STEPS
 
 LOOKS_S = 0.05
 
