@@ -15,8 +15,8 @@ from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
 
-from instep.control.lease import HUNG_S
 from instep.events import read_events
+from instep.system.lease import HUNG_S
 from instep.system.processes import SPARE
 
 pytestmark = pytest.mark.process

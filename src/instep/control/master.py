@@ -31,7 +31,6 @@ from instep.control.decide import decide
 from instep.control.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
 from instep.control.journal import Journal
 from instep.control.keys import Keys
-from instep.control.lease import NOBODY, Lease, SignsOfLife
 from instep.control.questions import Questions
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
@@ -43,6 +42,7 @@ from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, Origin, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.system.causes import sentence
+from instep.system.lease import NOBODY, Lease, SignsOfLife
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched, has_ended, machine
 

@@ -22,7 +22,6 @@ from instep import spec_file
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control.journal import Journal
-from instep.control.lease import SignsOfLife
 from instep.control.master import Master
 from instep.errors import InstepError
 from instep.plain_file import plain
@@ -31,6 +30,7 @@ from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system import causes
+from instep.system.lease import SignsOfLife
 from instep.system.output import Output
 from instep.system.processes import Watched, die_with_parent
 

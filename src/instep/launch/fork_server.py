@@ -44,11 +44,11 @@ from instep.comm.messages import (
     StartWorker,
     Welcome,
 )
-from instep.control.lease import Lease
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
 from instep.system.environment import END, SETTINGS
+from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from instep.control.lease import (
+from instep.system.lease import (
     FIRST_SIGN_S,
     HUNG_S,
     MOST_S,
