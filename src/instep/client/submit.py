@@ -40,7 +40,7 @@ from instep.store.folder import (
     remove_run_folder,
     resume_hint,
 )
-from instep.sync import ROUNDS, STRATEGIES
+from instep.sync import ROUNDS, SERVERS, STRATEGIES
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -62,6 +62,7 @@ class Run:
     """0; `DIVERGED` or `INTERRUPTED` of `errors.py` if it ended so."""
 
 
+_ON_THE_HOST = "servers and workers compute on the CPU"
 _NO_BITS = "what a codec drops depends on how many workers there are"
 
 
@@ -353,6 +354,33 @@ def _check_rounds(job: JobSpec) -> None:
             )
 
 
+def _check_servers(job: JobSpec) -> None:
+    sync = job.sync
+    if sync.name not in SERVERS:
+        if sync.servers != 1:
+            raise SpecError(
+                f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
+                "use sync.name = 'server_sync'."
+            )
+        return
+    if job.recipe.endswith(":__main__"):
+        raise SpecError(
+            f"sync.name = {sync.name!r} needs a recipe: your own loop calls the optimizer, which "
+            "is on the servers. Write a recipe, or use sync.name = 'all_reduce'."
+        )
+    for clash, given, why in (
+        ("sync.codec", sync.codec != "none", "servers are sent plain numbers"),
+        ("train.device = 'cuda'", job.train.device == "cuda", _ON_THE_HOST),
+        ("train.precision = 'float16'", job.train.precision == "float16", _ON_THE_HOST),
+        ("check.corruption", job.check.corruption, "it compares states that every worker has"),
+    ):
+        if given:
+            raise SpecError(
+                f"sync.name = {sync.name!r} does not go with {clash}: {why}. Leave one of the two "
+                "out."
+            )
+
+
 def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     """Refuse a job before any process starts.
 
@@ -377,11 +405,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         )
     STRATEGIES.check(job.sync.name)
     LAUNCHERS.check(job.launch.name or "local")
-    if job.sync.servers != 1:
-        raise SpecError(
-            f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."
-        )
     _check_rounds(job)
+    _check_servers(job)
     CODECS.check(job.sync.codec)
     if job.sync.codec != "none":
         for key, clashes, why in (

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from instep.comm import messages as m
 from instep.comm.channel import Peer
+from instep.control.state import Role
 from instep.control.watch import away_s
 from instep.system.limits import FLOOR_S
 
@@ -181,13 +182,14 @@ class Hosts:
         self._ready |= late or (self._first is not None and not (self.several and self.missing))
         return self._ready
 
-    def start(self, worker: int, log: str, placed: Iterable[int]) -> None:
+    def start(self, worker: int, log: str, placed: Iterable[int], role: Role = "worker") -> None:
         """Start a worker on the host that has the fewest, unless that is under way.
 
         Args:
             worker: its number.
             log: takes its output.
             placed: the host of each worker that is there.
+            role: what it will be.
         """
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
@@ -196,7 +198,7 @@ class Hosts:
         host = min(living, key=lambda number: (workers[number], number), default=None)
         if host is not None:
             self._underway[worker] = host
-            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log))
+            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log, role=role))
 
     def started(self, worker: int, host: int) -> bool:
         """A worker has connected, or ended before that; whether it was to be started there."""

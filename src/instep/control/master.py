@@ -41,6 +41,7 @@ from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, Origin, resume_hint
 from instep.store.run_folder import RunFolder
+from instep.sync import servers_of
 from instep.system.causes import sentence
 from instep.system.lease import NOBODY, Lease, SignsOfLife
 from instep.system.limits import FLOOR_S, UNKNOWN_S
@@ -106,8 +107,6 @@ class Master:
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
         origin: where this session begins.
-        servers: how many members hold parameters for the others.
-        drains: whether members own state, which one that leaves hands over first.
         journal: keeps the decisions; if it has some already, this master replaces a lost one.
         signs: written to at each turn, for the process that watches this one.
         why: how the lost master ended.
@@ -124,8 +123,6 @@ class Master:
         started: float,
         about: Mapping[str, Any],
         origin: Origin = BEGINNING,
-        servers: int = 0,
-        drains: bool = False,
         journal: Journal | None = None,
         signs: SignsOfLife = NOBODY,
         why: str = "",
@@ -166,15 +163,16 @@ class Master:
             gather_s=GATHER_S if known is None else BACK_S,
         )
         if known is None:
-            self._begin(about, servers, drains)
+            self._begin(about)
         else:
             self._take_over(known)
 
-    def _begin(self, about: Mapping[str, Any], servers: int, drains: bool) -> None:
+    def _begin(self, about: Mapping[str, Any]) -> None:
         now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
+        sync, servers = self._job.sync, servers_of(self._job.sync)
         self._state = mind.State(
             members=mind.first_members(self._job.workers, servers),
-            drains=drains,
+            drains=sync.own_state or servers > 0,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
@@ -407,7 +405,8 @@ class Master:
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
         log = str(self._run / "logs" / f"worker-{number}.log")
-        self._hosts.start(number, log, [self._places[n] for n in self._processes])
+        placed = [self._places[n] for n in self._processes]
+        self._hosts.start(number, log, placed, self._state.member(number).role)
 
     # ---- messages
 
