@@ -138,13 +138,13 @@ class _Folder:
         return self.steps[self.steps["worker"] == worker]
 
 
-class _Watched:
-    """As `processes.Watched`."""
+class _Near:
+    """As `hosts.Near`."""
 
     world: World
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, host: int, pid: int) -> None:
+        self.host, self.pid = host, pid
 
     @property
     def ended(self) -> bool:
@@ -198,13 +198,13 @@ class _Journal:
 @contextmanager
 def staged(world: World) -> Generator[None, None, None]:
     """The product's modules see this world instead of clock, sockets, files and processes."""
-    for each in (_Log, _Steps, _Folder, _Watched):
+    for each in (_Log, _Steps, _Folder, _Near):
         each.world = world
     spec_file = SimpleNamespace(dump=lambda job: "")
     of_the_master = {
         "time": TIME,
         "RunFolder": _Folder,
-        "Watched": _Watched,
+        "Near": _Near,
         "as_table": lambda job: {},
         "spec_file": spec_file,
         "has_ended": lambda pid: not world.processes[pid].alive,

@@ -58,6 +58,7 @@ from instep.control.state import (
 from instep.control.stop_rules import Fired
 from instep.data.samples.last_read import is_reading
 from instep.errors import PeerError
+from instep.spec import JobSpec
 from instep.units import readable_seconds
 
 BROKEN_S = 0.3
@@ -313,6 +314,24 @@ def _starts(state: State) -> list[Action]:
     if state.phase not in ("gathering", "training"):
         return []
     return [Start(worker) for worker in sorted(state.wanted - state.joined)]
+
+
+def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
+    """Why a run cannot have so many workers; empty if it can."""
+    most = job.per_commit.micro_batches
+    key = "sync.participants" if job.sync.participants else "train.micro_batches"
+    if not 1 <= workers <= most:
+        return (
+            f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
+            f"most, since {key} = {most}."
+        )
+    if not state.recovers:
+        return "the workers of this run cannot change: it computes on GPUs."
+    if not state.course:
+        return "its workers are still getting ready. Try again in a moment."
+    if state.phase not in ("gathering", "training") or state.stop:
+        return "the run is about to end."
+    return ""
 
 
 def _scaled(state: State, workers: int, now: float) -> tuple[State, list[Action]]:

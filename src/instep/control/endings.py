@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from instep.comm.messages import TOLD, Failed, Whereabouts
+from instep.comm.messages import TOLD, Failed, Over, Whereabouts
 from instep.control.state import Action, Blame, Finish, KillAll, Log, Phase, State
 from instep.data.samples.last_read import describe_read, is_reading
 from instep.errors import DIVERGED, INTERRUPTED, PeerError, WorkerError
@@ -86,6 +86,18 @@ def finish_of(state: State) -> Finish:
     code = 0 if all(word.finite for word in done.values()) else DIVERGED
     completed = rule in ("epochs", "steps", "own loop")
     return Finish("completed" if completed else "stopped", rule, step, code)
+
+
+def over(finish: Finish, blame: Blame | None) -> Over:
+    """What the client is told."""
+    return Over(
+        outcome=finish.outcome,
+        rule=finish.rule,
+        step=finish.step,
+        exit_code=finish.exit_code,
+        worker=blame.worker if blame else None,
+        failed=blame.failed if blame else None,
+    )
 
 
 def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:

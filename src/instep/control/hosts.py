@@ -19,6 +19,7 @@ from instep.comm.channel import Peer
 from instep.control.state import Role
 from instep.control.watch import away_s
 from instep.system.limits import FLOOR_S
+from instep.system.processes import Watched
 
 GATHER_S = 10.0
 """How long the first workers wait for hosts that have not come."""
@@ -38,11 +39,19 @@ LAST_S = 30.0
 BACK_S = 2.0
 """How long a host must be there before workers of another one are given up."""
 
+REPLACED_S = 1.0
+"""How long the spare of a host that was lost may take to connect, before a new one is started."""
+
+RETRY_S = 4.0
+"""After how much longer a host on another machine is started again."""
+
 
 class Process(Protocol):
     """A worker's process, as the master sees it."""
 
     pid: int
+    host: int
+    """The number of its host."""
 
     @property
     def ended(self) -> bool:
@@ -94,6 +103,7 @@ class Hosts:
         self._given_up: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
         self._failed: set[int] = set()  # who has ended by itself, and not come since
+        self._missing_since: dict[int, float] = {}
         self._first: float | None = None
         self._ready = False
         self._now = 0.0
@@ -107,6 +117,14 @@ class Hosts:
     def missing(self) -> list[int]:
         """Numbers of the hosts that are not connected."""
         return [number for number in range(max(1, self.count)) if number not in self._there]
+
+    def to_start(self, now: float) -> list[int]:
+        """Hosts that have been missing for too long, and are to be started; each once a while."""
+        since = {number: self._missing_since.get(number, now) for number in self.missing}
+        late = [number for number, lost in since.items() if now - lost > REPLACED_S]
+        again = now + (RETRY_S if self.several else 0.0)
+        self._missing_since = since | dict.fromkeys(late, again)
+        return late
 
     @property
     def now(self) -> float:
@@ -263,6 +281,14 @@ class Hosts:
     def gave_up(self, host: int, pid: int) -> bool:
         """Whether the run has continued without this process."""
         return (host, pid) in self._given_up
+
+
+class Near(Watched):
+    """A process of the master's machine."""
+
+    def __init__(self, host: int, pid: int) -> None:
+        super().__init__(pid)
+        self.host = host
 
 
 class Far:

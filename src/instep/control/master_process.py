@@ -21,6 +21,7 @@ from typing import Any
 from instep import spec_file
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
+from instep.control.hosts import Process
 from instep.control.journal import Journal
 from instep.control.master import Master
 from instep.errors import InstepError
@@ -32,7 +33,7 @@ from instep.store.run_folder import RunFolder
 from instep.system import causes
 from instep.system.lease import SignsOfLife
 from instep.system.output import Output
-from instep.system.processes import Watched, die_with_parent
+from instep.system.processes import die_with_parent
 
 FLUSH_S = 1.0
 """How long the last messages may take to be sent."""
@@ -69,7 +70,7 @@ def main() -> int:
 
 def _serve(
     run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife
-) -> Watched | None:
+) -> Process | None:
     """Returns a process of this machine that cannot end by itself."""
     job = spec_file.load(run / "job.toml")
     views = _views(job, run, note)
