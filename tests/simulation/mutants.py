@@ -178,7 +178,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "ready",
         lambda real: property(lambda state: state.living),
     ),
-    "the last word of an earlier generation counts": (mind, "_last_word", _any_generation),
+    "the last word of an earlier generation counts": (mind, "_last_message", _any_generation),
     "the run never goes back": (mind, "_advance", _without(GoBack)),
     "a group that broke is not formed again": (mind, "_broke", _ignored),
     "a worker that hangs is not killed": (mind, "_hung", _without(Kill)),
@@ -211,7 +211,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "a lost worker cannot have committed anything": (
         mind,
         "_lose",
-        _state(from_origin=lambda before, after: before.from_origin),
+        _state(from_checkpoint=lambda before, after: before.from_checkpoint),
     ),
     "a new master waits for members that are ready": (mind, "_restarted", _restarted_as_if_told),
     "a new master does not kill again": (mind, "_restarted", _without(Kill)),

@@ -203,7 +203,7 @@ class MasterWatchdog:
         now = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             while os.read(self._signs, 1 << 16):
-                self._lease.hears(now)
+                self._lease.renew(now)
         if self._hangs and self._lease.signs and now - self._started > WELL_S:
             self._hangs = 0
         self._longest_s = max(self._longest_s, self._lease.longest_s)

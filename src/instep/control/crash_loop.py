@@ -50,11 +50,11 @@ def judge(state: State, event: Ended) -> tuple[State, Failed, bool]:
         The state after it; the failure to report; and whether the run ends with it.
     """
     worker, hung = event.worker, state.member(event.worker).hung
-    word = endings.of(event.code, event.step, event.place)
+    failure = endings.of(event.code, event.step, event.place)
     if hung:
         if is_reading(event.place):
             hung = f"{hung.rstrip('.')}, {describe_read(event.place)}."
-        word = endings.failed("hang", hung, event.step)
+        failure = endings.failed("hang", hung, event.step)
     counts = state.hangs if hung else state.lost
     counts = counts | {worker: _once_more(counts.get(worker), event.committed)}
     counted = replace(state, hangs=counts) if hung else replace(state, lost=counts)
@@ -64,17 +64,17 @@ def judge(state: State, event: Ended) -> tuple[State, Failed, bool]:
     if times >= _most_at(state, event):
         if not is_reading(event.place):
             where = "at this step" if event.step else "before the first step"
-            cause = f"{word.cause} It happened {times} times {where}."
-            return counted, endings.failed(word.kind, cause, word.step), True
+            cause = f"{failure.cause} It happened {times} times {where}."
+            return counted, endings.failed(failure.kind, cause, failure.step), True
         if not state.skips:
-            cause = f"{word.cause} It happened {times} times at this sample.{SKIP_HINT}"
+            cause = f"{failure.cause} It happened {times} times at this sample.{SKIP_HINT}"
             return counted, _unreadable(cause, event), True
-        return _leave_out(counted, event, times), word, False
+        return _leave_out(counted, event, times), failure, False
     farthest, times = counts[worker]
     if times >= (MOST_HANGS if hung else MOST_LOSSES):
-        cause = f"{word.cause} It happened {times} times and {_no_more_than(farthest)}."
-        return counted, endings.failed(word.kind, cause, word.step), True
-    return counted, word, False
+        cause = f"{failure.cause} It happened {times} times and {_no_more_than(farthest)}."
+        return counted, endings.failed(failure.kind, cause, failure.step), True
+    return counted, failure, False
 
 
 def judge_group(state: State, committed: int, why: str = "") -> tuple[State, Blame | None]:
@@ -155,8 +155,8 @@ def _most_at(state: State, event: Ended) -> int:
 def _unreadable(cause: str, event: Ended) -> Failed:
     assert event.place is not None
     phase = "validation" if event.place.dataset == "validation" else "loading"
-    word = endings.failed(DataError.__name__, cause, event.step)
-    return msgspec.structs.replace(word, phase=phase, exit_code=DataError.exit_code)
+    failure = endings.failed(DataError.__name__, cause, event.step)
+    return msgspec.structs.replace(failure, phase=phase, exit_code=DataError.exit_code)
 
 
 def _leave_out(state: State, event: Ended, times: int) -> State:

@@ -37,7 +37,7 @@ from instep.control.state import (
     Joined,
     Kill,
     KillAll,
-    LastWord,
+    LastMessage,
     Log,
     Noticed,
     Phase,
@@ -95,8 +95,8 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
             return _formed(state, worker, generation, now)
         case Broke():
             return _broke(state, event, now)
-        case LastWord(worker, word):
-            return _last_word(state, worker, word, now)
+        case LastMessage(worker, message):
+            return _last_message(state, worker, message, now)
         case Ended():
             return _ended(state, event, now)
         case StartFailed(worker, error):
@@ -119,7 +119,7 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
         case Fired():
             return _fired(state, event)
         case WentBack(checkpoint, step):
-            back = replace(state, origin=checkpoint, origin_step=step, from_origin=True)
+            back = replace(state, checkpoint=checkpoint, checkpoint_step=step, from_checkpoint=True)
             return _next_generation(back, now)
         case RolledBack(step):
             return _rolled_back(state, step), []
@@ -138,7 +138,7 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     if ended or not state.wanted <= state.ready:
         return state, []
     if state.phase == "gathering":
-        held = state.holders or state.those(IN_A_GROUP) or state.from_origin
+        held = state.holders or state.those(IN_A_GROUP) or state.from_checkpoint
         return _next_generation(state, now) if held or not state.course else (state, [GoBack()])
     inside = all(state.member(n).phase is Phase.INSIDE for n in state.group)
     if state.phase != "training" or set(state.group) == state.wanted or not inside:
@@ -158,7 +158,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         chosen |= holders  # one may have committed what no other member has
     elif state.drains:
         chosen |= holders - set(state.draining)  # they have not handed over yet
-    from_origin = state.from_origin and not bound
+    from_checkpoint = state.from_checkpoint and not bound
     after = state
     for worker in chosen:
         after = after.move(worker, Phase.FORMING)
@@ -169,8 +169,8 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         generation=generation,
         group=tuple(sorted(chosen - state.servers)) + tuple(sorted(chosen & state.servers)),
         draining=tuple(sorted(chosen - state.wanted)) if state.drains else (),
-        begins_at=state.origin if from_origin else None,
-        course=generation if from_origin else state.course,
+        begins_at=state.checkpoint if from_checkpoint else None,
+        course=generation if from_checkpoint else state.course,
         timeout_s=MEETING_S * 2 ** min(state.broken, 6) if state.course else FIRST_MEETING_S,
         changing=False,
         suspect=None,
@@ -196,7 +196,7 @@ def _form(state: State, worker: int) -> Form:
         draining=state.draining,
         timeout_s=state.timeout_s,
         checkpoint=state.begins_at,
-        ends=state.begins_at is not None and after is not None and after < state.origin_step,
+        ends=state.begins_at is not None and after is not None and after < state.checkpoint_step,
         marks=crash_loop.marks(state),
     )
 
@@ -212,7 +212,7 @@ def _formed(state: State, worker: int, generation: int, now: float) -> tuple[Sta
     if generation < state.course or generation <= state.member(worker).formed:
         return state, []  # from before the run went back, or sent again
     member = state.expect(worker, Phase.FORMING, Phase.INSIDE, Phase.LEFT, to="Formed")
-    state = replace(state.note(worker, formed=generation), from_origin=False)
+    state = replace(state.note(worker, formed=generation), from_checkpoint=False)
     if generation != state.generation or member.phase is Phase.LEFT:
         return state, []
     return _advance(state.move(worker, Phase.INSIDE), now)  # the next change may be due
@@ -276,7 +276,7 @@ def _restarted(state: State, now: float) -> tuple[State, list[Action]]:
     """Do again what the lost master may not have done."""
     if state.phase in ("releasing", "ending"):
         kill: list[Action] = [KillAll()] if state.phase == "ending" else []
-        return replace(state, deadline=now + endings.FAREWELL_S), kill
+        return replace(state, deadline=now + endings.EXIT_S), kill
     hung = sorted(n for n, member in state.members.items() if member.hung)
     again: list[Action] = [*_starts(state), *[Kill(worker) for worker in hung]]
     actions: list[Action] = []
@@ -387,9 +387,9 @@ def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]
     worker, code, member = event.worker, event.code, state.member(event.worker)
     if worker in state.done and state.phase == "training":
         return state.move(worker, Phase.ENDED), []  # it had finished
-    replaced = member.phase is Phase.ABSENT or (state.recovers and member.word is None)
+    replaced = member.phase is Phase.ABSENT or (state.recovers and member.last_message is None)
     reads = is_reading(event.place) and not event.place.ahead
-    by_a_read = reads and member.word is None  # native code may call exit()
+    by_a_read = reads and member.last_message is None  # native code may call exit()
     if code == PeerError.exit_code and replaced and not by_a_read:
         event, code = replace(event, code=None), None  # it lost its master, or was refused
     unexplained = code is None or code < 0 or by_a_read
@@ -411,21 +411,21 @@ def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]
 def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action]]:
     """A member was lost: start another in its place, unless that has not helped before."""
     worker = event.worker
-    state, word, ends = crash_loop.judge(state, event)
+    state, failure, ends = crash_loop.judge(state, event)
     if ends:
-        return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, word), now)
+        return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, failure), now)
     waiting = state.phase == "gathering" or not state.course
     state = replace(
         _lose(state, worker),
         phase="gathering",
         since=state.since if waiting else now,
-        why=f"worker {worker} was lost: {word.cause}",
+        why=f"worker {worker} was lost: {failure.cause}",
         changing=False,
         broken=0,
         apart=None,
         deadline=state.deadline if state.suspect else None,
     )
-    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
+    log = Log("worker_lost", {"worker": worker, "step": failure.step, "cause": failure.cause})
     state, starts = _recall(state)
     if worker in state.wanted:
         starts = [Start(worker), *starts]
@@ -436,7 +436,9 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
 def _lose(state: State, worker: int) -> State:
     """Forget a process; if it was in a group, it may have begun what others must not repeat."""
     alone = state.member(worker).phase in IN_A_GROUP
-    return replace(state.move(worker, Phase.ABSENT), from_origin=state.from_origin and not alone)
+    return replace(
+        state.move(worker, Phase.ABSENT), from_checkpoint=state.from_checkpoint and not alone
+    )
 
 
 def _recall(state: State) -> tuple[State, list[Action]]:
@@ -447,7 +449,7 @@ def _recall(state: State) -> tuple[State, list[Action]]:
             state = state.move(worker, Phase.ABSENT)
             starts += [Start(worker)] if worker in state.wanted else []
         else:
-            state = state.note(worker, word=None)
+            state = state.note(worker, last_message=None)
     return state, starts
 
 
@@ -469,27 +471,27 @@ def _silent(state: State, event: Silent, now: float) -> tuple[State, list[Action
     going_on = state.phase in ("gathering", "training")
     if event.worker not in state.living or state.recovers or not going_on:
         return state, []
-    word = endings.failed("silent", event.cause, event.step, event.phase)
-    return endings.fail(state, Blame(event.worker, word), now)
+    failure = endings.failed("silent", event.cause, event.step, event.phase)
+    return endings.fail(state, Blame(event.worker, failure), now)
 
 
 # ---- last words
 
 
-def _last_word(
-    state: State, worker: int, word: Done | Failed, now: float
+def _last_message(
+    state: State, worker: int, message: Done | Failed, now: float
 ) -> tuple[State, list[Action]]:
-    if isinstance(word, Failed):
-        state, blame = state.note(worker, word=word), Blame(worker, word)
-        may_follow = word.kind == PeerError.__name__  # from another worker's failure
+    if isinstance(message, Failed):
+        state, blame = state.note(worker, last_message=message), Blame(worker, message)
+        may_follow = message.kind == PeerError.__name__  # from another worker's failure
         return (endings.suspect if may_follow else endings.fail)(state, blame, now)
-    if word.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
+    if message.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
         return state, []  # it has to finish again with the others, or sends it again
     state.expect(worker, *IN_A_GROUP, Phase.ENDED, to="Done")
-    state = state.note(worker, word=word)
+    state = state.note(worker, last_message=message)
     if state.phase != "training" or not state.done.keys() >= set(state.group):
         return state, []
-    return replace(state, phase="releasing", deadline=now + endings.FAREWELL_S), []
+    return replace(state, phase="releasing", deadline=now + endings.EXIT_S), []
 
 
 # ---- stops, and time

@@ -75,7 +75,7 @@ class _Host:
     peer: Peer
     pid: int
     since: float
-    heard: float
+    last_heartbeat: float
     stopped: Collection[int] = ()
     """Its processes that were stopped, by its last heartbeat."""
 
@@ -100,7 +100,7 @@ class Hosts:
         self._there: dict[int, _Host] = {}
         self._underway: dict[int, int] = {}  # worker to the host that was told to start it
         self._spoke: set[tuple[int, int]] = set()  # host and pid: those that say they live
-        self._given_up: set[tuple[int, int]] = set()  # host and pid
+        self._abandoned: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
         self._failed: set[int] = set()  # who has ended by itself, and not come since
         self._missing_since: dict[int, float] = {}
@@ -137,13 +137,13 @@ class Hosts:
         """Let time pass; returns connections that have been silent for too long."""
         away, self._now = away_s(self._now or None, now), now
         for host in self._there.values():
-            host.heard += away
+            host.last_heartbeat += away
         if not self.several:
             return []
         return [
             host.peer
             for number, host in self._there.items()
-            if now - host.heard > (FLOOR_S if self._speaks(number) else FIRST_HEARTBEAT_S)
+            if now - host.last_heartbeat > (FLOOR_S if self._speaks(number) else FIRST_HEARTBEAT_S)
         ]
 
     def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
@@ -158,9 +158,9 @@ class Hosts:
         before = self._there.get(number)
         self._there[number] = _Host(peer, pid, now, now)
         self._forget_starts(number)  # it may not have got what was sent on a lost connection
-        for host, given_up in self._given_up:
+        for host, abandoned in self._abandoned:
             if host == number:
-                self._send(peer, m.Signal(pid=given_up, signals=[signal.SIGKILL]))
+                self._send(peer, m.Signal(pid=abandoned, signals=[signal.SIGKILL]))
         return before.peer if before is not None and before.pid == pid else None
 
     def fails(self, number: int) -> bool:
@@ -168,11 +168,11 @@ class Hosts:
         self._failed.add(number)
         return len(self._failed) >= max(1, self.count)
 
-    def hears(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
+    def heartbeat(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
         """A heartbeat of a host, with its processes that were stopped."""
         host = self._there.get(number)
         if host is not None and host.peer is peer:
-            host.heard, host.stopped = now, stopped
+            host.last_heartbeat, host.stopped = now, stopped
             self._spoke.add((number, host.pid))
 
     def goes(self, number: int, peer: Peer) -> bool:
@@ -256,7 +256,7 @@ class Hosts:
     def is_quiet(self, number: int) -> bool:
         """Whether a host is not there, or has just not been heard from."""
         host = self._there.get(number)
-        return host is None or (self._speaks(number) and self._now - host.heard > QUIET_S)
+        return host is None or (self._speaks(number) and self._now - host.last_heartbeat > QUIET_S)
 
     def is_gone(self, number: int) -> bool:
         """Whether a host has not been there for so long that it will hardly be in a moment."""
@@ -273,17 +273,17 @@ class Hosts:
         living = [n for n in self._there if not self.is_quiet(n)]
         return any(self._now - self._there[number].since > BACK_S for number in living)
 
-    def give_up(self, host: int, pid: int) -> None:
+    def abandon(self, host: int, pid: int) -> None:
         """Continue without this process; it is killed once its host can be reached."""
-        self._given_up.add((host, pid))
+        self._abandoned.add((host, pid))
         self.signal(host, pid, signal.SIGKILL)
 
-    def gave_up(self, host: int, pid: int) -> bool:
+    def is_abandoned(self, host: int, pid: int) -> bool:
         """Whether the run has continued without this process."""
-        return (host, pid) in self._given_up
+        return (host, pid) in self._abandoned
 
 
-class Near(Watched):
+class LocalProcess(Watched):
     """A process of the master's machine."""
 
     def __init__(self, host: int, pid: int) -> None:
@@ -291,7 +291,7 @@ class Near(Watched):
         self.host = host
 
 
-class Far:
+class RemoteProcess:
     """A process of another machine, reached through its host only."""
 
     def __init__(self, hosts: Hosts, host: int, pid: int) -> None:

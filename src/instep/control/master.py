@@ -28,22 +28,30 @@ from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
 from instep.control import state as s
 from instep.control.decide import decide, refuse_scale
-from instep.control.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Near, Process
+from instep.control.hosts import (
+    BACK_S,
+    GATHER_S,
+    LAST_S,
+    Hosts,
+    LocalProcess,
+    Process,
+    RemoteProcess,
+)
 from instep.control.journal import Journal
 from instep.control.keys import Keys
-from instep.control.questions import Questions
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
+from instep.control.stack_requests import StackRequests
 from instep.control.verdicts import Verdicts, found_wrong
 from instep.control.watch import Watch
 from instep.errors import InstepError, PeerError
 from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
-from instep.store.folder import BEGINNING, Origin, resume_hint
+from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.sync import servers_of
 from instep.system.causes import sentence
-from instep.system.lease import NOBODY, Lease, SignsOfLife
+from instep.system.lease import NO_WATCHDOG, Lease, SignsOfLife
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched, has_ended, machine
 
@@ -65,7 +73,7 @@ ASKED_TICK_S = 0.01
 _CONFIRMED = 64
 """At the latest after so many messages an acknowledgement is sent."""
 
-_STRANGE_S = 5.0
+_HELLO_S = 5.0
 """How long a connection may stay without a `Hello`."""
 
 
@@ -103,7 +111,7 @@ class Master:
         hosted: whether a host starts the workers, and replaces them.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
-        origin: where this session begins.
+        start_point: where this session begins.
         journal: keeps the decisions; if it has some already, this master replaces a lost one.
         signs: written to at each turn, for the process that watches this one.
         why: how the lost master ended.
@@ -119,18 +127,18 @@ class Master:
         hosted: bool,
         started: float,
         about: Mapping[str, Any],
-        origin: Origin = BEGINNING,
+        start_point: StartPoint = BEGINNING,
         journal: Journal | None = None,
-        signs: SignsOfLife = NOBODY,
+        signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
     ) -> None:
         self._job, self._run, self._hosted = job, run, hosted
-        self._started, self._origin, self._journal = started, origin, journal
+        self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
         self._machine = machine()
-        self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, origin.heard)
-        self._keys, self._questions = Keys(), Questions(run)
+        self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
+        self._keys, self._stack_requests = Keys(), StackRequests(run)
         self._watch = Watch()
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
@@ -162,7 +170,7 @@ class Master:
             self._take_over(known)
 
     def _begin(self, about: Mapping[str, Any]) -> None:
-        now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
+        now, limit_s, start_point = time.monotonic(), self._job.stop.time_limit_s, self._start_point
         sync, servers = self._job.sync, servers_of(self._job.sync)
         self._state = s.State(
             members=s.first_members(self._job.workers, servers),
@@ -171,15 +179,15 @@ class Master:
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
             since=now,
-            generation=origin.generations,
-            origin=str(origin.checkpoint or ""),
-            time_limit=s.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None,
+            generation=start_point.generations,
+            checkpoint=str(start_point.checkpoint or ""),
+            time_limit=s.TimeLimit(limit_s, now, start_point.spent_s) if limit_s else None,
         )
-        resumed = {"resumed_step": origin.step} if origin.generations else {}
+        resumed = {"resumed_step": start_point.step} if start_point.generations else {}
         self._recorder.emit("run_started", {"job": as_table(self._job), **about, **resumed})
         if self._hosted or self._journal is not None:
             self._recorder.emit("master_started", {"pid": os.getpid(), "again": False})
-        self._warn(*origin.warnings)
+        self._warn(*start_point.warnings)
         self._recorder.show_ledger()
 
     def _take_over(self, known: s.State) -> None:
@@ -188,8 +196,8 @@ class Master:
         self._state, now = known, time.monotonic()
         for key, value in [] if known.recovers else self._journal.kept():
             self._keys.leave(key, value)
-        checkpoint = Path(known.origin) if known.origin else None
-        self._origin = replace(self._origin, checkpoint=checkpoint)
+        checkpoint = Path(known.checkpoint) if known.checkpoint else None
+        self._start_point = replace(self._start_point, checkpoint=checkpoint)
         folder = RunFolder(self._run)
         for event in folder.named("worker_joined"):  # the newest process of each number
             if event["worker"] in known.joined and event["time"] >= self._started:
@@ -201,7 +209,7 @@ class Master:
             self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
-        again = known.generation > self._origin.generations + 1
+        again = known.generation > self._start_point.generations + 1
         self._began = again or (known.course > 0 and self._ready >= set(known.group))
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._recorder.emit("master_started", fields)
@@ -211,7 +219,7 @@ class Master:
         self._verdicts.take_over(folder)
         if (step := found_wrong(folder.events)) is not None:
             self._roll_back(folder, step)
-        for fired in self._verdicts.fired_after(folder, self._origin.step):
+        for fired in self._verdicts.fired_after(folder, self._start_point.step):
             self._observe(fired)  # the lost master may not have decided on it
         self._observe(s.Restarted())
 
@@ -230,7 +238,7 @@ class Master:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._recorder.emit("run_finished", {**fields, "seconds": time.time() - self._started})
-            deadline = time.monotonic() + endings.FAREWELL_S
+            deadline = time.monotonic() + endings.EXIT_S
             followed = self._hosted or self._journal is not None
             while followed and self._client is None and time.monotonic() < deadline:
                 self._turn()  # it may be about to connect again
@@ -254,7 +262,7 @@ class Master:
 
     def _turn(self) -> None:
         self._signs.show()
-        for peer, message in self._hub.receive(ASKED_TICK_S if self._questions else TICK_S):
+        for peer, message in self._hub.receive(ASKED_TICK_S if self._stack_requests else TICK_S):
             if message is None:
                 self._closed(peer)
             elif isinstance(message, m.Hello):
@@ -274,7 +282,7 @@ class Master:
         self._watch_processes()
         self._watch_progress()
         for peer in self._hub.peers():
-            if peer not in self._connections and time.monotonic() - peer.since > _STRANGE_S:
+            if peer not in self._connections and time.monotonic() - peer.since > _HELLO_S:
                 self._hub.drop(peer)
         self._observe(s.Tick(self._recorder.committed))
         self._recorder.show(lambda view: view.tick(time.monotonic()))
@@ -305,7 +313,7 @@ class Master:
             self._hub.drop(peer)
             return
         self._connections[peer] = _Connection(hello.role, hello.number, hello.resends)
-        checkpoint = self._origin.checkpoint
+        checkpoint = self._start_point.checkpoint
         self._hub.send(
             peer,
             m.Welcome(
@@ -344,8 +352,10 @@ class Master:
         self._absent.pop(number, None)
         self._last_heartbeat[number] = now, None
         self._hosts.started(number, hello.host)
-        far, known = self._is_far(hello), self._processes.get(number)
-        same = known is not None and known.pid == hello.pid and isinstance(known, Far) == far
+        far, known = self._is_remote(hello), self._processes.get(number)
+        same = (
+            known is not None and known.pid == hello.pid and isinstance(known, RemoteProcess) == far
+        )
         if not same if self._hosted else hello.machine == self._machine and known is None:
             self._watch_process(number, hello.pid, hello.host, far=far)
         self._pids[number], self._nodes[number] = hello.pid, hello.node
@@ -368,7 +378,7 @@ class Master:
             return True
         number, state = hello.number, self._state
         process = self._processes.get(number)
-        if self._hosts.gave_up(hello.host, hello.pid) or _is_given_up(process):
+        if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
             return False
         if number in state.joined:  # the same process, whose connection or master was lost
             same = self._pids.get(number) == hello.pid
@@ -381,10 +391,10 @@ class Master:
         if hello.generation is not None:  # the run has continued without it
             return False
         # it may have ended before the master read its `Hello`
-        ended = self._hosted and not self._is_far(hello) and has_ended(hello.pid)
+        ended = self._hosted and not self._is_remote(hello) and has_ended(hello.pid)
         return number in state.wanted and number not in self._peers and not ended
 
-    def _is_far(self, hello: m.Hello) -> bool:
+    def _is_remote(self, hello: m.Hello) -> bool:
         """Whether a process is on another machine, as far as signals and its end are concerned."""
         return self._hosts.several and hello.machine != self._machine
 
@@ -394,7 +404,9 @@ class Master:
         if number in self._processes:
             self._processes.pop(number).close()
         far = self._hosts.several if far is None else far  # not known until it connects
-        self._processes[number] = Far(self._hosts, host, pid) if far else Near(host, pid)
+        self._processes[number] = (
+            RemoteProcess(self._hosts, host, pid) if far else LocalProcess(host, pid)
+        )
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
@@ -420,7 +432,7 @@ class Master:
             if self._state.recovers:
                 self._observe(s.Hung(number, step, "its messages", how))
             else:
-                self._observe(s.LastWord(number, endings.failed("error", f"it {how}", step)))
+                self._observe(s.LastMessage(number, endings.failed("error", f"it {how}", step)))
 
     def _wrong_with(self, peer: Peer, message: m.AnyMessage) -> str:
         """Handle a message; why it cannot be used, if it cannot."""
@@ -479,7 +491,7 @@ class Master:
             case m.Notice():
                 self._decide(s.Noticed(number))
             case m.Done() | m.Failed():
-                self._decide(s.LastWord(number, message))
+                self._decide(s.LastMessage(number, message))
             case m.Exited(number=worker, pid=0, error=error) if error:
                 self._decide(s.StartFailed(worker, error))
             case m.Exited(number=worker, pid=pid, code=code, place=place):
@@ -493,12 +505,12 @@ class Master:
         number, now = connection.number, time.monotonic()
         connection.heartbeat = heartbeat.number
         if connection.role == "host":
-            self._hosts.hears(number, peer, now, heartbeat.stopped)
+            self._hosts.heartbeat(number, peer, now, heartbeat.stopped)
             if connection.lease is not None:
-                connection.lease.hears(now)
+                connection.lease.renew(now)
         else:
             self._last_heartbeat[number] = now, heartbeat
-            self._watch.hears(number, msgspec.structs.replace(heartbeat, number=0), now)
+            self._watch.heartbeat(number, msgspec.structs.replace(heartbeat, number=0), now)
 
     def _handle_client(self, peer: Peer, message: m.AnyMessage) -> None:
         match message:
@@ -526,7 +538,7 @@ class Master:
         if connection is None:
             return
         is_worker = connection.role == "worker"
-        if is_worker and _is_given_up(self._processes.get(connection.number)):
+        if is_worker and _is_abandoned(self._processes.get(connection.number)):
             return  # its lease is to run out
         if not isinstance(message, m.Heartbeat):
             connection.handled += 1
@@ -539,7 +551,7 @@ class Master:
     def _handle_event(self, connection: _Connection, name: str, fields: Mapping[str, Any]) -> None:
         """A worker reports an event for the log."""
         clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
-        if not self._recorder.hear(name, fields, again=connection.resends > 0):
+        if not self._recorder.record_event(name, fields, again=connection.resends > 0):
             return
         if name == "worker_ready":
             self._ready.add(connection.number)
@@ -588,7 +600,7 @@ class Master:
             self._peers.pop(worker, None)
         if process is not None:
             self._processes.pop(worker).close()
-        for hung in self._questions.close(worker):  # it may have crashed when it was asked
+        for hung in self._stack_requests.close(worker):  # it may have crashed when it was asked
             self._observe(hung)
         for known in (self._seen_ended, self._absent, self._last_heartbeat):
             known.pop(worker, None)
@@ -671,8 +683,8 @@ class Master:
             self._gathered = True
             self._observe(s.HostJoined())
         for worker, process in list(self._processes.items()):
-            if isinstance(process, Far):
-                self._watch_far(worker, process, now)
+            if isinstance(process, RemoteProcess):
+                self._watch_remote(worker, process, now)
         if self._hosts.several:
             self._spread()
 
@@ -685,7 +697,7 @@ class Master:
         self._hub.drop(peer)
         self._closed(peer)
 
-    def _watch_far(self, worker: int, process: Far, now: float) -> None:
+    def _watch_remote(self, worker: int, process: RemoteProcess, now: float) -> None:
         last, heartbeat = self._last_heartbeat.setdefault(worker, (now, None))
         silent_s = now - last
         if heartbeat is not None and worker in self._state.ready:
@@ -700,7 +712,7 @@ class Master:
             self._observe(s.Hung(worker, step, phase, how))
             process.signal(signal.SIGKILL)
         if process.is_lost(now, silent_s):
-            self._hosts.give_up(process.host, process.pid)
+            self._hosts.abandon(process.host, process.pid)
             self._exited(worker, process.pid, None, process.host)
 
     def _is_another_holder(self, worker: int, now: float) -> bool:
@@ -733,16 +745,16 @@ class Master:
             often = {worker: times for worker, (step, times) in state.hangs.items() if step >= last}
             for hang in self._watch.hangs(now, often, self._is_stopped):
                 process = self._processes.get(hang.worker)
-                if process is None or hang.worker in self._questions:
+                if process is None or hang.worker in self._stack_requests:
                     continue
-                if isinstance(process, Far) and self._hosts.is_quiet(process.host):
+                if isinstance(process, RemoteProcess) and self._hosts.is_quiet(process.host):
                     continue  # its host is the cause
-                self._questions.ask(s.Hung(*hang[:4], loops=hang.loops), process, now)
+                self._stack_requests.ask(s.Hung(*hang[:4], loops=hang.loops), process, now)
         if state.phase == "training":
             seconds = self._watch.stuck_s(state.group, now, state.broken)
             if seconds and not self._hosts.all_quiet:
                 self._observe(s.Stuck(state.generation, seconds, last))
-        for hung in self._questions.answered(now):
+        for hung in self._stack_requests.answered(now):
             self._observe(hung)
 
     def _watch_silence(self, now: float) -> None:
@@ -841,15 +853,15 @@ class Master:
 
     def _go_back(self) -> None:
         """Begin again from the newest checkpoint: no worker holds more."""
-        self._origin = go_back(self._run, self._job)
-        self._verdicts = Verdicts(self._job, self._origin.heard)
-        self._recorder.go_back(self._origin.step)
-        path = str(self._origin.checkpoint or "")
-        self._recorder.emit("went_back", {"resumed_step": self._origin.step, "path": path})
-        self._warn(*self._origin.warnings)
-        self._observe(s.WentBack(path, self._origin.step))
+        self._start_point = go_back(self._run, self._job)
+        self._verdicts = Verdicts(self._job, self._start_point.figures)
+        self._recorder.go_back(self._start_point.step)
+        path = str(self._start_point.checkpoint or "")
+        self._recorder.emit("went_back", {"resumed_step": self._start_point.step, "path": path})
+        self._warn(*self._start_point.warnings)
+        self._observe(s.WentBack(path, self._start_point.step))
 
 
-def _is_given_up(process: Process | None) -> bool:
+def _is_abandoned(process: Process | None) -> bool:
     """Whether a process of another machine is being killed, and gets no more answers."""
-    return isinstance(process, Far) and process.killed_at is not None
+    return isinstance(process, RemoteProcess) and process.killed_at is not None

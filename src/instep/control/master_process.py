@@ -54,11 +54,11 @@ def main() -> int:
     try:
         stale = _serve(run, note, board, signs)
     except InstepError as error:
-        _note(run)
-        _tell(board, error)
+        _log_error(run)
+        _refuse(board, error)
         return error.exit_code
     except BaseException:
-        _note(run)
+        _log_error(run)
         return 1
     finally:
         _flush(board)
@@ -84,7 +84,7 @@ def _serve(
             hosted=note["hosted"],
             started=journal.begin.started,
             about=note["about"],
-            origin=journal.begin.origin,
+            start_point=journal.begin.start_point,
             journal=journal,
             signs=signs,
             why=note["why"],
@@ -109,20 +109,20 @@ def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
     return views
 
 
-def _note(run: Path) -> None:
+def _log_error(run: Path) -> None:
     with contextlib.suppress(OSError), open(run / "logs" / "master.log", "a", opener=plain) as log:
         traceback.print_exc(file=log)
 
 
-def _tell(board: Switchboard, error: InstepError) -> None:
+def _refuse(board: Switchboard, error: InstepError) -> None:
     """Have the client end with an error of this process, also if it has yet to connect."""
     refused = causes.refused(error)
-    told: set[Peer] = set()
+    sent: set[Peer] = set()
     deadline = time.monotonic() + FLUSH_S
     while time.monotonic() < deadline:
         for peer in board.hub.peers():
-            if peer not in told:
-                told.add(peer)
+            if peer not in sent:
+                sent.add(peer)
                 board.hub.send(peer, refused)
         for _ in board.hub.receive(0.05):
             pass

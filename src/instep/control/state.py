@@ -74,11 +74,11 @@ class Broke:
 
 
 @dataclass(frozen=True)
-class LastWord:
+class LastMessage:
     """A member has finished, or has failed."""
 
     worker: int
-    word: Done | Failed
+    message: Done | Failed
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ Event: TypeAlias = (
     | Built
     | Formed
     | Broke
-    | LastWord
+    | LastMessage
     | Ended
     | StartFailed
     | HostLost
@@ -341,7 +341,7 @@ class Member:
     phase: Phase = Phase.ABSENT
     formed: int = 0
     """The newest generation whose group it was in; 0 for none."""
-    word: Done | Failed | None = None
+    last_message: Done | Failed | None = None
     """Its last message: it has finished, or failed."""
     hung: str = ""
     """How it hangs, where it is being killed for that."""
@@ -349,7 +349,7 @@ class Member:
     """Whether it hangs in a read that keeps a processor busy."""
 
 
-NOBODY = Member()
+_UNKNOWN = Member()
 
 # ---- the run
 
@@ -410,11 +410,11 @@ class State:
     """When the master began to gather members for the next generation."""
     why: str = "start"
     """Why the next generation is needed."""
-    origin: str = ""
+    checkpoint: str = ""
     """The checkpoint that a generation begins from where no member holds state."""
-    origin_step: int = 0
+    checkpoint_step: int = 0
     """The last step that it holds, where the run went back to it."""
-    from_origin: bool = True
+    from_checkpoint: bool = True
     """Whether the next generation begins there."""
     course: int = 0
     """The first generation since the run began, or went back; 0 before it."""
@@ -452,7 +452,7 @@ class State:
 
     def member(self, number: int) -> Member:
         """The record of a number."""
-        return self.members.get(number, NOBODY)
+        return self.members.get(number, _UNKNOWN)
 
     # ---- changes
 
@@ -532,12 +532,12 @@ class State:
     @property
     def done(self) -> dict[int, Done]:
         """Members of the present generation that have finished, with their last message."""
-        said = {n: member.word for n, member in self.members.items()}
+        said = {n: member.last_message for n, member in self.members.items()}
         generation = self.generation
         return {
-            n: word
-            for n, word in said.items()
-            if isinstance(word, Done) and word.generation == generation
+            n: last_message
+            for n, last_message in said.items()
+            if isinstance(last_message, Done) and last_message.generation == generation
         }
 
     @property

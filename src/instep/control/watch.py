@@ -119,7 +119,7 @@ class Silent(NamedTuple):
 class _Seen:
     """What is known of a worker."""
 
-    heard: float
+    last_heartbeat: float
     """When its last heartbeat came."""
     since: float
     """When it made progress last, as far as is known."""
@@ -130,7 +130,7 @@ class _Seen:
     """That its process has committed."""
     ready: bool = True
     """Whether it is built."""
-    given_up_s: float = 0.0
+    blamed_s: float = 0.0
     """How long it had been busy with a read when it was found to hang; 0.0 if it was not."""
     alone_s: float = 0.0
     """How long it was silent while another was not."""
@@ -167,7 +167,7 @@ class Watch:
     _stretches: dict[str, float] = field(default_factory=dict)
     _busy: dict[str, float] = field(default_factory=dict)
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _given_up: dict[int, tuple[int, str]] = field(default_factory=dict)
+    _blamed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Step and phase of a busy read with which a worker was lost; until it commits."""
     _now: float | None = None
     _all_still: bool = False
@@ -183,7 +183,7 @@ class Watch:
         self._passed_s = min(now - self._now, LOOK_S) if self._now is not None else 0.0
         self._now = now
         for seen in self._seen.values():
-            seen.heard += away
+            seen.last_heartbeat += away
             seen.since += away
 
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
@@ -194,40 +194,42 @@ class Watch:
     def forms(self, worker: int, now: float) -> None:
         """A worker was sent `Form`; the time of its last heartbeat stays."""
         before = self._seen.get(worker, _Seen(now, now))
-        self._seen[worker] = _Seen(before.heard, now, cpu_s=before.cpu_s, steps=before.steps)
+        self._seen[worker] = _Seen(
+            before.last_heartbeat, now, cpu_s=before.cpu_s, steps=before.steps
+        )
 
     def leaves(self, worker: int) -> None:
         """Expect no more of a worker; a read during which it was lost is learnt from."""
         seen = self._seen.pop(worker, None)
-        if seen is None or seen.heartbeat is None or not seen.given_up_s:
+        if seen is None or seen.heartbeat is None or not seen.blamed_s:
             return
         phase = seen.heartbeat.phase
-        self._given_up[worker] = seen.heartbeat.step, phase
+        self._blamed[worker] = seen.heartbeat.step, phase
         if phase == READING or phase in self._busy:
-            _raise_to(self._busy, phase, min(seen.given_up_s, BLAMED_S))
+            _raise_to(self._busy, phase, min(seen.blamed_s, BLAMED_S))
 
-    def hears(self, worker: int, heartbeat: Heartbeat, now: float) -> None:
+    def heartbeat(self, worker: int, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat has come."""
         seen = self._seen.get(worker)
         if seen is None:
             return
-        before, silent = seen.heartbeat, now - seen.heard
+        before, silent = seen.heartbeat, now - seen.last_heartbeat
         goes_on = silent > STILL_S or before is None or _done(before) != _done(heartbeat)
         if self._all_still and goes_on:  # the first to wake up is not ahead of the others
             self._all_still = False
             seen.since += silent
             for other in self._seen.values():
                 if other is not seen:
-                    other.heard = other.since = now
-        seen.heard, seen.alone_s, self._all_silent_s = now, 0.0, 0.0
+                    other.last_heartbeat = other.since = now
+        seen.last_heartbeat, seen.alone_s, self._all_silent_s = now, 0.0, 0.0
         if before is None or _done(before) != _done(heartbeat):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
                 _raise_to(self._stretches, before.phase, now - seen.since)
-                again = self._given_up.get(worker) == (before.step, before.phase)
+                again = self._blamed.get(worker) == (before.step, before.phase)
                 if seen.steps or again:  # else it may open what all later reads use
                     _raise_to(self._busy, before.phase, seen.busy_s)
-            seen.since, seen.cpu_s, seen.given_up_s = now, heartbeat.cpu_s, 0.0
+            seen.since, seen.cpu_s, seen.blamed_s = now, heartbeat.cpu_s, 0.0
         seen.heartbeat = heartbeat
 
     def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
@@ -238,7 +240,7 @@ class Watch:
         fade, slowly = FORGET**steps, FORGET_BUSY**steps
         self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
         self._busy = {phase: s * slowly for phase, s in self._busy.items()}
-        self._given_up.pop(worker, None)
+        self._blamed.pop(worker, None)
         if worker in self._seen:
             self._seen[worker].steps += steps
 
@@ -278,10 +280,12 @@ class Watch:
         found: list[Hang] = []
         excused: list[Hang] = []  # where all stop at once, the cause is hardly one of them
         loops: dict[int, float] = {}  # one that keeps a processor busy is not stopped
-        still = {worker for worker, seen in self._seen.items() if now - seen.heard > STILL_S}
+        still = {
+            worker for worker, seen in self._seen.items() if now - seen.last_heartbeat > STILL_S
+        }
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
-            silent, idle = now - seen.heard, now - seen.since
+            silent, idle = now - seen.last_heartbeat, now - seen.since
             at = seen.heartbeat or (_UNHEARD if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how = f"gave no sign of life for {silent:.1f} s"
@@ -302,7 +306,7 @@ class Watch:
             named = [hang for hang in all_of_them if hang in found or hang.worker == longest]
         self._all_still = bool(all_of_them) and not named
         for worker in loops.keys() & {hang.worker for hang in named}:
-            self._seen[worker].given_up_s = now - self._seen[worker].since
+            self._seen[worker].blamed_s = now - self._seen[worker].since
         return named
 
     def _may_hang(self, seen: _Seen, at: Heartbeat) -> bool:
@@ -335,7 +339,7 @@ class Watch:
 
     def silent(self, now: float) -> Silent | None:
         """A worker that was silent for too long, where none can be replaced."""
-        silent = {n: seen for n, seen in self._seen.items() if now - seen.heard > FLOOR_S}
+        silent = {n: seen for n, seen in self._seen.items() if now - seen.last_heartbeat > FLOOR_S}
         if len(silent) == len(self._seen):
             self._all_silent_s += self._passed_s if silent else 0.0
         else:
@@ -346,5 +350,5 @@ class Watch:
         late = [n for n, seen in silent.items() if everybody or seen.alone_s > SILENT_S]
         if not late:
             return None
-        first = min(late, key=lambda worker: (silent[worker].heard, worker))
-        return Silent(first, now - silent[first].heard, everybody)
+        first = min(late, key=lambda worker: (silent[worker].last_heartbeat, worker))
+        return Silent(first, now - silent[first].last_heartbeat, everybody)

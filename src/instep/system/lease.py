@@ -88,7 +88,7 @@ class Lease:
         self._looked, self._silent_s, self._stopped_s = now, 0.0, 0.0
         self._facts: Facts | None = None
 
-    def hears(self, now: float) -> None:
+    def renew(self, now: float) -> None:
         """It has given a sign of life."""
         self._pass(now)
         if self.signs:  # what comes before is another matter
@@ -156,5 +156,5 @@ class SignsOfLife:
                 os.write(self._pipe, b".")
 
 
-NOBODY = SignsOfLife(-1)
+NO_WATCHDOG = SignsOfLife(-1)
 """For a process that has no watchdog."""

@@ -106,7 +106,7 @@ def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_o
 ):
     """As on GPUs: the master may kill all of them."""
     living = subprocess.Popen(["sleep", "1000"])
-    short = patch.object(endings, "FAREWELL_S", 0.2)  # no host is there to tell of their ends
+    short = patch.object(endings, "EXIT_S", 0.2)  # no host is there to tell of their ends
     with short, patch.object(watch, "SILENT_S", 0.5), Run(tmp_path, hosted=True) as run:
         channels = [introduce(run, 0, living.pid), introduce(run, 1, sleeper.pid)]
         for channel in channels:

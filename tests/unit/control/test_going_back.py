@@ -81,9 +81,9 @@ def names(run):
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_and_the_ledger_ends_there(run):
-    origin = go_on(run)
-    assert (origin.step, origin.checkpoint) == (10, run / "checkpoints" / "step-00000010")
-    assert origin.warnings == ()
+    start_point = go_on(run)
+    assert (start_point.step, start_point.checkpoint) == (10, run / "checkpoints" / "step-00000010")
+    assert start_point.warnings == ()
     assert steps_in(run) == [*range(1, 11)]
 
 
@@ -113,9 +113,9 @@ def test_a_checkpoint_of_another_run_of_the_same_job_is_refused(run):
     mixed = run / "checkpoints" / "step-00000012"
     save(other, facts_of(other, job_of(), 12), 12)
     shutil.copytree(other / "checkpoints" / mixed.name, mixed)
-    origin = go_on(run)
-    assert origin.step == 10
-    assert "is of another run" in origin.warnings[0]
+    start_point = go_on(run)
+    assert start_point.step == 10
+    assert "is of another run" in start_point.warnings[0]
 
 
 def test_a_run_goes_by_its_id_wherever_its_folder_is_moved(run, tmp_path):
@@ -137,9 +137,9 @@ def test_a_checkpoint_of_an_earlier_instep_is_refused_with_a_sentence(run, missi
 def test_a_checkpoint_beyond_the_ledger_is_skipped_and_set_aside(run):
     with (run / "ledger.bin").open("r+b") as file:
         file.truncate(LEDGER_START + 8 * LEDGER.itemsize - 3)  # as a crash of the host may leave it
-    origin = go_on(run)
-    assert origin.step == 5
-    (warning,) = origin.warnings
+    start_point = go_on(run)
+    assert start_point.step == 5
+    (warning,) = start_point.warnings
     assert "is no longer known. An earlier checkpoint is used." in warning
     assert steps_in(run) == [1, 2, 3, 4, 5]
     assert names(run) == ["step-00000005"]

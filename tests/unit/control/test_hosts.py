@@ -6,7 +6,14 @@ from functools import cache
 import pytest
 
 from instep.comm import messages as m
-from instep.control.hosts import BACK_S, BALANCE_S, FIRST_HEARTBEAT_S, GATHER_S, Far, Hosts
+from instep.control.hosts import (
+    BACK_S,
+    BALANCE_S,
+    FIRST_HEARTBEAT_S,
+    GATHER_S,
+    Hosts,
+    RemoteProcess,
+)
 from instep.system.limits import FLOOR_S
 
 
@@ -35,7 +42,7 @@ class Table:
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
             for number in speaking:
-                self.hosts.hears(number, peer(number), self.now)
+                self.hosts.heartbeat(number, peer(number), self.now)
             for each in self.hosts.turn(self.now):
                 silent.add(each)
                 self.hosts.goes(int(each.split()[1]), each)
@@ -138,7 +145,7 @@ def test_on_one_machine_no_host_is_silent():
 
 
 def test_a_process_of_a_silent_host_is_lost_once_its_lease_has_run_out(three):
-    process = Far(three.hosts, 2, 77)
+    process = RemoteProcess(three.hosts, 2, 77)
     three.wait(FLOOR_S - 0.2, 0, 1)
     process.signal(signal.SIGKILL)
     assert not process.is_lost(three.now, FLOOR_S - 0.1)
@@ -146,7 +153,7 @@ def test_a_process_of_a_silent_host_is_lost_once_its_lease_has_run_out(three):
 
 
 def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(three):
-    process = Far(three.hosts, 2, 77)
+    process = RemoteProcess(three.hosts, 2, 77)
     process.signal(signal.SIGKILL)
     assert three.said == [("peer 2", m.Signal(pid=77, signals=[signal.SIGKILL]))]
     three.wait(FLOOR_S - 0.1, 0, 1, 2)
@@ -156,16 +163,16 @@ def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(thre
 
 
 def test_a_process_that_was_stopped_is_known_by_its_hosts_word_alone(three):
-    far = Far(three.hosts, 1, 77)
-    three.hosts.hears(1, peer(1), three.now, stopped=(77,))
+    far = RemoteProcess(three.hosts, 1, 77)
+    three.hosts.heartbeat(1, peer(1), three.now, stopped=(77,))
     assert far.stopped
-    assert not Far(three.hosts, 2, 77).stopped
-    three.hosts.hears(1, peer(1), three.now)
+    assert not RemoteProcess(three.hosts, 2, 77).stopped
+    three.hosts.heartbeat(1, peer(1), three.now)
     assert not far.stopped
 
 
 def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three):
-    process = Far(three.hosts, 2, 77)
+    process = RemoteProcess(three.hosts, 2, 77)
     three.wait(20.0)
     assert three.hosts.all_quiet
     process.signal(signal.SIGKILL)
@@ -179,10 +186,10 @@ def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three)
 
 def test_who_was_given_up_is_ended_when_the_host_is_back(three):
     three.wait(FLOOR_S + 0.2, 0, 1)
-    three.hosts.give_up(2, 77)
+    three.hosts.abandon(2, 77)
     assert three.said == []
-    assert three.hosts.gave_up(2, 77)
-    assert not three.hosts.gave_up(1, 77)
+    assert three.hosts.is_abandoned(2, 77)
+    assert not three.hosts.is_abandoned(1, 77)
     three.come(2)
     assert three.said == [("peer 2", m.Signal(pid=77, signals=[signal.SIGKILL]))]
 

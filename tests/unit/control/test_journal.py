@@ -24,14 +24,14 @@ from instep.control.state import (
     first_members,
 )
 from instep.errors import RunError
-from instep.store.folder import BEGINNING, Origin
+from instep.store.folder import BEGINNING, StartPoint
 
-WORD = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
+FAILED = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
 FULL = State(
     members={
         0: Member(wanted=True, phase=Phase.FORMING, formed=3, hung="it slept", loops=True),
-        2: Member(phase=Phase.LEFT, word=Done(generation=3, step=9, rule="steps")),
-        3: Member(wanted=True, role="server", word=WORD),
+        2: Member(phase=Phase.LEFT, last_message=Done(generation=3, step=9, rule="steps")),
+        3: Member(wanted=True, role="server", last_message=FAILED),
     },
     recovers=True,
     phase="training",
@@ -39,8 +39,8 @@ FULL = State(
     draining=(2,),
     lost={0: (7, 2)},
     time_limit=TimeLimit(30.0, 1.5, 2.5),
-    suspect=Blame(0, WORD),
-    blame=Blame(2, WORD),
+    suspect=Blame(0, FAILED),
+    blame=Blame(2, FAILED),
     deadline=12.5,
 )
 
@@ -57,13 +57,13 @@ def test_a_journal_that_has_only_begun_knows_nothing(begun):
 
 
 def test_the_next_master_finds_the_last_state_and_the_beginning(tmp_path):
-    origin = Origin(5, Path("/somewhere/step-5"), generations=2, spent_s=7.0)
-    first = Journal(tmp_path, Begin(12.5, origin))
+    start_point = StartPoint(5, Path("/somewhere/step-5"), generations=2, spent_s=7.0)
+    first = Journal(tmp_path, Begin(12.5, start_point))
     first.write(Tick(), State(members=first_members(1)))
     first.write(Tick(), FULL)
     first.close()
     second = Journal(tmp_path)
-    assert (second.begin, second.last()) == (Begin(12.5, origin), FULL)
+    assert (second.begin, second.last()) == (Begin(12.5, start_point), FULL)
     second.close()
 
 

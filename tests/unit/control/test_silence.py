@@ -26,7 +26,7 @@ class Clock:
         for _ in range(round(seconds / BEAT_S)):
             self.now += BEAT_S
             for worker in self.workers - set(silent):
-                self.watch.hears(worker, Heartbeat(phase="exchange"), self.now)
+                self.watch.heartbeat(worker, Heartbeat(phase="exchange"), self.now)
             if found := self.look():
                 return found
         return None

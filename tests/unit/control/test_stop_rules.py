@@ -35,7 +35,7 @@ def validations(values, metric="loss"):
 def fires(figures, **rules):
     """The first rule to fire; None if none does."""
     mind = Rules(StopSpec(**rules))
-    return next((fired for each in figures if (fired := mind.hear(each)) is not None), None)
+    return next((fired for each in figures if (fired := mind.evaluate(each)) is not None), None)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_a_step_that_fired_is_the_last_where_the_rules_hear_its_validation(rules
     spec = StopSpec(gradient_norm=0.5, **rules)
     figures = [Figures(step=1, loss=1.0, gradient_norm=0.25), Figures(step=1, metrics={"loss": 1})]
     judge = Judge(spec)
-    assert judge.hear(figures[0], again=False) == BELOW
-    assert judge.hear(figures[1], again=False) == next(iter(at_once), None)
+    assert judge.evaluate(figures[0], again=False) == BELOW
+    assert judge.evaluate(figures[1], again=False) == next(iter(at_once), None)
     assert Judge(spec, figures).fired_after(0) == [BELOW, *at_once]
     assert Judge(spec, figures[:1]).fired_after(0) == [BELOW]
 
@@ -221,10 +221,10 @@ def _named(value):
 @given(ANY_RULES, FIGURES, st.integers(0, 40))
 def test_rules_that_hear_the_records_again_go_on_as_if_they_had_never_stopped(spec, figures, cut):
     steady, resumed = Rules(spec), Rules(spec)
-    before = [steady.hear(each) for each in figures[:cut]]
+    before = [steady.evaluate(each) for each in figures[:cut]]
     assert resumed.replay(figures[:cut]) == before
-    assert [steady.hear(each) for each in figures[cut:]] == [
-        resumed.hear(each) for each in figures[cut:]
+    assert [steady.evaluate(each) for each in figures[cut:]] == [
+        resumed.evaluate(each) for each in figures[cut:]
     ]
 
 

@@ -112,7 +112,7 @@ class Next:
     def __exit__(self, *_):
         if hasattr(self, "channel"):
             self.channel.close()
-        with patch.object(endings, "FAREWELL_S", 0.05):  # nobody else is there to take leave
+        with patch.object(endings, "EXIT_S", 0.05):  # nobody else is there to take leave
             self.master.interrupt("test")
             self.master.interrupt("test")
             self._thread.join()

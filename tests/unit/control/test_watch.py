@@ -48,7 +48,7 @@ class Shown:
                 elif worker not in but:
                     heartbeat = msgspec.structs.replace(heartbeat, progress=heartbeat.progress + 1)
                 self.workers[worker] = heartbeat
-                self.watch.hears(worker, heartbeat, self.now)
+                self.watch.heartbeat(worker, heartbeat, self.now)
 
     def at(self, worker, phase):
         self.workers[worker] = msgspec.structs.replace(self.workers[worker], phase=phase)
