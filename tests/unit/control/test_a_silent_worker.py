@@ -78,7 +78,7 @@ def introduce(run, number, pid):
     return channel
 
 
-def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
+def test_a_stopped_worker_ends_the_run_and_is_killed_last(tmp_path, sleeper):
     with patch.object(watch, "SILENT_S", 0.5), Run(tmp_path) as run:
         member = Member(run.board.endpoint, 0)
         member.show_itself()
@@ -101,7 +101,7 @@ def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
         silent.close()
 
 
-def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_one(
+def test_where_groups_cannot_form_again_all_workers_of_a_host_end_with_the_silent_one(
     tmp_path, sleeper
 ):
     """As on GPUs: the master may kill all of them."""
@@ -122,7 +122,7 @@ def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_o
             channel.close()
 
 
-def test_workers_that_show_themselves_are_left_alone(tmp_path):
+def test_workers_that_send_heartbeats_are_left_alone(tmp_path):
     with patch.object(watch, "SILENT_S", 0.5), Run(tmp_path) as run:
         members = [Member(run.board.endpoint, number) for number in (0, 1)]
         for member in members:
@@ -136,7 +136,7 @@ def test_workers_that_show_themselves_are_left_alone(tmp_path):
             member.close()
 
 
-def test_all_that_are_silent_at_once_are_waited_for_longer_and_not_killed(tmp_path, sleeper):
+def test_workers_that_are_all_silent_get_a_longer_timeout_and_are_not_killed(tmp_path, sleeper):
     short = {"SILENT_S": 0.1, "ALL_SILENT_S": 1.0}
     with patch.multiple(watch, **short), Run(tmp_path) as run:
         silent = [introduce(run, number, sleeper.pid) for number in (0, 1)]
@@ -149,7 +149,7 @@ def test_all_that_are_silent_at_once_are_waited_for_longer_and_not_killed(tmp_pa
             channel.close()
 
 
-def test_one_that_trains_alone_keeps_nobody_waiting(tmp_path, sleeper):
+def test_a_single_worker_may_be_silent_without_limit(tmp_path, sleeper):
     short = {"SILENT_S": 0.1, "ALL_SILENT_S": 0.1}
     with patch.multiple(watch, **short), Run(tmp_path, workers=1) as run:
         silent = introduce(run, 0, sleeper.pid)

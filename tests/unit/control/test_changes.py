@@ -79,7 +79,7 @@ class Story:
         return [log.fields for log in self.actions if isinstance(log, Log) and log.name == name]
 
 
-def test_a_host_that_comes_is_told_to_start_whoever_is_not_there():
+def test_a_host_that_connects_starts_the_missing_workers():
     state = State(members=first_members(3), recovers=True)
     state, _ = decide(state, Joined(1), 0.0)
     assert decide(state, HostJoined(), 0.0)[1] == [Start(0), Start(2)]
@@ -102,7 +102,7 @@ def test_newcomers_get_ready_while_the_others_train_and_all_change_at_one_commit
     assert story.state.begins_at is None
 
 
-def test_who_is_not_wanted_any_more_is_released_at_the_commit_and_its_end_is_no_loss():
+def test_a_worker_that_is_no_longer_wanted_is_released_at_the_commit_and_its_exit_is_no_failure():
     story = Story(3)
     story.happens(Scaled(1))
     assert story.told(Regroup) == [0, 1, 2]
@@ -116,7 +116,7 @@ def test_who_is_not_wanted_any_more_is_released_at_the_commit_and_its_end_is_no_
     assert (story.state.phase, story.state.joined) == ("training", {0})
 
 
-def test_a_second_wish_waits_for_the_first_change():
+def test_a_second_scaling_waits_for_the_first():
     story = Story(2)
     story.happens(Scaled(3))
     story.come(2)
@@ -149,7 +149,7 @@ def test_a_worker_with_notice_has_a_successor_before_it_leaves():
     assert log == {"worker": 0, "successor": 2}
 
 
-def test_notice_given_twice_is_heard_once():
+def test_a_second_notice_for_the_same_worker_changes_nothing():
     story = Story(2)
     story.happens(Noticed(0), Noticed(0))
     assert story.new(Start) == [Start(2)]
@@ -193,7 +193,7 @@ def test_a_loss_in_the_middle_of_a_change_ends_in_one_generation_of_all_that_are
     assert not story.state.changing
 
 
-def test_a_newcomer_that_is_lost_before_the_change_is_started_again_and_nobody_waits():
+def test_a_newcomer_that_is_lost_before_the_change_is_started_again_while_the_others_train():
     story = Story(2)
     story.happens(Scaled(3))
     story.happens(Joined(2))
@@ -228,14 +228,14 @@ def test_a_worker_that_hangs_is_killed_and_its_loss_says_how_and_where_it_hung()
     assert lost["cause"] == "it got nothing done for 2.0 s in forward at step 8 (a.py:3 in f)."
 
 
-def test_a_worker_that_is_woken_and_refused_before_it_is_killed_is_replaced_all_the_same():
+def test_a_hung_worker_that_is_refused_before_it_is_killed_is_replaced():
     story = Story(2)
     story.happens(HANG, Ended(1, PeerError.exit_code, 8, 7))
     assert story.new(Start) == [Start(1)]
     assert story.logged("worker_lost")[0]["cause"].startswith("it got nothing done for 2.0 s")
 
 
-def test_a_hang_is_heard_once_for_one_process():
+def test_a_hang_counts_once_for_one_process():
     story = Story(2)
     story.happens(HANG, HANG)
     assert story.new(Kill) == [Kill(1)]
@@ -245,7 +245,7 @@ def test_a_hang_is_heard_once_for_one_process():
     assert story.new(Kill) == [Kill(1)]
 
 
-def test_a_worker_that_hangs_again_and_again_at_one_place_ends_the_run_with_the_line():
+def test_a_worker_that_hangs_repeatedly_at_one_place_ends_the_run_with_the_line():
     story = Story(2)
     for _ in range(MOST_HANGS - 1):
         story.happens(HANG, Ended(1, -9, 8, 7))
@@ -258,7 +258,7 @@ def test_a_worker_that_hangs_again_and_again_at_one_place_ends_the_run_with_the_
     assert f"It happened {MOST_HANGS} times" in failed["cause"]
 
 
-def test_an_exchange_that_does_not_move_is_given_up_and_the_same_members_form_again():
+def test_an_exchange_without_progress_is_abandoned_and_the_same_members_form_again():
     story = Story(3)
     story.happens(Stuck(1, 2.5))
     assert story.told(Form) == [0, 1, 2]
@@ -298,7 +298,7 @@ def test_a_master_that_takes_over_while_all_train_changes_nothing(two):
     assert two.actions == []
 
 
-def test_a_master_that_takes_over_while_a_group_forms_has_it_form_anew(two):
+def test_a_master_that_takes_over_while_a_group_forms_has_it_form_again(two):
     two.happens(Ended(1, -9, 5, 4))
     two.come(1)
     two.happens(Formed(0, 2))
@@ -308,7 +308,7 @@ def test_a_master_that_takes_over_while_a_group_forms_has_it_form_anew(two):
     assert two.told(Form) == [0, 1]
 
 
-def test_a_worker_that_calls_again_is_told_what_it_has_missed(two):
+def test_a_worker_that_reconnects_gets_the_messages_it_missed(two):
     two.happens(Interrupted("SIGINT"), Ended(1, -9, 5, 4))
     two.come(1)
     two.new(Send)
@@ -328,14 +328,14 @@ def test_a_change_that_was_asked_for_is_asked_for_again(two):
     assert two.told(Regroup) == [0]
 
 
-def test_who_was_started_by_a_lost_master_and_did_not_come_is_started_again(two):
+def test_a_worker_that_a_lost_master_started_and_that_never_joined_is_started_again(two):
     two.happens(Ended(1, -9, 5, 4))
     two.new(Start)
     two.happens(Restarted())
     assert two.new(Start) == [Start(1)]
 
 
-def test_a_release_that_may_be_lost_is_given_again(two):
+def test_a_release_that_may_be_lost_is_sent_again(two):
     words = [LastMessage(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
     two.happens(*words)
     two.new(Send)
@@ -350,7 +350,7 @@ def test_processes_that_were_to_be_killed_are_killed_again(two):
     assert two.new(KillAll) == [KillAll()]
 
 
-def test_a_change_in_which_a_word_was_lost_with_the_master_ends_all_the_same(two):
+def test_a_change_of_members_completes_although_a_message_was_lost_with_the_master(two):
     two.happens(Scaled(3))
     two.come(2)
     two.leave(0)
@@ -360,7 +360,7 @@ def test_a_change_in_which_a_word_was_lost_with_the_master_ends_all_the_same(two
     assert two.state.group == (0, 1, 2)
 
 
-def test_plain_losses_do_not_make_the_master_patient_with_hangs():
+def test_killed_workers_do_not_lengthen_the_timeout_of_hangs():
     story = Story(2)
     story.happens(Ended(1, -9, 8, 7))
     story.come(1)
@@ -438,7 +438,7 @@ def test_without_own_state_a_member_leaves_at_once():
 # ---- servers
 
 
-def test_servers_have_the_last_ranks_and_every_member_is_told_its_role():
+def test_servers_have_the_last_ranks_and_every_member_gets_its_role():
     story = Story(2, servers=1)
     story.happens(Scaled(3))
     story.come(3)

@@ -104,12 +104,12 @@ def everybody_ended(workers=2, code=0, step=9):
     return [Ended(n, code, step) for n in range(workers)]
 
 
-def test_nobody_forms_a_group_before_all_have_joined():
+def test_no_group_forms_before_all_have_joined():
     state, actions = after(Joined(1))
     assert (state.phase, actions) == ("gathering", [])
 
 
-def test_once_all_have_joined_each_is_told_its_rank_in_order_of_numbers():
+def test_once_all_have_joined_ranks_follow_the_order_of_numbers():
     state, actions = after(Joined(2), Joined(0), Joined(1), workers=3)
     assert state.phase == "training"
     assert [a.worker for a in actions if isinstance(a, Send)] == [0, 1, 2]
@@ -131,7 +131,7 @@ def test_a_worker_that_joins_twice_is_refused():
             after(*joined, Joined(0))
 
 
-def test_nobody_is_released_before_all_are_done():
+def test_no_worker_is_released_before_all_are_done():
     _, actions = after(
         *everybody_joined(), LastMessage(1, Done(generation=1, step=9, rule="epochs"))
     )
@@ -165,7 +165,7 @@ def test_the_rule_by_which_workers_stopped_decides_the_outcome(rule, finish):
     assert ends(after(*events)[1]) == [finish]
 
 
-def test_a_released_worker_that_does_not_end_is_killed_after_a_farewell():
+def test_a_released_worker_that_does_not_exit_is_killed_after_a_timeout():
     events = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9)]
     assert ends(after(*events, EXIT_S * 0.99)[1]) == []
     _, actions = after(*events, EXIT_S)
@@ -203,7 +203,7 @@ def test_a_worker_that_fails_before_all_have_joined_ends_the_run():
     assert ends(actions) == [Finish("failed", "RecipeError", 0, 3)]
 
 
-def test_an_echo_that_comes_before_its_cause_waits_and_the_cause_is_named():
+def test_a_broken_connection_reported_before_its_cause_waits_and_the_cause_is_named():
     events = [
         *everybody_joined(),
         LastMessage(0, ECHO),
@@ -214,27 +214,27 @@ def test_an_echo_that_comes_before_its_cause_waits_and_the_cause_is_named():
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "error")]
 
 
-def test_an_echo_that_comes_before_a_kill_waits_and_the_signal_is_named():
+def test_a_broken_connection_reported_before_a_kill_waits_and_the_signal_is_named():
     _, actions = after(*everybody_joined(), LastMessage(0, ECHO), Ended(0, 1, 3), Ended(1, -11, 3))
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "killed")]
     assert "SIGSEGV" in blamed(actions)[0]["cause"]
 
 
-def test_an_echo_without_a_cause_is_named_after_a_second_thought():
+def test_a_broken_connection_without_another_cause_is_named_after_a_second():
     events = [*everybody_joined(), LastMessage(0, ECHO)]
     assert blamed(after(*events, BETTER_CAUSE_S * 0.99)[1]) == []
     _, actions = after(*events, BETTER_CAUSE_S)
     assert [f["kind"] for f in blamed(actions)] == ["PeerError"]
 
 
-def test_an_echo_after_its_cause_is_not_heard():
+def test_a_broken_connection_reported_after_its_cause_changes_nothing():
     _, actions = after(
         *everybody_joined(), LastMessage(1, failed()), LastMessage(0, ECHO), *everybody_ended()
     )
     assert [f["worker"] for f in blamed(actions)] == [1]
 
 
-def test_an_exit_that_is_seen_before_the_last_word_waits_for_it():
+def test_an_exit_that_is_seen_before_the_last_message_waits_for_it():
     events = [*everybody_joined(), Ended(1, 1, 3), 0.1, LastMessage(1, failed()), Ended(0, -9, 3)]
     _, actions = after(*events)
     assert [f["cause"] for f in blamed(actions)] == ["ValueError: no"]
@@ -248,14 +248,14 @@ def test_a_good_exit_that_is_seen_before_the_last_done_is_no_failure():
     assert [end.outcome for end in ends(actions)] == ["completed"]
 
 
-def test_an_exit_without_a_word_is_named_with_its_code_and_last_step():
+def test_an_exit_without_a_last_message_is_named_with_its_code_and_last_step():
     _, actions = after(*everybody_joined(), Ended(1, 3, 7), BETTER_CAUSE_S)
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
     assert "ended with code 3 and said nothing" in fields["cause"]
 
 
-def test_an_end_that_nobody_could_see_is_given_no_code():
+def test_an_exit_whose_code_is_unknown_is_reported_without_one():
     _, actions = after(*everybody_joined(), Ended(1, UNSEEN, 7), BETTER_CAUSE_S)
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
@@ -282,7 +282,7 @@ def test_a_worker_that_a_signal_ended_is_named_at_once_with_the_signal(number, n
     assert KillAll() in actions
 
 
-def test_a_silent_worker_ends_a_run_where_nobody_can_be_replaced():
+def test_a_silent_worker_ends_a_run_whose_workers_cannot_be_replaced():
     silent = Silent(1, 7, "exchange", "its process gave no sign of life.")
     state, actions = after(*everybody_joined(), silent)
     (fields,) = blamed(actions)
@@ -295,7 +295,7 @@ def test_a_silent_worker_ends_a_run_where_nobody_can_be_replaced():
     assert after(*everybody_joined(), stranger)[0].phase == "training"
 
 
-def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_nobody():
+def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_none():
     state, actions = after(*everybody_joined(), Interrupted("SIGINT", step=7))
     assert state.phase == "training"
     why = {"rule": "interrupted", "step": 7, "why": "SIGINT arrived"}
@@ -373,7 +373,7 @@ def test_a_rule_that_fires_when_the_run_ends_by_itself_changes_nothing():
 
 
 @pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 30.0), (20.0, 10.0)])
-def test_when_the_time_is_up_over_all_sessions_every_worker_is_told_once(spent_s, left_s):
+def test_when_the_time_of_all_sessions_is_up_every_worker_gets_one_stop(spent_s, left_s):
     limit = TimeLimit(30.0, began=0.0, spent_s=spent_s)
     events = [*everybody_joined(), left_s - 0.25]
     assert requests(after(*events, time_limit=limit)[1]) == []
@@ -440,14 +440,14 @@ def test_a_lost_host_ends_the_run_at_once_with_what_it_said_last(joined):
     assert ends(actions) == [Finish("failed", "host", 0, 5)]
 
 
-def test_a_host_that_is_lost_while_it_was_told_to_end_finishes_the_run():
+def test_a_host_that_is_lost_while_the_run_ends_finishes_it():
     _, actions = after(*everybody_joined(), *everybody_done(), HostLost(0))
     assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
     _, actions = after(*everybody_joined(), LastMessage(0, failed()), HostLost(-9))
     assert ends(actions) == [Finish("failed", "error", 3, 5)]
 
 
-def test_processes_that_do_not_end_are_given_up_after_a_farewell():
+def test_processes_that_do_not_exit_are_abandoned_after_a_timeout():
     events = [*everybody_joined(), LastMessage(0, failed()), Ended(0, 1, 4)]
     assert ends(after(*events, EXIT_S * 0.99)[1]) == []
     _, actions = after(*events, EXIT_S)
@@ -459,7 +459,7 @@ def test_a_tick_with_nothing_to_wait_for_does_nothing():
     assert decide(state, Tick(), 1e9) == (state, [])
 
 
-def test_after_the_end_no_news_does_anything():
+def test_after_the_end_events_change_nothing():
     state, _ = after(*everybody_joined(), *everybody_done(), *everybody_ended())
     for events in (Joined(0), LastMessage(0, failed()), HostLost(1), Interrupted("SIGINT"), Tick()):
         assert decide(state, events, 99.0) == (state, [])
@@ -593,7 +593,9 @@ def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
         [LastMessage(0, ECHO), Ended(0, 1, 4), Ended(1, 3, 4)],
     ],
 )
-def test_a_worker_that_ends_in_silence_is_the_cause_though_its_echo_came_first(order):
+def test_an_exit_without_a_message_is_the_cause_though_a_broken_connection_came_first(
+    order,
+):
     _, actions = after(*everybody_joined(), *order, BETTER_CAUSE_S)
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "exit")]
 
@@ -627,7 +629,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_next_generation_formed_with
     assert "worker 1 was lost: the process was killed by SIGKILL" in reasons[1]
 
 
-def test_nobody_forms_a_group_with_a_worker_that_is_not_built():
+def test_no_group_forms_with_a_worker_that_is_not_built():
     state, _ = after(*everybody_joined(), KILL, recovers=True)
     state, follows = decide(state, Joined(1), 1.0)
     assert formed(follows) == []
@@ -666,7 +668,7 @@ def test_the_others_train_while_a_replacement_gets_ready_and_take_it_in_at_a_com
     assert formed(actions) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
 
 
-def test_nobody_trains_without_a_replacement_where_it_takes_up_what_only_the_lost_one_had():
+def test_training_waits_for_a_replacement_that_takes_up_state_only_the_lost_worker_had():
     state, _ = after(*everybody_joined(3), KILL, workers=3, recovers=True)
     state, actions = at(replace(state, drains=True), 60.0, Joined(1), Tick(step=4))
     assert (state.phase, actions) == ("gathering", [])
@@ -685,7 +687,7 @@ def test_a_replacement_that_never_gets_ready_ends_the_run_though_the_others_comm
     assert f"It happened {MOST_LOSSES} times and it was never ready" in blamed(actions)[0]["cause"]
 
 
-def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
+def test_a_worker_that_is_lost_repeatedly_without_a_commit_ends_the_run():
     events = [piece for _ in range(MOST_LOSSES) for piece in (KILL, Joined(1))]
     _, actions = after(*everybody_joined(), *events[:-1], recovers=True)
     assert len(started(actions)) == MOST_LOSSES - 1
@@ -695,7 +697,7 @@ def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
     )
 
 
-def test_going_back_does_not_make_the_count_begin_anew():
+def test_going_back_to_a_checkpoint_does_not_reset_the_count_of_losses():
     events = []
     for reached in (6, 0, 3, 5, 6, 2, 6, 1, 6, 6):  # it goes back to the beginning each time
         events += [Ended(0, -9, reached + 1, committed=reached)]
@@ -750,7 +752,7 @@ def test_crashes_at_other_steps_or_for_other_reasons_are_not_the_same():
     assert blamed(lost([Ended(0, -9, 7, committed=6)] * (MAX_CRASHES + 1))[1]) == []
 
 
-def test_a_sample_that_kills_whoever_reads_it_is_the_cause():
+def test_a_sample_that_kills_every_process_that_reads_it_is_the_cause():
     events = [crash(worker, **READING) for worker in (0, 1, 0)]
     _, actions = lost(events)
     (failed,) = blamed(actions)
@@ -775,7 +777,7 @@ def test_a_sample_whose_read_ends_the_process_by_a_code_is_the_cause(code):
     assert f"by code {code} 3 times" in state.left_out[0].cause
 
 
-def test_an_exit_by_a_code_away_from_a_read_is_no_matter_of_a_sample():
+def test_an_exit_with_a_code_outside_a_read_blames_no_sample():
     place = Whereabouts(step=7)
     _, actions = after(
         *everybody_joined(), Ended(1, 3, 7, place=place), BETTER_CAUSE_S, recovers=True
@@ -843,7 +845,7 @@ def test_a_worker_that_is_lost_as_often_but_with_commits_between_is_replaced_eac
     assert len(started(actions)) == 40
 
 
-def test_a_group_that_comes_apart_forms_again_when_no_process_is_found_to_have_ended():
+def test_a_group_that_breaks_forms_again_if_no_process_has_exited():
     broken = [*everybody_joined(), Broke(0, 1)]
     assert len(formed(after(*broken, BROKEN_S * 0.9, recovers=True)[1])) == 2
     _, actions = after(*broken, Broke(1, 1), BROKEN_S, recovers=True)
@@ -869,7 +871,7 @@ def apart(times, committed=lambda n: 0, cause=NO_THREAD, mine=False, parted=Fals
     return state, actions
 
 
-def test_a_group_that_never_forms_ends_the_run_with_what_a_worker_said_of_itself():
+def test_a_group_that_never_forms_ends_the_run_with_the_cause_that_a_worker_reported():
     assert blamed(apart(MOST_APART - 1, mine=True)[1]) == []
     state, actions = apart(MOST_APART, mine=True)
     (failed,) = blamed(actions)
@@ -881,7 +883,7 @@ def test_a_group_that_never_forms_ends_the_run_with_what_a_worker_said_of_itself
     assert state.blame.failed.exit_code == 5
 
 
-def test_where_no_worker_is_the_cause_what_was_said_first_is_named():
+def test_if_no_worker_is_the_cause_the_first_report_is_named():
     (failed,) = blamed(apart(MOST_APART)[1])
     assert failed["worker"] == 0
     assert failed["cause"].startswith("another worker went away. The group came apart")
@@ -900,18 +902,18 @@ def test_hosts_that_do_not_reach_each_other_are_waited_for_and_want_of_memory_is
     assert len(blamed(apart(MOST_APART, parted=True, mine=True)[1])) == 1
 
 
-def test_a_group_that_comes_apart_waits_for_the_replacement_of_who_was_killed():
+def test_a_group_that_breaks_waits_for_the_replacement_of_the_killed_worker():
     events = [*everybody_joined(), Broke(0, 1), KILL, BROKEN_S, Joined(1)]
     _, actions = after(*events, recovers=True)
     assert [generation for _, generation, _ in formed(actions)] == [1, 1, 2, 2]
 
 
-def test_word_of_an_earlier_generation_is_not_heard():
+def test_messages_of_an_earlier_generation_are_ignored():
     events = [*everybody_joined(), KILL, Joined(1), Broke(0, 1), 10 * BROKEN_S]
     assert after(*events, recovers=True)[0].generation == 2
 
 
-def test_a_worker_that_is_killed_after_its_last_word_needs_no_replacement():
+def test_a_worker_that_is_killed_after_its_last_message_needs_no_replacement():
     first, last = everybody_done()
     _, actions = after(
         *everybody_joined(), last, Ended(1, -9, 9, 9), first, Ended(0, 0, 9), recovers=True
@@ -920,21 +922,21 @@ def test_a_worker_that_is_killed_after_its_last_word_needs_no_replacement():
     assert [end.outcome for end in ends(actions)] == ["completed"]
 
 
-def test_who_had_finished_before_somebody_was_lost_must_finish_again():
+def test_workers_that_had_finished_finish_again_if_another_is_lost():
     first, _ = everybody_done()
     state, _ = after(*everybody_joined(), first, KILL, Joined(1), recovers=True)
     assert state.done == {}
     assert state.phase == "training"
 
 
-def test_a_newcomer_is_told_of_a_stop_that_was_asked_for_before_it_came():
+def test_a_newcomer_gets_a_stop_that_was_requested_before_it_joined():
     events = [*everybody_joined(), Interrupted("SIGINT"), KILL, Joined(1)]
     _, actions = after(*events, recovers=True)
     stops = [a.worker for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]
     assert stops == [0, 1, 0, 1]
 
 
-def test_an_interrupt_while_a_replacement_comes_waits_for_the_commit():
+def test_an_interrupt_while_a_replacement_starts_waits_for_the_commit():
     state, actions = after(*everybody_joined(), KILL, Interrupted("SIGINT"), recovers=True)
     assert ends(actions) == []
     assert KillAll() not in actions
@@ -947,7 +949,7 @@ def checkpoints(actions):
     return [form.checkpoint for form in forms if form.rank == 0]
 
 
-def test_the_first_generation_begins_at_the_origin_and_later_ones_with_what_a_member_holds():
+def test_the_first_generation_begins_at_the_checkpoint_and_later_ones_with_the_state_of_a_member():
     _, actions = after(*everybody_joined(), KILL, Joined(1), recovers=True)
     assert checkpoints(actions) == ["", None]
     assert GoBack() not in actions
@@ -956,7 +958,7 @@ def test_the_first_generation_begins_at_the_origin_and_later_ones_with_what_a_me
 BELOW = Fired("gradient_norm", 3, "it was below 0.5")
 
 
-def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_forms_again():
+def test_if_no_member_holds_the_state_the_run_goes_back_before_it_forms_again():
     both = [Ended(n, -9, 4, committed=3) for n in range(2)]
     events = [*everybody_joined(), *both, Joined(0), Joined(1), WentBack("step-2")]
     _, actions = after(*events, recovers=True)
@@ -1028,7 +1030,7 @@ def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
     assert actions == [GoBack()]
 
 
-def test_who_says_that_it_holds_the_state_after_all_keeps_the_run_from_going_back():
+def test_a_member_that_reports_late_that_it_holds_the_state_keeps_the_run_from_going_back():
     state, _ = after(*everybody_joined(), KILL, recovers=True)
     for events in (Joined(1), Built(1), Ended(0, -9, 4, committed=3), Formed(1, 2), Joined(0)):
         state, _ = decide(state, events, 1.0)
@@ -1037,14 +1039,14 @@ def test_who_says_that_it_holds_the_state_after_all_keeps_the_run_from_going_bac
     assert checkpoints(actions) == [None]
 
 
-def test_who_had_finished_and_ended_comes_anew_when_another_is_lost_before_it_had():
+def test_a_worker_that_had_finished_and_exited_starts_again_if_another_is_lost():
     first, _ = everybody_done()
     state, actions = after(*everybody_joined(), first, Ended(0, -9, 9, 9), KILL, recovers=True)
     assert started(actions) == [1, 0]
     assert state.joined == frozenset()
 
 
-def test_a_group_that_breaks_is_not_formed_again_with_who_has_ended():
+def test_a_group_that_breaks_does_not_form_again_with_an_exited_worker():
     first, _ = everybody_done()
     events = [*everybody_joined(), first, Ended(0, 0, 9), Broke(1, 1), BROKEN_S]
     state, actions = after(*events, recovers=True)
@@ -1052,7 +1054,7 @@ def test_a_group_that_breaks_is_not_formed_again_with_who_has_ended():
     assert state.phase == "gathering"
 
 
-def test_a_last_word_from_the_generation_before_does_not_count():
+def test_a_last_message_of_the_generation_before_does_not_count():
     events = [
         *everybody_joined(),
         KILL,
@@ -1062,7 +1064,7 @@ def test_a_last_word_from_the_generation_before_does_not_count():
     assert after(*events, recovers=True)[0].done == {}
 
 
-def test_an_exit_without_a_word_is_not_forgotten_over_a_kill():
+def test_an_exit_without_a_message_remains_the_cause_after_a_kill():
     events = [*everybody_joined(), Ended(0, 3, 4), KILL, Joined(1), BETTER_CAUSE_S]
     _, actions = after(*events, recovers=True)
     assert [f["kind"] for f in blamed(actions)] == ["exit"]
@@ -1076,7 +1078,7 @@ def test_a_worker_that_cannot_recover_ends_the_run_when_another_is_lost():
     assert [f["kind"] for f in blamed(actions)] == ["killed"]
 
 
-def test_word_of_a_group_from_before_the_run_went_back_makes_nobody_a_holder():
+def test_a_report_of_a_group_from_before_the_run_went_back_makes_no_holder():
     both = [Ended(n, -9, 4, committed=3) for n in range(2)]
     events = [*everybody_joined(), *both, Joined(0), Joined(1)]
     state, _ = after(*events, recovers=True)
@@ -1104,24 +1106,24 @@ def ready(workers=2):
     return heard(State(members=first_members(workers), recovers=True), *events)[0]
 
 
-def test_who_may_have_formed_the_first_group_is_not_told_to_begin_again():
+def test_a_member_that_may_have_formed_the_first_group_does_not_begin_again():
     _, actions = heard(ready(), Restarted())
     assert checkpoints(actions) == [None]
 
 
-def test_a_group_in_which_nobody_held_anything_is_followed_by_a_beginning():
+def test_after_a_group_without_a_holder_the_next_begins_at_the_checkpoint():
     state, _ = heard(ready(), Restarted(), Broke(0, 2), Broke(1, 2))
     _, actions = heard(state, Tick(), now=9.0)
     assert checkpoints(actions) == [""]
     assert GoBack() not in actions
 
 
-def test_who_was_lost_before_it_could_say_that_it_had_formed_may_have_committed_something():
+def test_a_worker_that_was_lost_before_it_confirmed_its_group_may_have_committed():
     state, _ = heard(ready(1), Ended(0, -9, 1), Joined(0))
     assert heard(state, Built(0))[1] == [GoBack()]
 
 
-def test_word_of_an_earlier_group_still_makes_a_holder():
+def test_a_late_report_of_an_earlier_group_still_makes_a_holder():
     state, _ = heard(ready(), Restarted(), Formed(0, 1))
     assert (state.generation, state.holders, state.member(0).phase) == (2, {0}, Phase.FORMING)
 
@@ -1131,28 +1133,28 @@ def test_a_master_that_was_lost_while_it_went_back_goes_back_again():
     assert heard(state, Restarted())[1] == [GoBack()]
 
 
-def test_who_leaves_is_released_once_all_that_stay_hold_the_state():
+def test_a_leaving_worker_is_released_once_all_that_stay_hold_the_state():
     state, actions = heard(ready(), Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1))
     assert formed(actions) == [(0, 2, 0)]
     assert Send(1, Release()) not in actions
     assert decide(state, Formed(0, 2), 1.0)[1] == [Send(1, Release())]
 
 
-def test_who_leaves_gives_the_state_to_the_replacement_of_who_was_lost_meanwhile():
+def test_a_leaving_worker_gives_the_state_to_the_replacement_of_one_lost_meanwhile():
     events = [Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1)]
     _, actions = heard(ready(), *events, Ended(0, -9, 4, 3), Joined(0), Built(0))
     assert formed(actions)[1:] == [(0, 3, 0), (1, 3, 1)]
     assert GoBack() not in actions
 
 
-def test_who_leaves_comes_along_where_the_group_came_apart_for_it_may_have_committed_more():
+def test_a_leaving_worker_stays_if_the_group_broke_since_it_may_have_committed_more():
     events = [Formed(n, 1) for n in range(3)]
     state, _ = heard(ready(3), *events, Scaled(2), Broke(2, 1), Ended(0, -9, 4, 3))
     _, actions = heard(state, Joined(0), Built(0))
     assert [worker for worker, _, _ in formed(actions)] == [0, 1, 2]
 
 
-def test_a_new_master_ends_who_was_to_be_ended():
+def test_a_new_master_kills_what_the_lost_one_was_killing():
     events = [Formed(0, 1), Formed(1, 1), Hung(1, 4, "forward", "gave no sign of life for 2 s")]
     state, _ = heard(ready(), *events)
     assert Kill(1) in heard(state, Restarted())[1]

@@ -90,7 +90,7 @@ def test_workers_start_where_the_fewest_are_and_only_once(three):
     assert three.starts() == {5: 2}
 
 
-def test_a_host_that_is_silent_is_told_once_and_starts_nothing(three):
+def test_a_silent_host_is_reported_once_and_starts_nothing(three):
     assert three.wait(0.7, 0, 1) == set()
     three.start([0, 1, 2])
     assert set(three.starts().values()) == {0, 1}
@@ -98,7 +98,7 @@ def test_a_host_that_is_silent_is_told_once_and_starts_nothing(three):
     assert three.hosts.missing == [2]
 
 
-def test_what_a_lost_host_was_to_start_another_starts(three):
+def test_another_host_starts_what_a_lost_one_was_to_start(three):
     three.start([0, 1, 2])
     assert three.starts()[2] == 2
     three.wait(FLOOR_S + 0.2, 0, 1)
@@ -108,7 +108,7 @@ def test_what_a_lost_host_was_to_start_another_starts(three):
     assert three.hosts.started(2, 0)
 
 
-def test_what_a_host_was_to_start_is_said_again_when_it_calls_on_another_connection(three):
+def test_a_host_that_reconnects_is_asked_again_for_what_it_was_to_start(three):
     three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
     assert three.starts() == dict.fromkeys([0, 1, 2], 0)
     assert three.hosts.comes("peer 0 again", 0, 1000, three.now) == peer(0)
@@ -130,7 +130,7 @@ def test_a_host_that_imports_what_workers_need_may_be_silent_for_long():
     assert table.wait(1.5, 0) == {"peer 1"}
 
 
-def test_nobody_is_blamed_where_the_master_itself_was_held_up(three):
+def test_no_host_is_blamed_if_the_master_itself_did_not_run(three):
     three.now += 5.0
     assert three.hosts.turn(three.now) == []
     assert not three.hosts.is_quiet(1)
@@ -162,7 +162,7 @@ def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(thre
     assert process.is_lost(three.now, 60.0)
 
 
-def test_a_process_that_was_stopped_is_known_by_its_hosts_word_alone(three):
+def test_a_remote_process_counts_as_stopped_only_if_its_host_reports_it(three):
     far = RemoteProcess(three.hosts, 1, 77)
     three.hosts.heartbeat(1, peer(1), three.now, stopped=(77,))
     assert far.stopped
@@ -171,7 +171,7 @@ def test_a_process_that_was_stopped_is_known_by_its_hosts_word_alone(three):
     assert not far.stopped
 
 
-def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three):
+def test_no_process_counts_as_lost_without_a_host_that_has_been_connected_for_a_while(three):
     process = RemoteProcess(three.hosts, 2, 77)
     three.wait(20.0)
     assert three.hosts.all_quiet
@@ -184,7 +184,7 @@ def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three)
     assert process.is_lost(three.now, 22.4)
 
 
-def test_who_was_given_up_is_ended_when_the_host_is_back(three):
+def test_an_abandoned_process_is_killed_when_its_host_reconnects(three):
     three.wait(FLOOR_S + 0.2, 0, 1)
     three.hosts.abandon(2, 77)
     assert three.said == []
@@ -213,7 +213,7 @@ def test_the_run_ends_with_its_hosts_only_when_all_have_ended_by_themselves(thre
     assert Table(0).hosts.fails(0)
 
 
-def test_the_same_process_that_comes_again_gives_its_former_connection(three):
+def test_a_host_process_that_reconnects_replaces_its_former_connection(three):
     hosts = three.hosts
     assert hosts.comes("peer 1 again", 1, 1001, three.now) == "peer 1"
     assert hosts.comes("its spare", 1, 5, three.now) is None

@@ -75,7 +75,7 @@ def test_a_new_session_begins_with_an_empty_journal(tmp_path, begun):
     again.close()
 
 
-def test_what_members_have_left_for_each_other_is_there_until_the_next_generation(begun, tmp_path):
+def test_keys_of_a_generation_are_kept_until_the_next(begun, tmp_path):
     begun.keep("a/b", b"\x00 first")
     begun.keep("a/b", b"\x00 second")
     begun.keep("c", b"")
@@ -87,7 +87,7 @@ def test_what_members_have_left_for_each_other_is_there_until_the_next_generatio
     another.close()
 
 
-def test_every_state_of_a_story_survives(begun):
+def test_every_state_can_be_read_back(begun):
     state = State(members=first_members(2), recovers=True)
     news = [Joined(0), Joined(1), Built(0), Built(1), Formed(0, 1), Ended(1, -signal.SIGKILL, 4, 3)]
     for piece in news:
@@ -96,7 +96,7 @@ def test_every_state_of_a_story_survives(begun):
         assert begun.last() == state
 
 
-def test_one_row_tells_what_was_heard(tmp_path, begun):
+def test_each_row_has_the_event_and_the_state_after_it(tmp_path, begun):
     begun.write(Ended(1, None, 4), replace(FULL, phase="gathering"))
     begun.close()
     rows = sqlite3.connect(tmp_path / FILE)

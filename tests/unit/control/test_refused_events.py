@@ -46,7 +46,7 @@ def test_what_the_master_itself_got_wrong_is_dropped_and_reported_once(master, t
     master._close()
 
 
-def test_a_worker_that_says_what_it_cannot_say_loses_its_connection(master, board, tmp_path):
+def test_a_worker_that_sends_an_impossible_message_loses_its_connection(master, board, tmp_path):
     serving = threading.Thread(target=master.serve)
     serving.start()
     channel = Channel.connect(board.endpoint.address)

@@ -183,7 +183,7 @@ BELOW = Fired("gradient_norm", 1, "the norm of the gradient was 0.25, below 0.5"
 @pytest.mark.parametrize(
     ("rules", "at_once"), [({"patience": 5}, [BELOW._replace(at_once=True)]), ({}, [])]
 )
-def test_a_step_that_fired_is_the_last_where_the_rules_hear_its_validation(rules, at_once):
+def test_a_step_at_which_a_rule_fired_is_the_last_if_its_validation_is_evaluated(rules, at_once):
     """It is the same for a judge that heard it from the records."""
     spec = StopSpec(gradient_norm=0.5, **rules)
     figures = [Figures(step=1, loss=1.0, gradient_norm=0.25), Figures(step=1, metrics={"loss": 1})]
@@ -219,7 +219,7 @@ def _named(value):
 
 
 @given(ANY_RULES, FIGURES, st.integers(0, 40))
-def test_rules_that_hear_the_records_again_go_on_as_if_they_had_never_stopped(spec, figures, cut):
+def test_rules_that_replay_the_records_continue_as_if_never_interrupted(spec, figures, cut):
     steady, resumed = Rules(spec), Rules(spec)
     before = [steady.evaluate(each) for each in figures[:cut]]
     assert resumed.replay(figures[:cut]) == before
@@ -266,7 +266,7 @@ def record(step, loss, norm=NAN, worker=0, begin=0.0):
     return made
 
 
-def test_what_was_recorded_is_what_was_heard_in_the_same_order():
+def test_recorded_figures_are_those_that_were_evaluated_in_the_same_order():
     steps = np.concatenate(
         [
             record(2, 0.75, 0.5, worker=1, begin=2.0),
