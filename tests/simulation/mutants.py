@@ -195,8 +195,8 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     "the lowest rank gives its state": (workers, "beginning", _lowest_rank_gives),
     "the ledger is not mended": (Truth, "mend", _nothing),
-    "Formed is not sent again": (MasterConnection, "_find_another", _forgets(Formed)),
-    "Broken is not sent again": (MasterConnection, "_find_another", _forgets(Broken)),
+    "Formed is not sent again": (MasterConnection, "_connect_to_next", _forgets(Formed)),
+    "Broken is not sent again": (MasterConnection, "_connect_to_next", _forgets(Broken)),
     # found by these stories
     "a member that may have committed is not asked": (
         mind,

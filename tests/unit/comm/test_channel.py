@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from helpers import random_bytes
-from instep.comm.channel import LARGEST, MOST_STRANGERS, Address, Channel, Hub, _Frames, frame
+from instep.comm.channel import LARGEST, MOST_UNTRUSTED, Address, Channel, Hub, _Frames, frame
 from instep.comm.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
@@ -239,13 +239,13 @@ def test_new_connections_replace_unauthenticated_ones_and_never_trusted_ones():
     known.send(Release())
     [(peer, _)] = heard(hub, 1)
     hub.trust(peer)
-    strangers = calls(hub, 3 * MOST_STRANGERS)
+    strangers = calls(hub, 3 * MOST_UNTRUSTED)
     late = Channel.connect(hub.address)
     late.send(Stop(rule="late"))
     known.send(Stop(rule="known"))
     said = [message.rule for _, message in heard(hub, 2)]
     assert sorted(said) == ["known", "late"]
-    assert len(hub.peers()) == MOST_STRANGERS + 1
+    assert len(hub.peers()) == MOST_UNTRUSTED + 1
     assert peer in hub.peers()
     for each in (*strangers, known, late):
         each.close()
