@@ -1,8 +1,8 @@
 """When a worker that is lost again and again is not replaced any more, and what is to blame.
 
 Counts losses by worker and by place (the sample that was read, or the step at which the
-process's own code ended it), and the times that a group came apart of which every process
-lives. A count starts again when more is committed than ever before; going back to a
+process's own code ended it), and the times that a group broke though its processes
+live. A count starts again when more is committed than ever before; going back to a
 checkpoint does not reset it. A part of the decisions in `decide.py`, and as pure.
 """
 
@@ -30,7 +30,7 @@ MOST_LOOPS = 2
 """The same, of reads that keep a processor busy: the second has half a minute."""
 
 MOST_APART = 10
-"""A group that comes apart so often while every process lives is not formed again."""
+"""A group that breaks so often while all its processes live is not formed again."""
 
 OUT_OF_SYSTEM = (
     " The system gives the process no more memory, threads or files: raise its limits "
@@ -138,7 +138,7 @@ def _at_place(state: State, event: Ended) -> tuple[State, int]:
         return replace(state, places=places), 0
     counted = _once_more(places.get(place), event.committed)
     vague = is_reading(event.place) and (event.place.ahead or event.place.count > 1)
-    if vague:  # it may have been another cause: the next loss there tells
+    if vague:  # it may have been another cause: the next loss there decides
         counted = counted[0], 1
     return replace(state, places=places | {place: counted}), counted[1]
 

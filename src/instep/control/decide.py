@@ -65,7 +65,7 @@ BROKEN_S = 0.3
 """How long the master waits, after a group came apart, to learn which process has ended."""
 
 BUILDING_S = 1.0
-"""How long the others wait for a replacement that gets ready, before they go on without it."""
+"""How long the others wait for a replacement that gets ready, before they continue without it."""
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect."""
@@ -193,7 +193,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         deadline=None,
     )
     sends: list[Action] = [Send(worker, _form(after, worker)) for worker in after.group]
-    if state.stop:  # newcomers have not been told
+    if state.stop:  # newcomers do not know it yet
         sends += _stops(after)
     fields = {"generation": generation, "members": list(after.group)}
     log = Log("generation_started", {**fields, "reason": state.why, "seconds": now - state.since})

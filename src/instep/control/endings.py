@@ -89,7 +89,7 @@ def finish_of(state: State) -> Finish:
 
 
 def over(finish: Finish, blame: Blame | None) -> Over:
-    """What the client is told."""
+    """The message to the client about the end."""
     return Over(
         outcome=finish.outcome,
         rule=finish.rule,

@@ -86,7 +86,7 @@ class Hosts:
     Args:
         count: how many it has; 0 where all workers are on this machine.
         send: sends a message to one of them.
-        gather_s: how long the first that comes waits for the others.
+        gather_s: how long the first that connects waits for the others.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Hosts:
     ) -> None:
         self.count, self._send, self._gather_s = count, send, gather_s
         self._there: dict[int, _Host] = {}
-        self._underway: dict[int, int] = {}  # worker to the host that was told to start it
-        self._spoke: set[tuple[int, int]] = set()  # host and pid: those that say they live
+        self._underway: dict[int, int] = {}  # worker to the host that was asked to start it
+        self._beating: set[tuple[int, int]] = set()  # host and pid: those with heartbeats
         self._abandoned: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
-        self._failed: set[int] = set()  # who has ended by itself, and not come since
+        self._failed: set[int] = set()  # those that exited, and have not connected since
         self._missing_since: dict[int, float] = {}
         self._first: float | None = None
         self._ready = False
@@ -131,7 +131,7 @@ class Hosts:
         """The time of the last turn."""
         return self._now
 
-    # ---- who comes, speaks and goes
+    # ---- connections and heartbeats
 
     def turn(self, now: float) -> list[Peer]:
         """Let time pass; returns connections that have been silent for too long."""
@@ -143,10 +143,10 @@ class Hosts:
         return [
             host.peer
             for number, host in self._there.items()
-            if now - host.last_heartbeat > (FLOOR_S if self._speaks(number) else FIRST_HEARTBEAT_S)
+            if now - host.last_heartbeat > (FLOOR_S if self._beats(number) else FIRST_HEARTBEAT_S)
         ]
 
-    def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
+    def joins(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
         """A host has connected; it kills what was given up meanwhile.
 
         Returns:
@@ -173,9 +173,9 @@ class Hosts:
         host = self._there.get(number)
         if host is not None and host.peer is peer:
             host.last_heartbeat, host.stopped = now, stopped
-            self._spoke.add((number, host.pid))
+            self._beating.add((number, host.pid))
 
-    def goes(self, number: int, peer: Peer) -> bool:
+    def leaves(self, number: int, peer: Peer) -> bool:
         """A host's connection is lost; whether there is no other with its number."""
         host = self._there.get(number)
         if host is None or host.peer is not peer:
@@ -188,9 +188,9 @@ class Hosts:
     def _forget_starts(self, number: int) -> None:
         self._underway = {w: h for w, h in self._underway.items() if h != number}
 
-    def _speaks(self, number: int) -> bool:
+    def _beats(self, number: int) -> bool:
         """Whether a host's process has sent a heartbeat before, on any connection."""
-        return (number, self._there[number].pid) in self._spoke
+        return (number, self._there[number].pid) in self._beating
 
     # ---- where workers are
 
@@ -254,9 +254,9 @@ class Hosts:
         return host in self._there and pid in self._there[host].stopped
 
     def is_quiet(self, number: int) -> bool:
-        """Whether a host is not there, or has just not been heard from."""
+        """Whether a host is not there, or its heartbeat is late."""
         host = self._there.get(number)
-        return host is None or (self._speaks(number) and self._now - host.last_heartbeat > QUIET_S)
+        return host is None or (self._beats(number) and self._now - host.last_heartbeat > QUIET_S)
 
     def is_gone(self, number: int) -> bool:
         """Whether a host has not been there for so long that it will hardly be in a moment."""

@@ -334,7 +334,7 @@ class Master:
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
         self._recorder.emit("host_joined", {"pid": hello.pid, "host": number})
-        before = self._hosts.comes(peer, number, hello.pid, now)
+        before = self._hosts.joins(peer, number, hello.pid, now)
         if before is not None:
             self._connections.pop(before, None)
             self._hub.drop(before)
@@ -616,7 +616,7 @@ class Master:
         if connection is None:
             return
         number = connection.number
-        if connection.role == "host" and self._hosts.goes(number, peer) and self._hosts.several:
+        if connection.role == "host" and self._hosts.leaves(number, peer) and self._hosts.several:
             self._host_lost(number, "it hung up")
         if connection.role == "worker" and self._peers.get(number) is peer:
             self._peers.pop(number)
@@ -674,7 +674,7 @@ class Master:
         for peer in self._hosts.turn(now):
             number = self._connections.pop(peer).number
             self._hub.drop(peer)
-            if self._hosts.goes(number, peer):
+            if self._hosts.leaves(number, peer):
                 self._host_lost(number, f"it gave no sign of life for {FLOOR_S:g} s")
         for peer, connection in list(self._connections.items()):
             if connection.lease is not None and (how := connection.lease.turn(now)):

@@ -180,7 +180,7 @@ def go_back(
         CheckpointError: there are checkpoints, and none is sound.
         SpecError: the checkpoint is of a job that cannot become this one.
     """
-    with _nobody_writes(folder / "ledger.bin"):
+    with _no_other_writer(folder / "ledger.bin"):
         run = RunFolder(folder)
         checkpoint, refused = newest_intact(folder / "checkpoints", partial(check_own, folder))
         step = size_bytes = 0
@@ -210,7 +210,7 @@ def go_back(
 
 
 def _take_model_away(run: RunFolder, step: int) -> list[str]:
-    """While a run goes on it has no model: the one there is that of an end which is none any more.
+    """Remove the model of an earlier end: while a run trains it has none.
 
     It is deleted where the checkpoint of `step` has the same, else given another name.
 
@@ -306,7 +306,7 @@ def _check_time(run: RunFolder, job: JobSpec) -> None:
 
 
 @contextmanager
-def _nobody_writes(ledger: Path) -> Iterator[None]:
+def _no_other_writer(ledger: Path) -> Iterator[None]:
     """Wait for a worker that outlives its master by a moment, and lock the ledger."""
     if not ledger.exists():
         yield

@@ -301,7 +301,7 @@ class Phase(StrEnum):
     LEFT = "left"
     """It has left its last group, and waits for the next `Form`."""
     RELEASED = "released"
-    """It was told to end, and its process may still be there."""
+    """It was sent `Release`, and its process may still be there."""
     ENDED = "ended"
     """Its process has ended, and is not replaced."""
 
@@ -405,7 +405,7 @@ class State:
     timeout_s: float = 0.0
     """How long the members of the present generation may take to connect."""
     changing: bool = False
-    """Whether its members were told to leave it at the next commit."""
+    """Whether its members were asked to leave it at the next commit."""
     since: float = 0.0
     """When the master began to gather members for the next generation."""
     why: str = "start"
@@ -464,7 +464,7 @@ class State:
         """
         member = self.expect(number, *(phase for phase in Phase if to in NEXT[phase]), to=to)
         if to is Phase.ABSENT:
-            member = Member(member.wanted, member.role)  # the next process begins anew
+            member = Member(member.wanted, member.role)  # for the next process
         return self._with(number, replace(member, phase=to))
 
     def note(self, number: int, **facts: Any) -> State:

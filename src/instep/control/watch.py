@@ -1,7 +1,7 @@
 """Finds workers that hang, by timeouts learnt from their heartbeats: no user sets any.
 
 A heartbeat says a few times a second what a worker is doing, how much it has done, and
-for how long a processor was busy with it. A worker hangs when it falls silent (stopped, or
+for how long a processor was busy with it. A worker hangs when its heartbeats stop (SIGSTOP, or
 inside native code), or when its heartbeats show no progress (an endless loop, a read that
 never ends). The timeouts follow from how long steps take, and how long the same activity
 took before. A worker that waits for others, or for a disk, does not hang; a read that keeps
@@ -255,7 +255,7 @@ class Watch:
         seen_before = seen.has_read if phase == READING else self.step_s and seen.steps
         usual = max(usual, FLOOR_S if known and seen_before else UNKNOWN_S)
         if phase == READING and now - seen.since > FLOOR_S / 2:
-            long = times > 0 or usual >= UNKNOWN_S  # it is given enough, whoever else computes
+            long = times > 0 or usual >= UNKNOWN_S  # it gets enough, also if all others compute
             least = FLOOR_S / 2 if long else usual / 2
             if seen.busy_s >= max(least, BUSY * (now - seen.since)):
                 return max(UNKNOWN_S, usual) if times else usual

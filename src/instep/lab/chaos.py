@@ -36,7 +36,7 @@ from instep.store.run_folder import RunFolder
 from instep.system.processes import on_signals
 
 STUCK_S = 120.0
-"""Seconds without a step after which a run is given up, unless the undisturbed one took longer."""
+"""Seconds without a step after which a run hangs, unless the undisturbed one took longer."""
 
 GRACE_S = 15.0
 """How long a run may take to stop after each signal, before the next one; the last is SIGKILL."""

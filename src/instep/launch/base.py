@@ -1,4 +1,4 @@
-"""What a launcher is: it brings up host processes, and ends whatever it brought up."""
+"""What a launcher is: it starts host processes, and ends what it started."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ paid once; if that leaves threads or CUDA behind, the server starts itself
 again and leaves that import to the workers.
 
 It may be killed: a spare that it forked first, and that waits until then,
-takes its place at once, and watches over the workers that are there. The two look after
-each other: one that was stopped, or does not go on, is killed by the other. Both end,
-and end all workers, when the client has them, or once no master can come any more.
+takes its place at once, and watches the workers that are there. The two watch each other:
+one that was stopped, or hangs, is killed by the other. Both end, and end all workers, when
+the client ends them, or once there can be no master any more.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
 
 ADOPTED_S = 0.05
-"""How often a server looks after workers that it did not start itself."""
+"""Seconds between two looks at workers that this server did not start."""
 
 
 def main() -> None:
@@ -160,13 +160,13 @@ class _Retry(NamedTuple):
 
 
 class Server:
-    """Forks, reaps, reports; and has a spare of itself.
+    """Forks, reaps and reports workers; and keeps a spare of itself.
 
     Args:
         connection: to the master.
         endpoint: where that is, for the workers.
         phases: seconds that parts of the start took.
-        several: whether it is one of several hosts, which may lose the master from sight.
+        several: whether it is one of several hosts, whose connection to the master may break.
         left: number and handle by process, of the server whose place this one takes.
         pages: where workers note where they are; shared with a spare.
         memory_files: files that outlive a worker; shared with a spare.
@@ -199,7 +199,7 @@ class Server:
         self._retries: dict[int, _Retry] = {}  # by number, workers that could not be forked yet
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
-        self._life = -1  # open as long as this server lives; its workers are told there
+        self._life = -1  # open as long as this server lives; it sends its spare the workers
         self._spare = 0
         self._spare_stopped_at: float | None = None
         self._shown_at = 0.0
@@ -232,7 +232,7 @@ class Server:
         return Heartbeat(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
 
     def _wait(self) -> None:
-        """For a message, a signal, or the time to look after something."""
+        """For a message, a signal, or the next look."""
         tick_s = ADOPTED_S if self._adopted or self._retries else HEARTBEAT_S / 2
         ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
         wait_readable(ends, tick_s)
@@ -295,7 +295,7 @@ class Server:
         elif self._spare_stopped_at is None:
             self._spare_stopped_at = now
         elif now - self._spare_stopped_at > FLOOR_S:
-            os.kill(self._spare, signal.SIGKILL)  # our child, which nobody has reaped yet
+            os.kill(self._spare, signal.SIGKILL)  # our child, not reaped yet
 
     def _tell_spare(self, pid: int, number: int) -> None:
         """Have the spare know of a worker; of one that has ended, by the number `_GONE`."""
@@ -431,7 +431,7 @@ class Server:
                 self._tell_end(number, pid, None)
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
-        """To the master first: where this server is killed in between, its spare tells again."""
+        """To the master first: if this server is killed in between, its spare reports it again."""
         place = self._pages.collect(pid)
         self._memory_files.ended(number)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
@@ -454,7 +454,7 @@ class Server:
 
 
 _WORKER, _GONE = struct.Struct("ii"), -1
-"""What a server tells its spare: a process, and the number of the worker that it is."""
+"""What a server sends its spare: a pid, and the number of its worker."""
 
 
 def _wait_for_end(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:

@@ -66,7 +66,7 @@ class Lease:
         pid: of a process on this machine.
         now: seconds on a steady clock.
         first_s: how long it may take to give its first sign.
-        longest_s: the longest silence after which a predecessor went on.
+        longest_s: the longest silence after which a predecessor continued.
         times: how often in a row its predecessors were lost by silence; each doubles the timeout.
         look: asks the system.
     """
@@ -91,7 +91,7 @@ class Lease:
     def renew(self, now: float) -> None:
         """It has given a sign of life."""
         self._pass(now)
-        if self.signs:  # what comes before is another matter
+        if self.signs:  # the time before the first does not count
             self.longest_s = max(self.longest_s, self._silent_s)
         self.signs += 1
         self._limit_s = min(MOST_S, max(HUNG_S, STEPS * self.longest_s) * 2**self._times)

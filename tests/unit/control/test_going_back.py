@@ -224,7 +224,7 @@ def test_forks_of_a_holder_that_live_on_hold_nothing(run):
         ledger = Ledger(run / "ledger.bin")
         copies += copies_of_the_descriptors(run / "ledger.bin")
         ledger.close()
-        with resume._nobody_writes(run / "ledger.bin"):
+        with resume._no_other_writer(run / "ledger.bin"):
             copies += copies_of_the_descriptors(run / "ledger.bin")
         Ledger(run / "ledger.bin").close()
         assert len(copies) >= 3

@@ -34,7 +34,7 @@ class Table:
 
     def come(self, *numbers):
         for number in numbers:
-            self.hosts.comes(peer(number), number, 1000 + number, self.now)
+            self.hosts.joins(peer(number), number, 1000 + number, self.now)
 
     def wait(self, seconds, *speaking):
         """Let time pass, in which these hosts show that they live; who was silent for too long."""
@@ -45,7 +45,7 @@ class Table:
                 self.hosts.heartbeat(number, peer(number), self.now)
             for each in self.hosts.turn(self.now):
                 silent.add(each)
-                self.hosts.goes(int(each.split()[1]), each)
+                self.hosts.leaves(int(each.split()[1]), each)
         return silent
 
     def starts(self):
@@ -111,7 +111,7 @@ def test_another_host_starts_what_a_lost_one_was_to_start(three):
 def test_a_host_that_reconnects_is_asked_again_for_what_it_was_to_start(three):
     three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
     assert three.starts() == dict.fromkeys([0, 1, 2], 0)
-    assert three.hosts.comes("peer 0 again", 0, 1000, three.now) == peer(0)
+    assert three.hosts.joins("peer 0 again", 0, 1000, three.now) == peer(0)
     three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
     assert three.starts() == dict.fromkeys([0, 1, 2], 0)
 
@@ -215,7 +215,7 @@ def test_the_run_ends_with_its_hosts_only_when_all_have_ended_by_themselves(thre
 
 def test_a_host_process_that_reconnects_replaces_its_former_connection(three):
     hosts = three.hosts
-    assert hosts.comes("peer 1 again", 1, 1001, three.now) == "peer 1"
-    assert hosts.comes("its spare", 1, 5, three.now) is None
-    assert not hosts.goes(1, "peer 1 again")
-    assert hosts.goes(1, "its spare")
+    assert hosts.joins("peer 1 again", 1, 1001, three.now) == "peer 1"
+    assert hosts.joins("its spare", 1, 5, three.now) is None
+    assert not hosts.leaves(1, "peer 1 again")
+    assert hosts.leaves(1, "its spare")
