@@ -12,8 +12,12 @@ STRATEGIES = Registry(
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
         "averaging": "instep.sync.averaging:Averaging",
+        "server_sync": "instep.sync.server_sync:ServerSync",
     },
 )
 
 ROUNDS = frozenset({"averaging"})
 """Those in which participants take steps of their own, and one commit is a round of them."""
+
+SERVERS = frozenset({"server_sync"})
+"""Those in which servers hold the optimizer, beside the workers."""
