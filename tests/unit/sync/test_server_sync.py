@@ -21,6 +21,7 @@ from instep.worker.step.served import ServedUpdate, put_together
 from instep.worker.step.update import Update
 
 PARTS, STEPS = 6, 4
+FIRST = Attempt(0, 0, 1)
 
 torch.manual_seed(3)
 MODEL = nn.Sequential(nn.Linear(5, 700), nn.ReLU(), nn.Linear(700, 300), nn.Linear(300, 1))
@@ -62,7 +63,7 @@ class Rank:
         name = "server_sync" if servers else "all_reduce"
         self.strategy = make_strategy(name, {"bucket_mb": 0.3, **(options or {})})
 
-    def start(self, comm, *, parts=0, at=Attempt(0, 0, 1)):
+    def start(self, comm, *, parts=0, at=FIRST):
         self.comm, self.at = comm, at
         self.workers = comm.size - self.servers
         servers = Servers(range(self.workers, comm.size), self.update) if self.servers else None
@@ -243,7 +244,7 @@ def test_a_server_whose_state_is_lost_says_so():
         rank = Rank(OPTIMIZERS["sgd"], 1)
         rank.start(comm, at=Attempt(0, 7, 2))
 
-    with pytest.raises(WorkerError, match="server 0 of 1 was lost .* newest checkpoint"):
+    with pytest.raises(WorkerError, match=r"server 0 of 1 was lost .* newest checkpoint"):
         run_ranks(2, body)
 
 

@@ -23,7 +23,6 @@ from instep.system.causes import sentence
 from instep.worker.step.served import put_together
 from instep.worker.step.update import Update
 
-
 SHARD = "shard-"
 """Begins the name of a group of tensors that one server has written: its part of the optimizer's
 state."""

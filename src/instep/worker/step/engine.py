@@ -200,6 +200,8 @@ class Engine:
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
+            if self.memory is not None:
+                self.memory.clear()
             self.state.tried = form.generation
             return False
         if not self.applies_staged:

@@ -161,9 +161,7 @@ def _part(value: Any, piece: Piece, whole: nn.Parameter) -> Any:
     return value.clone()
 
 
-def put_together(
-    shards: Mapping[str, Tensor], model: nn.Module
-) -> dict[nn.Parameter, dict[str, Tensor]]:
+def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor, dict[str, Tensor]]:
     """An optimizer's state for whole parameters, from that of pieces.
 
     Args:
@@ -179,7 +177,7 @@ def put_together(
         parameter, kept, elements = name.rsplit("/", 2)
         start, stop = elements.split(":")
         pieces[parameter, kept].append((int(start), int(stop), tensor))
-    whole: defaultdict[nn.Parameter, dict[str, Tensor]] = defaultdict(dict)
+    whole: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
     for (name, kept), found in pieces.items():
         found.sort(key=lambda piece: piece[:2])
         own = parameters.get(name)
