@@ -53,7 +53,8 @@ class Plan:
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    drains = random.random() < 0.4
+    servers = random.choice([0, 0, 0, 1, 2])
+    drains = not servers and random.random() < 0.6
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3
     return Plan(
@@ -70,7 +71,7 @@ def drawn(engine: Engine) -> Plan:
         eager=random.choice([0.0, 0.0, 0.01, 0.03]),
         eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
         drains=drains,
-        servers=random.choice([0, 0, 0, 1, 2]),
+        servers=servers,
     )
 
 
@@ -289,12 +290,16 @@ class _Origin:
 
 def _job(plan: Plan) -> Any:
     stop = {"gradient_norm": 0.5} if plan.figures else {}
+    sync: dict[str, Any] = {"codec": "int8"} if plan.drains else {}
+    if plan.servers:
+        sync = {"name": "server_sync", "servers": plan.servers}
     table = {
         "name": "story",
         "recipe": "story.py:recipe",
         "workers": plan.workers,
         "train": {"steps": plan.steps, "global_batch": 64, "micro_batches": 8},
         "stop": stop,
+        "sync": sync,
     }
     return spec_file.build(table, source="a story")
 

@@ -112,6 +112,8 @@ class StartWorker(Message, frozen=True):
     number: int
     log: str
     """File that takes the worker's own output."""
+    role: str = "worker"
+    """As in `Form`."""
 
 
 class Adopt(Message, frozen=True):

@@ -29,10 +29,10 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import PeerError
 from instep.state.retention import Best
+from instep.state.save import Shard
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
-from instep.state.save import Shard
 from instep.worker.saving import Saver, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState

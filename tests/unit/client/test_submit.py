@@ -71,6 +71,35 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
     [
         ({"sync": {"name": "all_reduc"}}, SpecError, "Did you mean 'all_reduce'"),
         ({"sync": {"servers": 2}}, SpecError, "sync.servers = 2: all_reduce has no servers"),
+        (
+            {"sync": {"name": "server_sync", "codec": "int8"}},
+            SpecError,
+            "'server_sync' does not go with sync.codec: servers are sent plain numbers",
+        ),
+        (
+            {"sync": {"name": "server_sync"}, "train": {"device": "cuda"}},
+            SpecError,
+            "does not go with train.device = 'cuda': servers and workers compute on the CPU",
+        ),
+        (
+            {"sync": {"name": "server_sync"}, "train": {"precision": "float16"}},
+            SpecError,
+            "does not go with train.precision = 'float16'",
+        ),
+        (
+            {
+                "sync": {"name": "server_sync"},
+                "train": {"determinism": "bits"},
+                "check": {"corruption": True},
+            },
+            SpecError,
+            "does not go with check.corruption: it compares states that every worker has",
+        ),
+        (
+            {"sync": {"name": "server_sync"}, "recipe": f"{__file__}:__main__"},
+            SpecError,
+            "needs a recipe: your own loop calls the optimizer, which is on the servers",
+        ),
         ({"sync": {"codec": "half"}}, SpecError, "no codec is called 'half'"),
         (
             {"sync": {"codec": "int8"}, "train": {"determinism": "bits"}},
