@@ -21,7 +21,7 @@ ROUNDS = frozenset({"averaging"})
 """Those in which participants take steps of their own, and one commit is a round of them."""
 
 SERVERS = frozenset({"server_sync"})
-"""Those in which servers hold the optimizer, beside the workers."""
+"""Those with parameter servers: members that get no work, and move parameters for the workers."""
 
 
 def servers_of(sync: SyncSpec) -> int:
