@@ -162,7 +162,7 @@ class Training(Loop):
     def _make_loader(self, name: str) -> Loader:
         recipe, job, train = self.recipe, self.job, name == "train"
         given = recipe.given[name]
-        loaders = job.data.loaders
+        loaders = job.data.loaders if self.member.role == "worker" else 0  # a server reads little
         if loaders == "auto" and given.loaders is not None:
             loaders = given.loaders
         return Loader(
