@@ -1,4 +1,4 @@
-"""What a user sees of parameter servers: names, logs, lines, and where a killed one starts again."""
+"""What a user sees of parameter servers: names, logs, lines, and where a killed one starts."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
-ON_TWO_HOSTS = (
+ON_THREE_HOSTS = (
     'network = "private"',
-    '[launch]\nhosts = ["env HOST=1", "env HOST=2"]\naddress = "127.0.0.1"',
+    '[launch]\nhosts = ["env HOST=1", "env HOST=2", "env HOST=3"]\naddress = "127.0.0.1"',
 )
 
 
@@ -69,17 +69,17 @@ def test_servers_have_names_logs_and_lines_of_their_own_and_stay_when_workers_ch
 
 
 @pytest.mark.slow
-def test_a_server_that_is_lost_with_a_worker_starts_on_the_host_where_its_memory_lies(
+def test_a_killed_server_starts_on_the_host_where_its_memory_lies(
     start: Start, tmp_path: Path
 ) -> None:
-    program = begin(start, tmp_path, 1, 1, *ON_TWO_HOSTS)
+    program = begin(start, tmp_path, 1, 1, *ON_THREE_HOSTS)
     program.until(program.is_training, "training")
-    places = {int(e["worker"]): int(e["host"]) for e in program.events("worker_joined")}
     pids = newest_pids(program)
-    for number in (1, 0):  # host 0 has the fewest when the server is started
-        kill(pids[number])
+    os.kill(pids[0], signal.SIGTERM)  # its successor is on host 2, and host 0 has nothing then
+    program.until(lambda: bool(program.events("process_ended")), "moved")
+    kill(pids[1])
     program.until(lambda: newest_pids(program)[1] != pids[1], "replaced")
-    found = [int(e["host"]) for e in program.events("worker_joined") if e["worker"] == 1]
-    assert found == [places[1]] * 2
+    places = [(e["worker"], e["host"]) for e in program.events("worker_joined")]
+    assert sorted(places) == [(0, 0), (1, 1), (1, 1), (2, 2)]
     program.process.send_signal(signal.SIGINT)
     assert program.end() == 130, program.stderr
