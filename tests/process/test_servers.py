@@ -141,25 +141,45 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 3), (2, None), (None, 2)])
-def test_a_checkpoint_of_one_number_of_servers_is_taken_up_by_another_or_without(
-    tmp_path: Path, first: int | None, then: int | None
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 3)])
+def test_a_checkpoint_of_one_number_of_servers_is_taken_up_by_another(
+    tmp_path: Path, first: int, then: int
 ) -> None:
     recipe = f"{RECIPES / 'tiny.py'}:recipe"
     wanted = instep.train(recipe, name="whole", runs=tmp_path, **settings()).path
     train = {**settings()["train"], "stop_after_steps": 11}
-    first_sync, sync = (
-        {"name": "server_sync" if servers else "all_reduce", "servers": servers}
-        for servers in (first, then)
-    )
+    sync = {"name": "server_sync", "servers": first}
     halted = instep.train(
-        recipe, name="halted", runs=tmp_path, **settings(train=train, sync=first_sync)
+        recipe, name="halted", runs=tmp_path, **settings(train=train, sync=sync)
     ).path
-    if first:
-        check_checkpoints(halted)
-    again = instep.resume(halted, quiet=True, train={"stop_after_steps": None}, sync=sync)
+    check_checkpoints(halted)
+    again = instep.resume(
+        halted, quiet=True, train={"stop_after_steps": None}, sync={"servers": then}
+    )
     found = [
         RunFolder(path).last("model_saved")["parameters_sha256"] for path in (again.path, wanted)
     ]
     assert found[0] == found[1]
-    assert len(RunFolder(again.path).generations[-1]["members"]) == 2 + (then or 0)
+    assert len(RunFolder(again.path).generations[-1]["members"]) == 2 + then
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_has_lost_its_memory_ends_and_can_be_resumed(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    """The fork server and its spare keep that memory; nobody does once all three are gone."""
+    program = begin(start, tmp_path, 2, 1)
+    program.until(lambda: has_saved_twice(program), "saved")
+    pids = newest_pids(program)
+    workers = {pids[0], pids[1], program.process.pid}
+    keep = workers | {int(program.events("master_started")[-1]["pid"])}
+    for process in program.processes():
+        if process.pid not in keep:
+            kill(process.pid)
+    assert program.end() == 5
+    assert "server 0 of 1" in program.stderr
+    assert "Resume the run" in program.stderr
+    again = start("-m", "instep", "resume", program.run)
+    assert again.end() == 0, again.stderr
+    wanted, found = (RunFolder(p).last("model_saved") for p in (undisturbed, program.run))
+    assert found["parameters_sha256"] == wanted["parameters_sha256"]
