@@ -54,7 +54,7 @@ def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
     servers = random.choice([0, 0, 0, 1, 2])
-    drains = servers > 0 or random.random() < 0.25
+    drains = not servers and random.random() < 0.6
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3
     return Plan(

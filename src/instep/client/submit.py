@@ -15,7 +15,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from instep.store.folder import (
 )
 from instep.sync import ROUNDS, SERVERS, STRATEGIES
 from instep.system.environment import ASKED, INSIDE
+from instep.words import member
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """Besides 0.0.0.0, what means every address of a machine."""
@@ -254,14 +255,15 @@ def _conduct(
     finally:
         launcher.stop()
         switchboard.close()
+    servers = _servers(folder) if over.failed is not None else ()
     if over.failed is not None and refused(over.failed, folder, start_point):
         remove_run_folder(folder)
-        raise failure(over.worker, over.failed, folder)
+        raise failure(over.worker, over.failed, folder, servers)
     try:
         summary = finish(folder, start_point)
     finally:  # the cause of a failure matters more than an error in its report
         if over.failed is not None:
-            raise failure(over.worker, over.failed, folder)
+            raise failure(over.worker, over.failed, folder, servers)
     return Run(folder, summary, over.exit_code)
 
 
@@ -530,11 +532,23 @@ def refused(failed: Failed, folder: Path, start_point: StartPoint = BEGINNING) -
     return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
 
 
-def failure(worker: int | None, failed: Failed, folder: Path) -> InstepError:
+def _servers(folder: Path) -> Collection[int]:
+    """The parameter servers of a run; none if its files cannot be read."""
+    from instep.store.run_folder import RunFolder
+
+    with suppress(InstepError):
+        return RunFolder(folder).servers
+    return ()
+
+
+def failure(
+    worker: int | None, failed: Failed, folder: Path, servers: Collection[int] = ()
+) -> InstepError:
     """The one error that a failed run ends with: the cause first, then where to read more."""
     who, log = "the launcher", "host.log"
     if worker is not None and worker >= 0:
-        who, log = f"worker {worker}", f"worker-{worker}.log"
+        who = member(worker, servers)
+        log = f"{who.replace(' ', '-')}.log"
     at = f" at step {failed.step}" if failed.step else ""
     doing = f", in {failed.phase}" if failed.phase else ""
     lines = [f"{who} failed{at}{doing}: {failed.cause}"]

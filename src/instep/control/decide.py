@@ -43,7 +43,6 @@ from instep.control.state import (
     Phase,
     Reconnected,
     Restarted,
-    Role,
     RolledBack,
     Scaled,
     Send,
@@ -363,11 +362,12 @@ def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]
         return state, []
     if not state.recovers:
         return state, []  # it stays as long as it can
+    if worker in state.servers:
+        return state, []  # it too: what it holds stays in the memory of its host, for its number
     (successor,) = _unused(state, 1)
     why = f"worker {worker} was asked to leave; worker {successor} takes its place"
     log = Log("worker_leaving", {"worker": worker, "successor": successor})
-    role = state.member(worker).role
-    return _want(state, [successor], [worker], why, log, now, role)
+    return _want(state, [successor], [worker], why, log, now)
 
 
 def _want(
@@ -377,12 +377,11 @@ def _want(
     why: str,
     log: Log,
     now: float,
-    role: Role = "worker",
 ) -> tuple[State, list[Action]]:
     unchanged = state.phase == "training" and set(state.group) == state.wanted
     state = replace(state, why=why, since=now if unchanged else state.since)
     for worker in more:
-        state = state.note(worker, wanted=True, role=role)
+        state = state.note(worker, wanted=True)
     for worker in less:
         state = state.note(worker, wanted=False)
     state, actions = _advance(state, now)
@@ -437,7 +436,7 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
         _lose(state, worker),
         phase="gathering",
         since=state.since if waiting else now,
-        why=f"worker {worker} was lost: {failure.cause}",
+        why=f"{state.member(worker).role} {worker} was lost: {failure.cause}",
         changing=False,
         broken=0,
         apart=None,

@@ -144,6 +144,7 @@ class Master:
         # of workers, by number
         self._peers: dict[int, Peer] = {}
         self._processes: dict[int, Process] = {}  # under `instep.join`: of this machine only
+        self._homes: dict[int, int] = {}  # of the host where its memory lies, also once it ended
         self._pids: dict[int, int] = {}
         self._nodes: dict[int, str] = {}  # the name of its machine
         self._last_heartbeat: dict[int, tuple[float, m.Heartbeat | None]] = {}
@@ -171,10 +172,10 @@ class Master:
 
     def _begin(self, about: Mapping[str, Any]) -> None:
         now, limit_s, start_point = time.monotonic(), self._job.stop.time_limit_s, self._start_point
-        sync, servers = self._job.sync, servers_of(self._job.sync)
+        servers = servers_of(self._job.sync)
         self._state = s.State(
             members=s.first_members(self._job.workers, servers),
-            drains=sync.own_state or servers > 0,
+            drains=self._job.sync.own_state,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
@@ -200,6 +201,8 @@ class Master:
         self._start_point = replace(self._start_point, checkpoint=checkpoint)
         folder = RunFolder(self._run)
         for event in folder.named("worker_joined"):  # the newest process of each number
+            if event["time"] >= self._started:
+                self._homes[int(event["worker"])] = int(event.get("host", 0))
             if event["worker"] in known.joined and event["time"] >= self._started:
                 worker, pid = int(event["worker"]), int(event["pid"])
                 if self._hosted:
@@ -324,6 +327,7 @@ class Master:
                 recovers=self._state.recovers,
                 marks=crash_loop.marks(self._state),
                 goes_on=bool(self._state.holders),
+                role=self._state.member(hello.number).role,
             ),
         )
         if hello.role == "host":
@@ -366,7 +370,8 @@ class Master:
                 # the answers to what it asked of its group are lost with the connection
                 self._observe(s.Broke(number, state.generation))
             return
-        fields = {"worker": number, "pid": hello.pid, "host": hello.host}
+        role = state.member(number).role
+        fields = {"worker": number, "role": role, "pid": hello.pid, "host": hello.host}
         self._recorder.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
         self._observe(s.Joined(number))
 
@@ -407,12 +412,16 @@ class Master:
         self._processes[number] = (
             RemoteProcess(self._hosts, host, pid) if far else LocalProcess(host, pid)
         )
+        self._homes[number] = host
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
-        log = str(self._run / "logs" / f"worker-{number}.log")
+        role = self._state.member(number).role
+        log = str(self._run / "logs" / f"{role}-{number}.log")
         placed = [process.host for process in self._processes.values()]
-        self._hosts.start(number, log, placed, self._state.member(number).role)
+        owns = self._state.drains or role == "server"
+        home = self._homes.get(number) if owns else None
+        self._hosts.start(number, log, placed, role, home=home)
 
     # ---- messages
 
@@ -471,6 +480,8 @@ class Master:
                 again = connection.resends > 0
                 new = self._recorder.record(number, ledger, steps, again=again)
                 if new is not None:
+                    if self._state.member(number).role == "server":  # it waits for no data
+                        new = new._replace(load_s=self._watch.load_s)
                     self._watch.commits(number, *new)
             case m.Emit(name=name, fields=fields):
                 self._handle_event(connection, name, fields)
@@ -729,7 +740,8 @@ class Master:
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
         if calm and settled and state.complete:
-            worker = self._hosts.crowded({w: self._processes[w].host for w in members})
+            placed = {w: self._processes[w].host for w in members}
+            worker = self._hosts.crowded(placed, stay=state.servers)
             if worker is not None:
                 self._observe(s.Noticed(worker))
 
