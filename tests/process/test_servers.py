@@ -183,3 +183,22 @@ def test_a_run_whose_server_has_lost_its_memory_ends_and_can_be_resumed(
     assert again.end() == 0, again.stderr
     wanted, found = (RunFolder(p).last("model_saved") for p in (undisturbed, program.run))
     assert found["parameters_sha256"] == wanted["parameters_sha256"]
+
+
+@pytest.mark.slow
+def test_workers_come_and_go_while_servers_stay(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 2, 1)
+    program.until(program.is_training, "training")
+    server = newest_pids(program)[2]
+    for workers in (3, 1):
+        before = len(program.events("generation_started"))
+        asked = start("-m", "instep", "scale", program.run, "--workers", str(workers))
+        assert asked.end() == 0, asked.stderr
+        program.until(lambda: len(program.events("generation_started")) > before, "scaled")  # noqa: B023
+    assert program.end() == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    members = [event["members"] for event in program.events("generation_started")]
+    assert members == [[0, 1, 2], [0, 1, 3, 2], [0, 2]]
+    assert newest_pids(program)[2] == server

@@ -31,6 +31,7 @@ INPUTS, TARGETS = torch.randn(STEPS, PARTS, 4, 5), torch.randn(STEPS, PARTS, 4, 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
 }
 
