@@ -94,7 +94,7 @@ def break_again(
     for text in changes_since(undisturbed, undisturbed.last_step):
         say(f"note: {text}")
     injections = _drawn(plan, undisturbed)
-    say(f"running the job again, to break it {plan.injections} times")
+    say(f"running the job again, with {plan.injections} faults")
     with ExitStack() as stack:
         plain, network = job, None
         if plan.partitions:
