@@ -72,6 +72,7 @@ def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_global_batch_gives_the_same_bits_on_one_and_three_workers(run: Start):
     found = []
     for workers in (1, 3):

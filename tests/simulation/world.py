@@ -53,8 +53,7 @@ class Plan:
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    servers = random.choice([0, 0, 0, 1, 2])
-    drains = not servers and random.random() < 0.6
+    drains = random.random() < 0.4
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3
     return Plan(
@@ -71,7 +70,7 @@ def drawn(engine: Engine) -> Plan:
         eager=random.choice([0.0, 0.0, 0.01, 0.03]),
         eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
         drains=drains,
-        servers=servers,
+        servers=random.choice([0, 0, 0, 1, 2]),
     )
 
 
@@ -292,7 +291,7 @@ def _job(plan: Plan) -> Any:
     stop = {"gradient_norm": 0.5} if plan.figures else {}
     sync: dict[str, Any] = {"codec": "int8"} if plan.drains else {}
     if plan.servers:
-        sync = {"name": "server_sync", "servers": plan.servers}
+        sync |= {"name": "server_sync", "servers": plan.servers}
     table = {
         "name": "story",
         "recipe": "story.py:recipe",

@@ -255,14 +255,15 @@ def _conduct(
     finally:
         launcher.stop()
         switchboard.close()
+    servers = _servers(folder) if over.failed is not None else ()
     if over.failed is not None and refused(over.failed, folder, origin):
         remove_run_folder(folder)
-        raise failure(over.worker, over.failed, folder)
+        raise failure(over.worker, over.failed, folder, servers)
     try:
         summary = finish(folder, origin)
     finally:  # the cause of a failure matters more than an error in its report
         if over.failed is not None:
-            raise failure(over.worker, over.failed, folder)
+            raise failure(over.worker, over.failed, folder, servers)
     return Run(folder, summary, over.exit_code)
 
 
@@ -540,11 +541,13 @@ def _servers(folder: Path) -> Collection[int]:
     return ()
 
 
-def failure(worker: int | None, failed: Failed, folder: Path) -> InstepError:
+def failure(
+    worker: int | None, failed: Failed, folder: Path, servers: Collection[int] = ()
+) -> InstepError:
     """The one error that a failed run ends with: the cause first, then where to read more."""
     who, log = "the launcher", "host.log"
     if worker is not None and worker >= 0:
-        who = member(worker, _servers(folder))
+        who = member(worker, servers)
         log = f"{who.replace(' ', '-')}.log"
     at = f" at step {failed.step}" if failed.step else ""
     doing = f", in {failed.phase}" if failed.phase else ""

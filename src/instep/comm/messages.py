@@ -92,6 +92,8 @@ class Welcome(Message, frozen=True):
     """Samples at which processes have ended so far."""
     goes_on: bool = False
     """Whether other workers hold the state of the run by now."""
+    role: str = "worker"
+    """Of the process, as in `Form`."""
 
 
 class Refused(Message, frozen=True):

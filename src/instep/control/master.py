@@ -323,6 +323,7 @@ class Master:
                 recovers=self._state.recovers,
                 marks=crash_loop.marks(self._state),
                 goes_on=bool(self._state.holders),
+                role=self._state.member(hello.number).role,
             ),
         )
         if hello.role == "host":

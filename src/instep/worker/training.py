@@ -162,7 +162,7 @@ class Training(Loop):
     def _make_loader(self, name: str) -> Loader:
         recipe, job, train = self.recipe, self.job, name == "train"
         given = recipe.given[name]
-        loaders = job.data.loaders
+        loaders = job.data.loaders if self.member.role == "worker" else 0  # a server reads little
         if loaders == "auto" and given.loaders is not None:
             loaders = given.loaders
         return Loader(
@@ -339,7 +339,8 @@ class Training(Loop):
     def _tell_what_is_read(self) -> None:
         member, loader = self.member, self._loader
         gpus = torch.cuda.device_count()
-        if gpus and self.device.type == "cpu" and self.job.train.device == "auto":
+        auto = self.job.train.device == "auto" and self.job.sync.name not in SERVERS
+        if gpus and self.device.type == "cpu" and auto:
             self._warn(
                 f"{self.job.workers} workers compute on the CPU, since this machine has "
                 f"{gpus} GPUs; --workers {gpus} would use them"
@@ -483,7 +484,8 @@ def choose_device(job: JobSpec, local_rank: int) -> torch.device:
             "machine. Use train.device = 'cpu'; or put a driver, and a torch that is built for "
             "CUDA, in place."
         )
-    if wanted == "cuda" or (wanted == "auto" and count >= job.workers):
+    enough = count >= job.workers and job.sync.name not in SERVERS
+    if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
