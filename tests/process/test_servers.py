@@ -29,6 +29,12 @@ pytestmark = pytest.mark.process
 
 __all__ = ["undisturbed"]  # the fixture
 
+TRAIN: dict[str, dict[str, object]] = {
+    "groups": {"max_grad_norm": 0.5},
+    "mixed": {"precision": "bfloat16"},
+}
+FUNCTIONS = {"mixed": "convolution"}
+
 
 def begin(
     start: Start, folder: Path, workers: int, servers: int, *, every: int = 25, pause_s: float = 1.3
@@ -161,6 +167,40 @@ def test_a_checkpoint_of_one_number_of_servers_is_taken_up_by_another(
     ]
     assert found[0] == found[1]
     assert len(RunFolder(again.path).generations[-1]["members"]) == 2 + then
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "workers", "servers"),
+    [
+        ("convolution", 1, 3),
+        ("transformer", 3, 2),
+        ("recurrent", 2, 1),
+        ("groups", 2, 2),
+        ("layerwise", 3, 3),
+        ("mixed", 2, 2),
+    ],
+)
+def test_every_kind_of_model_and_optimizer_is_trained_as_without_servers(
+    tmp_path: Path, kind: str, workers: int, servers: int
+) -> None:
+    """Statistics, dropout, schedulers, clipping, tied parameters, half precision."""
+    train = {"epochs": 2, "global_batch": 16, "determinism": "bits", **TRAIN.get(kind, {})}
+    sums = []
+    for name, count in (("all_reduce", 1), ("server_sync", servers)):
+        sync = {"name": name, "servers": count}
+        run = instep.train(
+            f"{RECIPES / 'kinds.py'}:{FUNCTIONS.get(kind, kind)}",
+            name=name,
+            runs=tmp_path,
+            seed=3,
+            quiet=True,
+            workers=workers,
+            train=train,
+            sync=sync,
+        )
+        sums.append(RunFolder(run.path).last("model_saved")["parameters_sha256"])
+    assert sums[0] == sums[1]
 
 
 @pytest.mark.slow

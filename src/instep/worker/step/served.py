@@ -39,6 +39,9 @@ BY_ELEMENT = frozenset(
 )
 """Those that move an element by nothing but its own gradient and state."""
 
+NUMBERS = {int: torch.int64, float: torch.float64}
+"""The tensors in which numbers of an optimizer's state lie, under names that end with `:int`."""
+
 
 class ServedUpdate(Update):
     """What moves the parameters, where servers do.
@@ -107,6 +110,7 @@ class ServedUpdate(Update):
         for group in groups:
             mine = {slots.get(id(parameter), -1) for parameter in group["params"]}
             group["params"] = [own for piece, own in self.held.items() if piece.slot in mine]
+        drawn = torch.get_rng_state()
         try:
             optimizer.step()
         finally:
@@ -114,6 +118,11 @@ class ServedUpdate(Update):
                 group["params"] = parameters
             self._states = {piece: optimizer.state[own] for piece, own in self.held.items()}
             optimizer.state = defaultdict(dict)
+        if not self.by_element and not torch.equal(drawn, torch.get_rng_state()):
+            raise RecipeError(
+                f"the optimizer {type(optimizer).__name__} draws random numbers in its step: with "
+                "sync.name = 'server_sync' each server would draw its own. Use all_reduce."
+            )
 
     def apply(self, step: int) -> float | None:
         """The servers have moved the parameters: the scheduler follows.
@@ -129,16 +138,22 @@ class ServedUpdate(Update):
         """What the optimizer keeps for what is held here, as `SLOT/NAME/START:STOP`.
 
         Raises:
-            RecipeError: it keeps what is no tensor.
+            RecipeError: it keeps what is neither a tensor nor a number.
         """
         found: dict[str, Tensor] = {}
         for piece, state in self._states.items():
             for name, value in state.items():
+                kind = type(value)
+                if kind in NUMBERS:
+                    name, value = (
+                        f"{name}:{kind.__name__}",
+                        torch.tensor(value, dtype=NUMBERS[kind]),
+                    )
                 if type(value) is not Tensor or type(name) is not str or "/" in name:
                     raise RecipeError(
                         f"the optimizer {type(self.optimizer).__name__} keeps {name!r} as "
-                        f"{type(value).__name__} in its state: with sync.name = 'server_sync' all "
-                        "of it must be tensors. Use an optimizer of torch.optim, or all_reduce."
+                        f"{kind.__name__} in its state: with sync.name = 'server_sync' it can keep "
+                        "tensors and numbers. Use an optimizer of torch.optim, or all_reduce."
                     )
                 found[f"{piece.slot}/{name}/{piece.start}:{piece.stop}"] = value
         return found
@@ -149,7 +164,16 @@ class ServedUpdate(Update):
         for name, value in states.items():
             slot, kept, elements = name.split("/")
             start, stop = elements.split(":")
-            self._states[Piece(int(slot), int(start), int(stop))][kept] = value.clone()
+            state = self._states[Piece(int(slot), int(start), int(stop))]
+            kept, state_value = _taken(kept, value)
+            state[kept] = state_value
+
+
+def _taken(name: str, value: Tensor) -> tuple[str, Any]:
+    """What an optimizer kept, and by which name; a tensor is copied."""
+    name, _, kind = name.partition(":")
+    numbers: dict[str, Any] = {number.__name__: number for number in NUMBERS}
+    return name, numbers[kind](value.item()) if kind else value.clone()
 
 
 def _part(value: Any, piece: Piece, whole: nn.Parameter) -> Any:
@@ -161,7 +185,7 @@ def _part(value: Any, piece: Piece, whole: nn.Parameter) -> Any:
     return value.clone()
 
 
-def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor, dict[str, Tensor]]:
+def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor, dict[str, Any]]:
     """An optimizer's state for whole parameters, from that of pieces.
 
     Args:
@@ -177,7 +201,7 @@ def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor,
         parameter, kept, elements = name.rsplit("/", 2)
         start, stop = elements.split(":")
         pieces[parameter, kept].append((int(start), int(stop), tensor))
-    whole: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+    whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for (name, kept), found in pieces.items():
         found.sort(key=lambda piece: piece[:2])
         own = parameters.get(name)
@@ -186,9 +210,9 @@ def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor,
             raise CheckpointError(
                 f"the optimizer's {kept!r} for {name!r} is not in one piece in its shards."
             )
-        first = found[0][2]
-        if len(found) == 1 or not first.dim():  # a number is the same in all pieces
-            whole[own][kept] = first
-        else:
-            whole[own][kept] = torch.cat([tensor for *_, tensor in found]).view(own.shape)
+        joined = found[0][2]  # a number is the same in all pieces
+        if len(found) > 1 and joined.dim():
+            joined = torch.cat([tensor for *_, tensor in found]).view(own.shape)
+        kept, value = _taken(kept, joined)
+        whole[own][kept] = value
     return whole
