@@ -466,13 +466,13 @@ def test_a_lost_server_is_replaced_and_no_worker_is_ended_or_started_for_it():
 
 def test_servers_do_not_go_on_without_a_worker_that_gets_ready():
     story = Story(1, servers=1)
-    story.hears(Ended(0, -9, 5, 4))
-    story.hears(Joined(0))
+    story.happens(Ended(0, -9, 5, 4))
+    story.happens(Joined(0))
     story.leave(1)
     story.now += BUILDING_S + 1
-    story.hears(Tick(4))
+    story.happens(Tick(4))
     assert (story.told(Form), story.state.phase) == ([], "gathering")
-    story.hears(Built(0))
+    story.happens(Built(0))
     assert story.told(Form) == [0, 1]
 
 

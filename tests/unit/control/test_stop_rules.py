@@ -34,8 +34,10 @@ def validations(values, metric="loss"):
 
 def fires(figures, **rules):
     """The first rule to fire; None if none does."""
-    mind = Rules(StopSpec(**rules))
-    return next((fired for each in figures if (fired := mind.evaluate(each)) is not None), None)
+    rules_of_job = Rules(StopSpec(**rules))
+    return next(
+        (fired for each in figures if (fired := rules_of_job.evaluate(each)) is not None), None
+    )
 
 
 @pytest.mark.parametrize(
