@@ -155,6 +155,14 @@ def same_as_undisturbed(world, wanted, *, exact):
 # ---- one thing goes wrong
 
 
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_vote_is_one_message_and_left_out_where_nothing_can_be_in_doubt(case):
+    plain, forced = (
+        sum(point.what == "sent" for point, _ in places(case, votes)) for votes in (False, True)
+    )
+    assert forced - plain == (0 if "codec" in case[1] else 1)
+
+
 @VOTES
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case, votes):
