@@ -73,11 +73,6 @@ def refuse(job: JobSpec) -> None:
             "train.epochs, and iterate over session.epochs(); to end within an epoch, leave the "
             "loop where session.step is your last step."
         )
-    if job.train.validate_every:
-        raise SpecError(
-            f"train.validate_every = {job.train.validate_every}: your own loop validates by "
-            "itself. Leave the key out."
-        )
     if job.train.precision != "float32":
         raise SpecError(
             f"train.precision = {job.train.precision!r}: your own loop casts by itself. "
