@@ -30,6 +30,7 @@ def job_file(folder: Path, steps: int, loaders: int = 0, **train: Any) -> Path:
     return job
 
 
+@pytest.mark.slow
 def test_a_job_is_run_twice_and_holds_whoever_is_killed(tmp_path: Path, capsys: Out) -> None:
     job = job_file(tmp_path, 60, loaders=1)
     asked = ("--kills", "6", "--seed", "9", "--runs", str(tmp_path / "runs"), "--json")

@@ -38,6 +38,7 @@ def check(folder: Path, recipe: str, *options: str) -> int:
     return main(["run", str(job_file(folder, recipe)), "--check-determinism", *options])
 
 
+@pytest.mark.slow
 def test_a_recipe_that_gives_the_same_bits_is_told_so(
     tmp_path: Path, temporary: Path, capsys: Out
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_client_that_is_killed_leaves_no_process_and_a_folder_that_can_be_read
     assert not (program.run / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_a_job_stops_itself_after_a_step_although_its_recipe_left_a_thread_behind(
     run: Start,
 ) -> None:

@@ -100,6 +100,28 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     )
 
 
+def test_the_others_train_while_a_replacement_gets_ready(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 3, recipe="builds_slowly.py")
+    program.until(program.is_training, "training")
+    hold = program.work / "hold"
+    hold.touch()
+    assert kill(newest_pids(program)[1])
+
+    def groups() -> list[list[int]]:
+        return [e["members"] for e in program.events("generation_started")]
+
+    program.until(lambda: len(groups()) > 1, "in a group of two")
+    before = program.ledger["step"].max()
+    program.until(lambda: program.ledger["step"].max() > before + 10, "further by ten steps")
+    assert groups() == [[0, 1, 2], [0, 2]]
+    hold.unlink()
+    assert program.end() == 0, program.stderr
+    assert groups() == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
 @pytest.mark.parametrize("workers", [1, slow(2)])
 def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int

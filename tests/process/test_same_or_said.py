@@ -34,6 +34,7 @@ def test_the_verdict_comes_before_the_first_step_and_stands_in_header_summary_an
     assert "looks at the other samples of its batch" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_strict_refuses_anything_but_yes(run: Start):
     program = run("weighs.py:recipe", *QUICK, 'arguments.layer="batch norm"', options=("--strict",))
     assert program.end() == SpecError.exit_code
@@ -52,6 +53,7 @@ def test_strict_refuses_where_a_sampler_that_is_not_used_decides_what_is_trained
     ) in program.stderr
 
 
+@pytest.mark.slow
 def test_one_worker_that_is_not_shown_the_same_keeps_all_from_saying_yes(start: Start, tmp_path):
     script, runs = RECIPES / "joins_unlike.py", tmp_path / "runs"
     programs = [start(script, runs, environment=slurm_task(number)) for number in (0, 1)]

@@ -104,6 +104,7 @@ def test_a_step_is_also_without_the_samples_that_end_who_reads_them(
     assert prove(folder).exact
 
 
+@pytest.mark.slow
 def test_skipping_gives_the_same_bits_on_any_number_of_workers_also_to_batch_statistics(
     tmp_path: Path,
 ) -> None:

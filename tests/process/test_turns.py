@@ -126,6 +126,7 @@ def test_a_loss_of_an_earlier_turn_that_is_no_number_ends_the_run(tmp_path):
     assert (run.exit_code, run.summary["rule_text"]) == (8, "the loss was nan from step 4 on")
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide_trains_and_tells_the_loss_of_each_turn(tmp_path):
     guide = (Path(__file__).parents[2] / "docs/guides/several-updates.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", guide, re.M | re.S)

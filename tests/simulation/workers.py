@@ -181,7 +181,8 @@ class Worker(Process):
         self._listening = True
         self._beat()
         try:
-            yield self.engine.between(0.02, 0.2)  # recipe and model
+            slow = self.engine.random.random() < 0.2  # then the others go on without it
+            yield self.engine.between(0.9, 6.0) if slow else self.engine.between(0.02, 0.2)
             yield from self._regroup()
             while True:
                 yield from self._steps()

@@ -56,7 +56,11 @@ def judge(state: State, event: Ended) -> tuple[State, Failed, bool]:
             hung = f"{hung.rstrip('.')}, {describe_read(event.place)}."
         word = endings.failed("hang", hung, event.step)
     counts = state.hangs if hung else state.lost
-    counts = counts | {worker: _once_more(counts.get(worker), event.committed)}
+    before = counts.get(worker)
+    new = not state.member(worker).formed and bool(state.holders - {worker})
+    # what the others commit meanwhile is no progress of a process that does not get ready
+    reached = before[0] if before and new else event.committed
+    counts = counts | {worker: _once_more(before, reached)}
     counted = replace(state, hangs=counts) if hung else replace(state, lost=counts)
     counted, times = _at_place(counted, event)
     if hung and not event.step:  # all read the same samples then, and each may try again
@@ -72,7 +76,8 @@ def judge(state: State, event: Ended) -> tuple[State, Failed, bool]:
         return _leave_out(counted, event, times), word, False
     farthest, times = counts[worker]
     if times >= (MOST_HANGS if hung else MOST_LOSSES):
-        cause = f"{word.cause} It happened {times} times and {_no_more_than(farthest)}."
+        so_far = "it was never ready" if new and event.committed else _no_more_than(farthest)
+        cause = f"{word.cause} It happened {times} times and {so_far}."
         return counted, endings.failed(word.kind, cause, word.step), True
     return counted, word, False
 

@@ -43,7 +43,6 @@ from instep.control.state import (
     Phase,
     Reconnected,
     Restarted,
-    Role,
     RolledBack,
     Scaled,
     Send,
@@ -62,6 +61,9 @@ from instep.units import readable_seconds
 
 BROKEN_S = 0.3
 """How long the master waits, after a group came apart, to learn which process has ended."""
+
+BUILDING_S = 1.0
+"""How long the others wait for a replacement that gets ready, before they go on without it."""
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect."""
@@ -134,7 +136,7 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
 def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     """Form the next generation, or ask for it, once all members that it shall have are ready."""
     ended = any(state.member(n).phase is Phase.ENDED for n in state.group)
-    if ended or not state.wanted <= state.ready:
+    if ended or not (state.wanted <= state.ready or _can_do_without(state, now)):
         return state, []
     if state.phase == "gathering":
         held = state.holders or state.those(IN_A_GROUP) or state.from_origin
@@ -149,10 +151,23 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     return replace(state, changing=True), sends
 
 
+def _can_do_without(state: State, now: float) -> bool:
+    """Whether the others train while a replacement is getting ready, and take it in later.
+
+    Not where members own state: its replacement takes up what the lost one had.
+    """
+    if state.phase != "gathering" or state.drains or now < state.since + BUILDING_S:
+        return False
+    missing = state.wanted - state.ready
+    getting_ready = missing <= state.those(frozenset({Phase.ABSENT, Phase.BUILDING}))
+    work_goes_on = bool(state.holders & state.wanted - state.servers)
+    return getting_ready and not missing & state.servers and work_goes_on
+
+
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     bound, holders = state.those(IN_A_GROUP), state.holders
     together = state.changing and state.left
-    chosen = state.wanted | bound
+    chosen = state.wanted & state.ready | bound
     if not together or not holders & chosen:
         chosen |= holders  # one may have committed what no other member has
     elif state.drains:
@@ -329,11 +344,12 @@ def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]
         return state, []
     if not state.recovers:
         return state, []  # it stays as long as it can
+    if worker in state.servers:
+        return state, []  # it too: what it holds stays in the memory of its host, for its number
     (successor,) = _unused(state, 1)
     why = f"worker {worker} was asked to leave; worker {successor} takes its place"
     log = Log("worker_leaving", {"worker": worker, "successor": successor})
-    role = state.member(worker).role
-    return _want(state, [successor], [worker], why, log, now, role)
+    return _want(state, [successor], [worker], why, log, now)
 
 
 def _want(
@@ -343,12 +359,11 @@ def _want(
     why: str,
     log: Log,
     now: float,
-    role: Role = "worker",
 ) -> tuple[State, list[Action]]:
     unchanged = state.phase == "training" and set(state.group) == state.wanted
     state = replace(state, why=why, since=now if unchanged else state.since)
     for worker in more:
-        state = state.note(worker, wanted=True, role=role)
+        state = state.note(worker, wanted=True)
     for worker in less:
         state = state.note(worker, wanted=False)
     state, actions = _advance(state, now)
@@ -395,18 +410,20 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
     state, word, ends = crash_loop.judge(state, event)
     if ends:
         return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, word), now)
+    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
+    if state.phase == "training" and worker not in state.group and not state.changing:
+        return _lose(state, worker), [log, Start(worker)]  # the others train on
     waiting = state.phase == "gathering" or not state.course
     state = replace(
         _lose(state, worker),
         phase="gathering",
         since=state.since if waiting else now,
-        why=f"worker {worker} was lost: {word.cause}",
+        why=f"{state.member(worker).role} {worker} was lost: {word.cause}",
         changing=False,
         broken=0,
         apart=None,
         deadline=state.deadline if state.suspect else None,
     )
-    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
     state, starts = _recall(state)
     if worker in state.wanted:
         starts = [Start(worker), *starts]
@@ -537,6 +554,8 @@ def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
     state, stops = _check_time(state, step, now)
     if stops:
         return state, stops
+    if state.deadline is None and state.phase == "gathering":
+        return _advance(state, now)
     if state.deadline is None or now < state.deadline:
         return state, []
     if state.phase in ("releasing", "ending"):

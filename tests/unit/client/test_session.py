@@ -32,3 +32,9 @@ def test_a_process_that_asks_for_another_job_than_process_0_is_refused():
     ):
         with pytest.raises(SpecError, match=words):
             check_same(replace(first, **change), first, 1)
+
+
+def test_a_session_which_starts_no_process_refuses_servers(tmp_path):
+    with pytest.raises(SpecError, match="starts no processes, and servers are some"):
+        instep.join(name="s", runs=tmp_path / "runs", sync={"name": "server_sync"})
+    assert not (tmp_path / "runs").exists()

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from instep.comm.messages import TOLD, Done, Failed, Form, Release, Stop, Whereabouts
+from instep.comm.messages import TOLD, Done, Failed, Form, Regroup, Release, Stop, Whereabouts
 from instep.control import endings
 from instep.control.crash_loop import (
     MAX_CRASHES,
@@ -17,7 +17,7 @@ from instep.control.crash_loop import (
     MOST_LOSSES,
     OUT_OF_SYSTEM,
 )
-from instep.control.decide import BROKEN_S, FIRST_MEETING_S, MEETING_S, decide
+from instep.control.decide import BROKEN_S, BUILDING_S, FIRST_MEETING_S, MEETING_S, decide
 from instep.control.endings import FAREWELL_S, SECOND_THOUGHT_S, UNSEEN
 from instep.control.state import (
     Broke,
@@ -627,6 +627,51 @@ def test_a_worker_that_is_killed_while_the_group_forms_leads_to_one_more_generat
     news = [*everybody_joined(), KILL, Joined(1), Ended(0, -9, 4, committed=3), Joined(0)]
     _, actions = after(*news, recovers=True)
     assert [generation for _, generation, _ in formed(actions)] == [1, 1, 2, 2, 3, 3]
+
+
+def at(state, now, *events):
+    """State and actions after events at one moment; members that are told to form a group do."""
+    actions = []
+    for event in events:
+        state, follows = decide(state, event, now)
+        actions += follows
+        for a in follows:
+            if isinstance(a, Send) and isinstance(a.message, Form):
+                state, _ = decide(state, Formed(a.worker, a.message.generation), now)
+    return state, actions
+
+
+def test_the_others_train_while_a_replacement_gets_ready_and_take_it_in_at_a_commit():
+    left = Broke(0, 1)
+    state, _ = after(*everybody_joined(3), KILL, left, Broke(2, 1), workers=3, recovers=True)
+    state, actions = at(state, BUILDING_S - 0.01, Joined(1), Tick(step=4))
+    assert formed(actions) == [], "it may be ready at once"
+    state, actions = at(state, BUILDING_S, Tick(step=4))
+    assert formed(actions) == [(0, 2, 0), (2, 2, 1)]
+    assert (state.phase, state.group) == ("training", (0, 2))
+    state, actions = at(state, 7.0, Built(1))
+    assert actions == [Send(worker, Regroup(generation=2)) for worker in (0, 2)]
+    state, actions = at(state, 7.1, Broke(0, 2), Broke(2, 2))
+    assert formed(actions) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+
+
+def test_nobody_trains_without_a_replacement_where_it_takes_up_what_only_the_lost_one_had():
+    state, _ = after(*everybody_joined(3), KILL, workers=3, recovers=True)
+    state, actions = at(replace(state, drains=True), 60.0, Joined(1), Tick(step=4))
+    assert (state.phase, actions) == ("gathering", [])
+    _, actions = at(state, 61.0, Built(1))
+    assert [worker for worker, _, _ in formed(actions)] == [0, 1, 2]
+
+
+def test_a_replacement_that_never_gets_ready_ends_the_run_though_the_others_commit():
+    state, actions = after(*everybody_joined(3), KILL, workers=3, recovers=True)
+    for again in range(1, MOST_LOSSES):
+        state, follows = at(state, 9.0 * again, Joined(1), Tick(step=4))
+        actions += follows
+        state, follows = at(state, 9.0 * again + 5, Ended(1, -9, 0, committed=4 + 10 * again))
+        actions += follows
+    assert [g for worker, g, _ in formed(actions) if worker == 0] == [1, 2], "nobody is disturbed"
+    assert f"It happened {MOST_LOSSES} times and it was never ready" in blamed(actions)[0]["cause"]
 
 
 def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
