@@ -69,11 +69,12 @@ _HINTS = (
     (
         "Expected more than 1 value per channel",
         "A micro-batch of one sample reached a batch normalisation: use fewer "
-        "train.micro_batches, or a train.global_batch that leaves more samples for the last "
-        "step of an epoch.",
+        "train.micro_batches, a train.global_batch that leaves more samples for the last "
+        "step of an epoch, or train.batch_norm = 'global'.",
     ),
 )
 
 
 def _hint(text: str) -> str:
-    return next((f" {hint}" for part, hint in _HINTS if part in text), "")
+    end = "" if text.endswith((".", "!", "?")) else "."
+    return next((f"{end} {hint}" for part, hint in _HINTS if part in text), "")

@@ -159,6 +159,49 @@ def accumulate_as_in_accelerate(loop: Loop) -> None:
     loop.train(work)
 
 
+def only_the_last_with_sync_as_in_accelerate(loop: Loop) -> None:
+    def work(number: int, batch: Any) -> None:
+        if number % 4:
+            with loop.session.no_sync(loop.model):
+                loop.session.backward(loop.loss(batch))
+        else:
+            loop.session.backward(loop.loss(batch))
+            loop.optimizer.step()
+
+    loop.train(work)
+
+
+def no_sync_and_no_step(loop: Loop) -> None:
+    def work(_: int, batch: Any) -> None:
+        with loop.session.no_sync(loop.model):
+            loop.session.backward(loop.loss(batch))
+
+    loop.train(work)
+
+
+def backward_of_many_numbers(loop: Loop) -> None:
+    loop.train(lambda _, batch: loop.session.backward(loop.model(batch[0])))
+
+
+def written_between_micro_batches(loop: Loop) -> None:
+    def work(_: int, batch: Any) -> None:
+        loop.right(batch)
+        with torch.no_grad():
+            loop.model.bias.mul_(0.9)
+
+    loop.train(work)
+
+
+def unfrozen_after_prepare(loop: Loop) -> None:
+    loop.model.bias.requires_grad_(False)
+
+    def work(number: int, batch: Any) -> None:
+        loop.model.bias.requires_grad_(number > 4)
+        loop.right(batch)
+
+    loop.train(work)
+
+
 def backward_outside(loop: Loop) -> None:
     loader = loop.prepare()
     for batch in loader:
@@ -241,6 +284,7 @@ def told(act: Callable[[Loop], None], right: Tensor | None) -> tuple[dict[str, A
     if session.run.is_dir() and (session.run / "ledger.bin").exists():
         run = RunFolder(session.run)
         found |= {"steps": run.last_step, "records": len(run.ledger), "exact": run.audit.exact}
+        found["unknown"] = any("the loss is not known" in e["text"] for e in run.named("warning"))
     if right is not None and not error:
         found["apart"] = float((weight - right).abs().max())
     return found, weight

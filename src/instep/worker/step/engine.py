@@ -547,7 +547,9 @@ class Engine:
             raise SpecError(
                 "the processes' loops are not of the same length: "
                 f"{left:.0f} of {ranks} left while the others had another step. "
-                "Leave the loop at the same step everywhere, or use train.stop_after_steps."
+                "Leave the loop at the same step everywhere, or use train.stop_after_steps. Where "
+                "a variable of yours decides, let session.sum(...) of it decide: a worker that "
+                "takes another's place begins with a new one."
             )
 
     def _agreement(self, said: Mapping[str, list[float]], samples: int) -> Agreement:
