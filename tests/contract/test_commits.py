@@ -18,8 +18,8 @@ import torch
 from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
-from instep.worker import engine as engine_module
 from instep.worker.step import committed
+from instep.worker.step import engine as engine_module
 from instep.worker.step.buffers import Buffers
 from instep.worker.step.catch_up import Place, beginning
 from instep.worker.step.engine import Engine

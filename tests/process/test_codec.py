@@ -56,6 +56,7 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
             continue  # it is being replaced already
     assert program.end() == 0, program.stderr
     program.check_nothing_is_left()
+    assert not program.events("warning")
     runs = [RunFolder(each.run) for each in (undisturbed, program)]
     assert program.summary["generations"] > 1
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
@@ -123,3 +124,21 @@ def all_gradients() -> torch.Tensor:
         where = position(step, adds_up.SAMPLES, 16)
         total = total + rows[torch.from_numpy(order.indices(*where))].mean(0)
     return total
+
+
+@pytest.mark.slow
+def test_it_is_said_where_the_memory_of_a_killed_worker_is_gone(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, "gone", 0.01)
+    program.until(program.is_training, "training")
+    (pid,) = (int(e["pid"]) for e in program.events("worker_joined") if e["worker"] == 1)
+    os.kill(pid, signal.SIGSTOP)
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        if str(file.readlink()).startswith("/memfd:instep"):
+            os.truncate(file, 0)
+    os.kill(pid, signal.SIGKILL)
+    assert program.end() == 0, program.stderr
+    (warning,) = program.events("warning")
+    assert warning["text"].startswith("worker 1: the memory that its last process left")
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
