@@ -44,8 +44,8 @@ value and the valid ones. A renamed key is refused with its new name. Paths of t
 the model to start from are relative to the job file. `job.toml` in the run folder has the job as
 run, with every key.
 
-Some keys are ahead of the code. This version refuses, before anything starts, a `[mesh]` above 1
-and `servers` other than 1. [Strategies](../concepts/strategies.md) explains `[sync]`.
+Some keys are ahead of the code: this version refuses, before anything starts, a `[mesh]` above 1.
+[Strategies](../concepts/strategies.md) explains `[sync]`.
 
 `docs/make_reference.py` writes this page from `src/instep/spec.py`; change the texts there.
 """

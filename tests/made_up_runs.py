@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from instep.events import LEDGER, STEPS, ledger_header
+from instep.events import LEDGER, STEPS, ledger_header, read_records
 from instep.spec_file import build, dump
 
 BEGIN_S = 1_790_000_000.0  # Unix seconds at which every made-up run starts
@@ -70,6 +70,25 @@ def make_run(
     if outcome == "completed":
         (path / "model.safetensors").write_bytes(b"made up")
     events.sort(key=lambda event: event["time"])
+    write_events(path, events)
+    return path
+
+
+def with_servers(path: Path, *servers: int, samples: int = 1000, global_batch: int = 64) -> Path:
+    """Of a run that `make_run` made, make the last of its workers servers: they compute nothing."""
+    ledger = read_records(path / "ledger.bin", LEDGER)
+    workers = int(ledger["worker"].max()) + 1 - len(servers)
+    write_ledger(path, make_ledger(workers, samples, global_batch, int(ledger["step"].max())))
+    steps = np.fromfile(path / "steps.bin", STEPS)
+    mine = np.isin(steps["worker"], servers)
+    steps["samples"][mine] = 0
+    for part in ("load_s", "forward_s", "backward_s"):
+        steps[part][mine] = 0.0
+    steps.tofile(path / "steps.bin")
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["event"] == "worker_joined":
+            event["role"] = "server" if event["worker"] in servers else "worker"
     write_events(path, events)
     return path
 

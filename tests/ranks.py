@@ -33,6 +33,7 @@ from instep.store.ledger import cut_back
 from instep.sync.base import make_strategy
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed
+from instep.worker.step.served import ServedUpdate
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 
@@ -51,9 +52,10 @@ class Point(NamedTuple):
 
     what: str
     """`start`: before a collective is begun; `sent`: its part is on its way; `got`: it is over.
+    `gives`, `gave`, `awaits`, `took`: before and after a message to or from one other rank.
     `agreed`, `moved`, `recorded`, `committed`: between them, in the commit of a step."""
     number: int
-    """Of the collective in the generation, from 1; or the step."""
+    """Of the collective in the generation, from 1, or of the rank's message; or the step."""
 
 
 class Death(NamedTuple):
@@ -115,7 +117,28 @@ class WatchedComm(MemoryComm):
 
     def __init__(self, room: _Room, rank: int, at: Callable[[str, int], None]) -> None:
         super().__init__(room, rank)
-        self._at = at
+        self._at, self._told = at, 0
+
+    def send(self, tensor: Tensor, to: int) -> MemoryMessage:
+        """To one rank."""
+        self._told += 1
+        number = self._told
+        self._at("gives", number)
+        super().send(tensor, to)
+        self._at("gave", number)
+        return MemoryMessage()
+
+    def receive(self, tensor: Tensor, source: int) -> MemoryMessage:
+        """From one rank."""
+        self._told += 1
+        number, message = self._told, super().receive(tensor, source)
+
+        def take() -> None:
+            self._at("awaits", number)
+            message.wait()
+            self._at("took", number)
+
+        return MemoryMessage(take)
 
     def _begin(self, out: Tensor, own: Tensor, combine: Callable[..., Tensor]) -> Any:
         number = self._calls + 1
@@ -217,10 +240,17 @@ class Rank:
 
     def _turn(self, name: str, parameters: list[nn.Parameter]) -> TurnState:
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        optimizer.register_step_post_hook(lambda *_: self._at("moved", self.commit + 1))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
-        update = Update(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
+        kind = ServedUpdate if self.world.servers else Update
+        update = kind(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
+        advance = update.advance
+
+        def moved() -> None:
+            self._at("moved", self.commit + 1)
+            advance()
+
+        update.advance = moved  # type: ignore[method-assign]
         options = dict(self.world.options)
         codec = options.pop("codec", "none")
         return TurnState(
@@ -337,7 +367,8 @@ class World:
 
     Args:
         run: the folder.
-        strategy: its name, with `options`; one of them may be the job's codec.
+        strategy: its name, with `options`; one of them may be the job's codec, or how many of
+            the members are servers.
         determinism: of the job.
         votes: whether every commit is voted for.
         turns: updates in each step, one or two; commits are numbered by them.
@@ -369,6 +400,7 @@ class World:
         }
         self.job = spec_file.build(table, source="a test")
         self.run, self.strategy, self.options = Path(run), strategy, dict(options or {})
+        self.servers = self.options.pop("servers", 0)
         self.votes, self.turns, self._invariant = votes, turns, invariant
         self.run.mkdir(parents=True, exist_ok=True)
         (self.run / "ledger.bin").unlink(missing_ok=True)
@@ -427,10 +459,13 @@ class World:
                 break
             alive = [r for r, fate in zip(self.members, fates, strict=True) if fate != "killed"]
             assert alive, "nobody is left"
-            if self.strategy_votes and replace:
+            if self.strategy_votes and (replace or self.servers):
+                workers = len(self.members) - self.servers
+                spared = "killed" in fates[:workers] and set(fates[:workers]) != {"killed"}
                 self.members = [
                     self._replacement(rank) if fate == "killed" else rank
-                    for rank, fate in zip(self.members, fates, strict=True)
+                    for place, (rank, fate) in enumerate(zip(self.members, fates, strict=True))
+                    if replace or not spared or place >= workers or fate != "killed"
                 ]
                 continue
             missing = len(self.members) - len(alive)
@@ -450,7 +485,13 @@ class World:
         fates: list[Any] = [None] * len(numbers)
 
         def live(place: int, rank: Rank) -> None:
-            form = Form(generation=self.generation, rank=place, members=numbers, checkpoint=origin)
+            form = Form(
+                generation=self.generation,
+                rank=place,
+                members=numbers,
+                servers=tuple(numbers[len(numbers) - self.servers :]),
+                checkpoint=origin,
+            )
             try:
                 with room.changed:  # one runs at a time, until it waits: quicker, and repeatable
                     fates[place] = rank.live(room, form)

@@ -64,6 +64,19 @@ IN_A_JOB_FILE = [
         '[sync]\nname = "averaging"\nparticipants = 4\n[stop]\ngradient_norm = 0.1',
         ["does not go with stop.gradient_norm", "Leave one of the two out."],
     ),
+    Job("[sync]\nservers = 2", ["servers = 2: all_reduce has no servers", "'server_sync'"]),
+    Job(
+        '[sync]\nname = "server_sync"\nservers = 0',
+        ["sync.servers = 0: needs to be at least 1"],
+    ),
+    Job(
+        '[sync]\nname = "server_sync"\ncodec = "int8"',
+        ["does not go with sync.codec: servers are sent plain numbers", "Leave one of the two"],
+    ),
+    Job(
+        '[sync]\nname = "server_sync"\n[train]\ndevice = "cuda"',
+        ["does not go with train.device = 'cuda'", "compute on the CPU"],
+    ),
     Job(
         "[sync]\nlocal_steps = 4",
         ["sync.local_steps = 4: all_reduce agrees on every step", "use sync.name = 'averaging'"],

@@ -100,13 +100,16 @@ def resume(args: argparse.Namespace) -> int:
 def scale(args: argparse.Namespace) -> int:
     """Change the number of workers of a running job."""
     from instep.client.running import scale
+    from instep.store.run_folder import RunFolder
     from instep.words import plural
 
     scale(Path(args.run), args.workers)
     if args.json:
         print(json.dumps({"run": args.run, "workers": args.workers}))
     else:
-        print(f"{plural(args.workers, 'worker')} from one of the next steps on; the run says when")
+        servers = RunFolder(Path(args.run)).servers_at_the_end
+        stay = f"; the {plural(servers, 'server')} stay" if servers else ""
+        print(f"{plural(args.workers, 'worker')} from one of the next steps on{stay}")
         print(f"next    instep report {args.run}")
     return 0
 

@@ -209,7 +209,8 @@ class SyncSpec(Section, frozen=True, kw_only=True):
     """A key of `sync.STRATEGIES`."""
 
     servers: Positive = 1
-    """Parameter servers, for the strategies that have them."""
+    """Of `server_sync`: how many parameter servers share the parameters. They are processes beside
+    the workers, and hold the optimizer's state."""
 
     codec: str = "none"
     """How gradients are encoded for sending: `none` sends them as they are; `int8` sends 8 bits a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,25 @@ from instep.units import readable_count, readable_seconds
 
 MOST_CHARACTERS = 4000
 """Of an error on a terminal; ours, which may list all that is known, are shorter."""
+
+
+def member(number: object, servers: Collection[object] = ()) -> str:
+    """`worker 0`, or `server 2` for one of the servers."""
+    return f"{'server' if number in servers else 'worker'} {number}"
+
+
+def members(workers: int, servers: int = 0) -> str:
+    """`2 workers`, `2 workers and 1 server`."""
+    return plural(workers, "worker") + (f" and {plural(servers, 'server')}" if servers else "")
+
+
+def some_members(numbers: Sequence[int], servers: Collection[int]) -> str:
+    """`workers 0, 1 and 3 more, server 7`."""
+    workers = [number for number in numbers if number not in servers]
+    others = [number for number in numbers if number in servers]
+    named = [some_workers(workers)] if workers else []
+    named += [some_workers(others).replace("worker", "server", 1)] if others else []
+    return ", ".join(named)
 
 
 def some_workers(numbers: Sequence[int], most: int = 4) -> str:

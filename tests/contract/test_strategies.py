@@ -8,19 +8,37 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.sync import STRATEGIES
-from instep.sync.base import make_strategy
+from instep.records import Attempt
+from instep.sync import SERVERS, STRATEGIES
+from instep.sync.base import Servers, make_strategy
+from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
+from instep.worker.step.served import ServedUpdate
 
 NAMES = list(STRATEGIES)
 OPTIONS = {
     "all_reduce": [{}, {"bucket_mb": 0.0004}, {"overlap": False}],
     "averaging": [{}, {"bucket_mb": 0.0004}],
+    "server_sync": [{}, {"bucket_mb": 0.0004}, {"overlap": False}],
 }
 CASES = [(name, options) for name in NAMES for options in OPTIONS.get(name, [{}])]
 SIZES = [1, 2, 3, 5]
 NEAR = {torch.bfloat16: (3e-2, 1e-2), torch.float32: (2e-5, 1e-7), torch.float64: (1e-6, 1e-7)}
 """Relative and absolute; a sum over ranks rounds once for each of them."""
+
+
+class Takes(torch.optim.Optimizer):
+    """Makes each parameter its gradient: what servers have agreed on, as all ranks get it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.copy_(parameter.grad)
 
 
 class Everything(nn.Module):
@@ -49,8 +67,9 @@ torch.manual_seed(5)
 MODEL = Everything()  # made once: ranks as threads draw from one generator
 
 
-def model_and_parameters():
+def model_and_parameters(*, sparse=True):
     model = copy.deepcopy(MODEL)
+    model.words.sparse = sparse
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return model, [n for n, _ in named], [p for _, p in named]
 
@@ -69,27 +88,64 @@ def passes_of(rank, size):
     return [one for one, (owner, _) in zip(every, dealt, strict=True) if owner == rank]
 
 
-def apply(strategy, update):
+def ranks_of(name, workers):
+    """So many workers, and two servers where the strategy has some."""
+    return workers + (2 if name in SERVERS else 0)
+
+
+def begin(name, parameters, comm, options=None, *, notes=1, parts=0, state=None):
+    """A strategy that has started on a rank, and how many workers there are."""
+    strategy, workers, servers = make_strategy(name, options or {}), comm.size, None
+    if state is not None:
+        strategy.load_state(state)
+    if name in SERVERS:
+        workers -= 2
+        none = torch.amp.GradScaler("cuda", enabled=False)
+        update = ServedUpdate(
+            Takes(parameters), None, parameters, seed=0, max_grad_norm=None, scaler=none
+        )
+        servers = Servers(range(workers, comm.size), update)
+    more = {"memory": HostMemory(), "servers": servers}
+    strategy.start(parameters, comm, notes=notes, parts=parts, **more)
+    return strategy, workers
+
+
+def exchange(strategy, notes):
+    agreed = strategy.exchange(notes)
+    if agreed is not None:
+        strategy.prepare(1, 1.0)
+    return agreed
+
+
+def agreed_on(name, strategy, parameters):
+    """Let the step happen: the agreed gradient of each parameter."""
+    before = [p.detach().clone() for p in parameters]
     strategy.hand_out()
-    return strategy.apply(update)
+    grads = strategy.apply(lambda: [_copy(p.grad) for p in parameters])
+    if name in SERVERS:
+        assert grads == [None] * len(grads)
+        pairs = list(zip(before, parameters, strict=True))
+        grads = [None if torch.equal(p, old) else p.detach().clone() for old, p in pairs]
+        with torch.no_grad():
+            for old, parameter in pairs:
+                parameter.copy_(old)
+    return grads
 
 
 def one_step(comm, name, options, steps=1):
     """What a rank holds after the agreement of its last step."""
-    model, names, parameters = model_and_parameters()
-    strategy = make_strategy(name, options)
-    strategy.start(parameters, comm, notes=2)
+    model, names, parameters = model_and_parameters(sparse=name not in SERVERS)
+    strategy, workers = begin(name, parameters, comm, options, notes=2)
     gradients = Gradients(parameters, strategy.gradient)
     for _ in range(steps):
-        own = passes_of(comm.rank, comm.size)
+        own = passes_of(comm.rank, workers)
         for number, (weight, rows, rarely) in enumerate(own):
             strategy.begin_pass(weight, last=number == len(own) - 1)
             model(rows, rarely=rarely).backward()
         notes = torch.tensor([float(len(own)), 0.25 * comm.rank], dtype=torch.float64)
-        notes = strategy.exchange(notes)
+        notes = exchange(strategy, notes)
         assert all(parameter.grad is None for parameter in parameters)
-        named = dict(zip(names, parameters, strict=True))
-        grads = apply(strategy, lambda named=named: {n: _copy(p.grad) for n, p in named.items()})
+        grads = dict(zip(names, agreed_on(name, strategy, parameters), strict=True))
         assert all(parameter.grad is None for parameter in parameters)
     gradients.close()
     strategy.stop()
@@ -127,20 +183,28 @@ def expected_gradients(size):
 def agreed(request):
     """For each rank: its agreed gradients by name, and its notes."""
     name, options, size = request.param
-    return run_ranks(size, one_step, name, options)
+    return Agreed(run_ranks(ranks_of(name, size), one_step, name, options), size)
+
+
+class Agreed(list):
+    """What each rank gave, of which so many are workers."""
+
+    def __init__(self, given, workers):
+        super().__init__(given)
+        self.workers = workers
 
 
 def test_notes_come_back_summed_and_alike(agreed):
-    size = len(agreed)
+    size = agreed.workers
     passes = sum(len(passes_of(rank, size)) for rank in range(size))
-    wanted = torch.tensor([passes, 0.25 * sum(range(size))], dtype=torch.float64)
+    wanted = torch.tensor([passes, 0.25 * sum(range(len(agreed)))], dtype=torch.float64)
     for _, notes in agreed:
         torch.testing.assert_close(notes, wanted, rtol=1e-7, atol=0)
         assert torch.equal(notes, agreed[0][1])
 
 
 def test_the_agreed_gradient_is_the_mean_over_all_passes_by_their_weights(agreed):
-    for name, wanted in expected_gradients(len(agreed)).items():
+    for name, wanted in expected_gradients(agreed.workers).items():
         for grads, _ in agreed:
             if wanted is None:
                 assert grads[name] is None, name
@@ -166,7 +230,9 @@ def test_a_parameter_that_one_pass_of_one_rank_used_has_its_mean_on_every_rank(a
     assert all(grads["rarely"].abs().sum() > 0 for grads, _ in agreed)
 
 
-def test_the_gradient_of_a_sparse_embedding_is_sparse_on_every_rank(agreed):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SERVERS])
+def test_the_gradient_of_a_sparse_embedding_is_sparse_on_every_rank(name):
+    agreed = run_ranks(3, one_step, name, {})
     assert all(grads["words.weight"].is_sparse for grads, _ in agreed)
 
 
@@ -180,8 +246,8 @@ def test_gradients_have_the_type_of_their_parameters(agreed):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_nothing_of_a_step_is_left_in_the_next(name, options):
     once, thrice = (
-        run_ranks(3, one_step, name, options, 1),
-        run_ranks(3, one_step, name, options, 3),
+        run_ranks(ranks_of(name, 3), one_step, name, options, 1),
+        run_ranks(ranks_of(name, 3), one_step, name, options, 3),
     )
     for (first, _), (last, _) in zip(once, thrice, strict=True):
         for key, grad in first.items():
@@ -193,27 +259,27 @@ def test_nothing_of_a_step_is_left_in_the_next(name, options):
 def test_a_rank_may_have_no_pass_at_all_and_still_gets_the_gradient(name):
     def body(comm):
         weight = nn.Parameter(torch.ones(2))
-        strategy = make_strategy(name, {})
-        strategy.start([weight], comm, notes=1)
+        strategy, _ = begin(name, [weight], comm)
         if comm.rank == 0:
             strategy.begin_pass(1.0, last=True)
             strategy.gradient(0, torch.tensor([2.0, 3.0]))
-        strategy.exchange(torch.zeros(1, dtype=torch.float64))
-        return apply(strategy, lambda: weight.grad.tolist())
+        exchange(strategy, torch.zeros(1, dtype=torch.float64))
+        return agreed_on(name, strategy, [weight])[0].tolist()
 
-    assert run_ranks(3, body) == [[2.0, 3.0]] * 3
+    ranks = ranks_of(name, 3)
+    assert run_ranks(ranks, body) == [[2.0, 3.0]] * ranks
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_in_which_nobody_has_a_pass_leaves_no_gradient(name):
     def body(comm):
         weight = nn.Parameter(torch.ones(2))
-        strategy = make_strategy(name, {})
-        strategy.start([weight], comm, notes=1)
-        notes = strategy.exchange(torch.ones(1, dtype=torch.float64))
-        return apply(strategy, lambda: weight.grad), notes.tolist()
+        strategy, _ = begin(name, [weight], comm)
+        notes = exchange(strategy, torch.ones(1, dtype=torch.float64))
+        return agreed_on(name, strategy, [weight])[0], notes.tolist()
 
-    assert run_ranks(2, body) == [(None, [2.0])] * 2
+    ranks = ranks_of(name, 2)
+    assert run_ranks(ranks, body) == [(None, [float(ranks)])] * ranks
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,31 +296,30 @@ def test_the_price_grows_with_replicas_and_parameters_and_is_never_negative(name
 def test_what_a_strategy_remembers_is_taken_up_by_another_of_its_name(name):
     def body(comm):
         _, _, parameters = model_and_parameters()
-        strategy, other = make_strategy(name, {}), make_strategy(name, {})
-        strategy.start(parameters, comm, notes=1)
+        strategy, _ = begin(name, parameters, comm)
         state = strategy.state()
         strategy.stop()
-        other.load_state(state)
-        other.start(parameters, comm, notes=1)
+        other, _ = begin(name, parameters, comm, state=state)
         again = other.state()
         other.stop()
         return state.keys() == again.keys() and all(torch.equal(state[k], again[k]) for k in state)
 
-    assert run_ranks(2, body) == [True, True]
+    ranks = ranks_of(name, 2)
+    assert run_ranks(ranks, body) == [True] * ranks
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_stop_a_backward_pass_is_as_if_there_had_been_no_strategy(name):
     def body(comm):
         weight = nn.Parameter(torch.ones(2))
-        strategy = make_strategy(name, {})
-        strategy.start([weight], comm, notes=1)
+        strategy, _ = begin(name, [weight], comm)
         strategy.stop()
         strategy.stop()
         (weight * 3).sum().backward()
         return weight.grad.tolist()
 
-    assert run_ranks(2, body) == [[3.0, 3.0]] * 2
+    ranks = ranks_of(name, 2)
+    assert run_ranks(ranks, body) == [[3.0, 3.0]] * ranks
 
 
 @pytest.mark.parametrize("parts", [0, 4])
@@ -262,30 +327,33 @@ def test_after_stop_a_backward_pass_is_as_if_there_had_been_no_strategy(name):
 def test_a_step_that_does_not_happen_leaves_nothing_behind(name, parts):
     def body(comm):
         weight = nn.Parameter(torch.ones(2))
-        strategy = make_strategy(name, {})
-        strategy.start([weight], comm, notes=1, parts=parts)
+        strategy, workers = begin(name, [weight], comm, parts=parts)
 
-        def exchange(value):
+        def step(number, value):
             agreed = None
+            strategy.begin_step(Attempt(0, number, 1))
             while agreed is None:
-                strategy.begin_pass(1 / comm.size, last=True)
-                strategy.gradient(0, torch.tensor([value, 3.0]))
-                agreed = strategy.exchange(torch.ones(1, dtype=torch.float64))
+                if comm.rank < workers:
+                    strategy.begin_pass(1 / workers, last=True)
+                    strategy.gradient(0, torch.tensor([value, 3.0]))
+                agreed = exchange(strategy, torch.ones(1, dtype=torch.float64))
 
-        exchange(2.0)
-        apply(strategy, lambda: None)
+        step(1, 2.0)
+        agreed_on(name, strategy, [weight])
         before = {name: kept.clone() for name, kept in strategy.state().items()}
-        exchange(1e9)  # on a lattice: much too large for what was learnt
+        step(2, 1e9)  # on a lattice: much too large for what was learnt
         strategy.abandon()
         assert weight.grad is None
+        assert weight.tolist() == [1.0, 1.0]
         assert all(torch.equal(kept, before[name]) for name, kept in strategy.state().items())
-        exchange(4.0)
-        return apply(strategy, lambda: weight.grad.tolist())
+        step(2, 4.0)
+        return agreed_on(name, strategy, [weight])[0].tolist()
 
+    ranks = ranks_of(name, 2)
     try:
-        given = run_ranks(2, body)
+        given = run_ranks(ranks, body)
     except SpecError:
         assert parts
         assert name != "all_reduce"
         pytest.skip("it refuses determinism = 'bits'")
-    assert given == [[4.0, 3.0]] * 2
+    assert given == [[4.0, 3.0]] * ranks

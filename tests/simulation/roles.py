@@ -257,8 +257,6 @@ class MasterProcess(Process):
             started=1e6,
             about={},
             origin=Origin(0, None),
-            servers=world.plan.servers,
-            drains=world.plan.drains,
             journal=_Journal(world),  # type: ignore[arg-type]
         )
 

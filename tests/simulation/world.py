@@ -289,12 +289,16 @@ class _Origin:
 
 def _job(plan: Plan) -> Any:
     stop = {"gradient_norm": 0.5} if plan.figures else {}
+    sync: dict[str, Any] = {"codec": "int8"} if plan.drains else {}
+    if plan.servers:
+        sync |= {"name": "server_sync", "servers": plan.servers}
     table = {
         "name": "story",
         "recipe": "story.py:recipe",
         "workers": plan.workers,
         "train": {"steps": plan.steps, "global_batch": 64, "micro_batches": 8},
         "stop": stop,
+        "sync": sync,
     }
     return spec_file.build(table, source="a story")
 
@@ -446,7 +450,7 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker pauses": (_pause_worker, 2),
     "all workers pause": (_pause_all_workers, 1),
     "a worker gets nowhere": (_loop_worker, 1),
-    "a worker has to leave": (_notice, 4),
+    "a worker has to leave": (_notice, 8),
     "the run is scaled": (_scale, 6),
     "the host is killed": (_kill_host, 2),
     "a stop is asked for": (_interrupt, 0.3),

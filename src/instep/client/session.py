@@ -34,6 +34,7 @@ from instep.recipe.quick_start import spare_dynamo
 from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
+from instep.sync import SERVERS
 from instep.system import causes
 from instep.system.kernels import set_kernels, share
 from instep.worker.loop import Step
@@ -97,6 +98,11 @@ def join(
                 f"launch.{given}: instep.join starts no processes, on "
                 "other hosts either. Leave it out and start the script on each, as torchrun and "
                 "Slurm do; or use instep.train or instep run, which honour it."
+            )
+        if job.sync.name in SERVERS:
+            raise SpecError(
+                f"sync.name = {job.sync.name!r}: instep.join starts no processes, and servers are "
+                "some. Use instep.train or instep run with a recipe; or sync.name = 'all_reduce'."
             )
         check_job(job, resumed=resume)
         placement.check_network(place, job.network)

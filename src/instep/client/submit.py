@@ -15,7 +15,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +40,9 @@ from instep.store.folder import (
     remove_run_folder,
     resume_hint,
 )
-from instep.sync import ROUNDS, STRATEGIES
+from instep.sync import ROUNDS, SERVERS, STRATEGIES
 from instep.system.environment import ASKED, INSIDE
+from instep.words import member
 
 WILDCARDS = ("::", "::0", "[::]", "*")
 """Besides 0.0.0.0, what means every address of a machine."""
@@ -62,6 +63,7 @@ class Run:
     """0; `DIVERGED` or `INTERRUPTED` of `errors.py` if it ended so."""
 
 
+_ON_THE_HOST = "servers and workers compute on the CPU"
 _NO_BITS = "what a codec drops depends on how many workers there are"
 
 
@@ -253,14 +255,15 @@ def _conduct(
     finally:
         launcher.stop()
         switchboard.close()
+    servers = _servers(folder) if over.failed is not None else ()
     if over.failed is not None and refused(over.failed, folder, origin):
         remove_run_folder(folder)
-        raise failure(over.worker, over.failed, folder)
+        raise failure(over.worker, over.failed, folder, servers)
     try:
         summary = finish(folder, origin)
     finally:  # the cause of a failure matters more than an error in its report
         if over.failed is not None:
-            raise failure(over.worker, over.failed, folder)
+            raise failure(over.worker, over.failed, folder, servers)
     return Run(folder, summary, over.exit_code)
 
 
@@ -353,6 +356,33 @@ def _check_rounds(job: JobSpec) -> None:
             )
 
 
+def _check_servers(job: JobSpec) -> None:
+    sync = job.sync
+    if sync.name not in SERVERS:
+        if sync.servers != 1:
+            raise SpecError(
+                f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
+                "use sync.name = 'server_sync'."
+            )
+        return
+    if job.recipe.endswith(":__main__"):
+        raise SpecError(
+            f"sync.name = {sync.name!r} needs a recipe: your own loop calls the optimizer, which "
+            "is on the servers. Write a recipe, or use sync.name = 'all_reduce'."
+        )
+    for clash, given, why in (
+        ("sync.codec", sync.codec != "none", "servers are sent plain numbers"),
+        ("train.device = 'cuda'", job.train.device == "cuda", _ON_THE_HOST),
+        ("train.precision = 'float16'", job.train.precision == "float16", _ON_THE_HOST),
+        ("check.corruption", job.check.corruption, "it compares states that every worker has"),
+    ):
+        if given:
+            raise SpecError(
+                f"sync.name = {sync.name!r} does not go with {clash}: {why}. Leave one of the two "
+                "out."
+            )
+
+
 def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     """Refuse a job before any process starts.
 
@@ -377,11 +407,8 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
         )
     STRATEGIES.check(job.sync.name)
     LAUNCHERS.check(job.launch.name or "local")
-    if job.sync.servers != 1:
-        raise SpecError(
-            f"sync.servers = {job.sync.servers}: {job.sync.name} has no servers. Leave the key out."
-        )
     _check_rounds(job)
+    _check_servers(job)
     CODECS.check(job.sync.codec)
     if job.sync.codec != "none":
         for key, clashes, why in (
@@ -505,11 +532,23 @@ def refused(failed: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
     return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
 
 
-def failure(worker: int | None, failed: Failed, folder: Path) -> InstepError:
+def _servers(folder: Path) -> Collection[int]:
+    """The parameter servers of a run; none if its files cannot be read."""
+    from instep.store.run_folder import RunFolder
+
+    with suppress(InstepError):
+        return RunFolder(folder).servers
+    return ()
+
+
+def failure(
+    worker: int | None, failed: Failed, folder: Path, servers: Collection[int] = ()
+) -> InstepError:
     """The one error that a failed run ends with: the cause first, then where to read more."""
     who, log = "the launcher", "host.log"
     if worker is not None and worker >= 0:
-        who, log = f"worker {worker}", f"worker-{worker}.log"
+        who = member(worker, servers)
+        log = f"{who.replace(' ', '-')}.log"
     at = f" at step {failed.step}" if failed.step else ""
     doing = f", in {failed.phase}" if failed.phase else ""
     lines = [f"{who} failed{at}{doing}: {failed.cause}"]

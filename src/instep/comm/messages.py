@@ -92,6 +92,8 @@ class Welcome(Message, frozen=True):
     """Samples at which processes have ended so far."""
     goes_on: bool = False
     """Whether other workers hold the state of the run by now."""
+    role: str = "worker"
+    """Of the process, as in `Form`."""
 
 
 class Refused(Message, frozen=True):
@@ -112,6 +114,8 @@ class StartWorker(Message, frozen=True):
     number: int
     log: str
     """File that takes the worker's own output."""
+    role: str = "worker"
+    """As in `Form`."""
 
 
 class Adopt(Message, frozen=True):

@@ -43,7 +43,6 @@ from instep.control.state import (
     Phase,
     Reconnected,
     Restarted,
-    Role,
     RolledBack,
     Scaled,
     Send,
@@ -163,7 +162,8 @@ def _can_do_without(state: State, now: float) -> bool:
         return False
     missing = state.wanted - state.ready
     getting_ready = missing <= state.those(frozenset({Phase.ABSENT, Phase.BUILDING}))
-    return getting_ready and not missing & state.servers and bool(state.holders & state.wanted)
+    work_goes_on = bool(state.holders & state.wanted - state.servers)
+    return getting_ready and not missing & state.servers and work_goes_on
 
 
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
@@ -351,11 +351,12 @@ def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]
         return state, []
     if not state.recovers:
         return state, []  # it stays as long as it can
+    if worker in state.servers:
+        return state, []  # it too: what it holds stays in the memory of its host, for its number
     (successor,) = _unused(state, 1)
     why = f"worker {worker} was asked to leave; worker {successor} takes its place"
     log = Log("worker_leaving", {"worker": worker, "successor": successor})
-    role = state.member(worker).role
-    return _want(state, [successor], [worker], why, log, now, role)
+    return _want(state, [successor], [worker], why, log, now)
 
 
 def _want(
@@ -365,12 +366,11 @@ def _want(
     why: str,
     log: Log,
     now: float,
-    role: Role = "worker",
 ) -> tuple[State, list[Action]]:
     unchanged = state.phase == "training" and set(state.group) == state.wanted
     state = replace(state, why=why, since=now if unchanged else state.since)
     for worker in more:
-        state = state.note(worker, wanted=True, role=role)
+        state = state.note(worker, wanted=True)
     for worker in less:
         state = state.note(worker, wanted=False)
     state, actions = _advance(state, now)
@@ -425,7 +425,7 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
         _lose(state, worker),
         phase="gathering",
         since=state.since if waiting else now,
-        why=f"worker {worker} was lost: {word.cause}",
+        why=f"{state.member(worker).role} {worker} was lost: {word.cause}",
         changing=False,
         broken=0,
         apart=None,

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from instep.comm import messages as m
 from instep.comm.channel import Peer
+from instep.control.state import Role
 from instep.control.watch import away_s
 from instep.system.limits import FLOOR_S
 
@@ -181,22 +182,34 @@ class Hosts:
         self._ready |= late or (self._first is not None and not (self.several and self.missing))
         return self._ready
 
-    def start(self, worker: int, log: str, placed: Iterable[int]) -> None:
+    def start(
+        self,
+        worker: int,
+        log: str,
+        placed: Iterable[int],
+        role: Role = "worker",
+        *,
+        home: int | None = None,
+    ) -> None:
         """Start a worker on the host that has the fewest, unless that is under way.
 
         Args:
             worker: its number.
             log: takes its output.
             placed: the host of each worker that is there.
+            role: what it will be.
+            home: the host where the process before it left memory, if it did; that one is
+                preferred.
         """
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
         workers = Counter([*placed, *self._underway.values()])
         living = [number for number in self._there if not self.is_quiet(number)]
-        host = min(living, key=lambda number: (workers[number], number), default=None)
+        fewest = min(living, key=lambda number: (workers[number], number), default=None)
+        host = home if home in living else fewest
         if host is not None:
             self._underway[worker] = host
-            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log))
+            self._send(self._there[host].peer, m.StartWorker(number=worker, log=log, role=role))
 
     def started(self, worker: int, host: int) -> bool:
         """A worker has connected, or ended before that; whether it was to be started there."""
@@ -205,11 +218,12 @@ class Hosts:
         del self._underway[worker]
         return True
 
-    def crowded(self, placed: Mapping[int, int]) -> int | None:
+    def crowded(self, placed: Mapping[int, int], stay: Collection[int] = frozenset()) -> int | None:
         """A worker that should move to another host; None if they are spread evenly.
 
         Args:
             placed: worker to its host.
+            stay: those that do not move.
         """
         if not self.several or any(map(self.is_quiet, self._there)):
             return None
@@ -220,7 +234,8 @@ class Hosts:
         fewest = min((workers[number] for number in self._there), default=0)
         if workers[fullest] - fewest < 2:
             return None
-        return max(worker for worker, host in placed.items() if host == fullest)
+        there = (worker for worker, host in placed.items() if host == fullest)
+        return max((worker for worker in there if worker not in stay), default=None)
 
     # ---- processes on other machines
 

@@ -43,6 +43,7 @@ from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
 from instep.store.folder import BEGINNING, Origin, resume_hint
 from instep.store.run_folder import RunFolder
+from instep.sync import servers_of
 from instep.system.causes import sentence
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched, has_ended, machine
@@ -107,8 +108,6 @@ class Master:
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
         origin: where this session begins.
-        servers: how many members hold parameters for the others.
-        drains: whether members own state, which one that leaves hands over first.
         journal: keeps the decisions; if it has some already, this master replaces a lost one.
         signs: written to at each turn, for the process that watches this one.
         why: how the lost master ended.
@@ -125,8 +124,6 @@ class Master:
         started: float,
         about: Mapping[str, Any],
         origin: Origin = BEGINNING,
-        servers: int = 0,
-        drains: bool = False,
         journal: Journal | None = None,
         signs: SignsOfLife = NOBODY,
         why: str = "",
@@ -144,6 +141,7 @@ class Master:
         self._peers: dict[int, Peer] = {}
         self._processes: dict[int, Process] = {}
         self._places: dict[int, int] = {}  # the number of its host
+        self._homes: dict[int, int] = {}  # of the host where its memory lies, also once it ended
         self._pids: dict[int, int] = {}
         self._nodes: dict[int, str] = {}  # the name of its machine
         self._joined: dict[int, Watched] = {}  # of this machine, started by other programs
@@ -167,15 +165,16 @@ class Master:
             gather_s=GATHER_S if known is None else BACK_S,
         )
         if known is None:
-            self._begin(about, servers, drains)
+            self._begin(about)
         else:
             self._take_over(known)
 
-    def _begin(self, about: Mapping[str, Any], servers: int, drains: bool) -> None:
+    def _begin(self, about: Mapping[str, Any]) -> None:
         now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
+        servers = servers_of(self._job.sync)
         self._state = mind.State(
             members=mind.first_members(self._job.workers, servers),
-            drains=drains,
+            drains=self._job.sync.own_state,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
@@ -201,6 +200,8 @@ class Master:
         self._origin = replace(self._origin, checkpoint=checkpoint)
         folder = RunFolder(self._run)
         for event in folder.named("worker_joined"):  # the newest process of each number
+            if event["time"] >= self._started:
+                self._homes[int(event["worker"])] = int(event.get("host", 0))
             if event["worker"] in known.joined and event["time"] >= self._started:
                 worker, pid = int(event["worker"]), int(event["pid"])
                 if self._hosted:
@@ -322,6 +323,7 @@ class Master:
                 recovers=self._state.recovers,
                 marks=crash_loop.marks(self._state),
                 goes_on=bool(self._state.holders),
+                role=self._state.member(hello.number).role,
             ),
         )
         if hello.role == "host":
@@ -365,7 +367,8 @@ class Master:
                 # the answers to what it asked of its group are lost with the connection
                 self._think(mind.Broke(number, state.generation))
             return
-        fields = {"worker": number, "pid": hello.pid, "host": hello.host}
+        role = state.member(number).role
+        fields = {"worker": number, "role": role, "pid": hello.pid, "host": hello.host}
         self._recorder.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
         self._think(mind.Joined(number))
 
@@ -404,12 +407,16 @@ class Master:
             self._processes.pop(number).close()
         far = self._hosts.several if far is None else far  # not known until it connects
         self._processes[number] = Far(self._hosts, host, pid) if far else Watched(pid)
-        self._places[number] = host
+        self._places[number] = self._homes[number] = host
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
-        log = str(self._run / "logs" / f"worker-{number}.log")
-        self._hosts.start(number, log, [self._places[n] for n in self._processes])
+        role = self._state.member(number).role
+        log = str(self._run / "logs" / f"{role}-{number}.log")
+        placed = [self._places[n] for n in self._processes]
+        owns = self._state.drains or role == "server"
+        home = self._homes.get(number) if owns else None
+        self._hosts.start(number, log, placed, role, home=home)
 
     # ---- messages
 
@@ -468,6 +475,8 @@ class Master:
                 again = connection.resends > 0
                 new = self._recorder.record(number, ledger, steps, again=again)
                 if new is not None:
+                    if self._state.member(number).role == "server":  # it waits for no data
+                        new = new._replace(load_s=self._watch.load_s)
                     self._watch.commits(number, *new)
             case m.Emit(name=name, fields=fields):
                 self._handle_event(connection, name, fields)
@@ -748,7 +757,8 @@ class Master:
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
         if calm and settled and state.complete:
-            worker = self._hosts.crowded({w: self._places[w] for w in members})
+            placed = {w: self._places[w] for w in members}
+            worker = self._hosts.crowded(placed, stay=state.servers)
             if worker is not None:
                 self._think(mind.Noticed(worker))
 

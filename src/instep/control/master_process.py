@@ -87,7 +87,6 @@ def _serve(
             journal=journal,
             signs=signs,
             why=note["why"],
-            drains=job.sync.own_state,
         )
         master.serve()
         return master.stale

@@ -221,8 +221,10 @@ class Breaker:
     def _release(self) -> None:
         """Continue stopped processes that the run did not notice; forget those that ended."""
         for place, known in list(self._hanging.items()):
-            # with a worker that is stopped no step is committed; with another role some are
-            noticed = known.role == "worker" and self._step >= self.injected[place].step + 2
+            # with a member that is stopped no step is committed; with another role some are
+            noticed = (
+                known.role in ("worker", "server") and self._step >= self.injected[place].step + 2
+            )
             if noticed or has_ended(known.pid):
                 del self._hanging[place]
             elif time.time() - self.injected[place].time > self._timeout_s:

@@ -15,7 +15,7 @@ from instep.errors import SpecError, near_miss
 
 Kind = Literal["kill", "hang", "partition"]
 
-WEIGHTS = {"worker": 6, "loader": 2, "master": 1, "host": 1, "spare": 1}
+WEIGHTS = {"worker": 6, "server": 3, "loader": 2, "master": 1, "host": 1, "spare": 1}
 """How often each role is chosen, relative to the others: about as often as it has processes."""
 
 LAST = 0.92

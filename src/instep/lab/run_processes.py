@@ -73,7 +73,7 @@ class Processes:
         elif event["event"] == "process_ended":
             pid = event.get("pid")
             self._known = {key: each for key, each in self._known.items() if each.pid != pid}
-        elif (role := _JOINED.get(event["event"])) and event.get("pid"):
+        elif (role := _role_of(event)) and event.get("pid"):
             number = int(event.get("worker", event.get("host", 0)) or 0)
             self._known[role, number] = Known(role, number, int(event["pid"]), event["time"])
 
@@ -89,13 +89,20 @@ class Processes:
 
     def alive(self) -> list[int]:
         """Pids of the processes that certainly live."""
-        roles = (*_JOINED.values(), "loader", "spare")
+        roles = (*_JOINED.values(), "server", "loader", "spare")
         return [each.pid for role in roles for each in self.of(role) if _is(each)]
+
+
+def _role_of(event: dict[str, Any]) -> str:
+    """The role of the process that an event says has joined; empty for other events."""
+    role = _JOINED.get(event["event"], "")
+    return str(event.get("role") or role) if role else ""
 
 
 def roles_of(run: RunFolder) -> list[str]:
     """The roles that a run has processes of; `loader` if the job asks for them or one was seen."""
-    roles = [role for event, role in _JOINED.items() if any(e.get("pid") for e in run.named(event))]
+    there = [_role_of(event) for event in run.events if event.get("pid")]
+    roles = [role for role in (*_JOINED.values(), "server") if role in there]
     asked = run.spec.data.loaders
     if (isinstance(asked, int) and asked) or any(run.named("loaders_started")):
         roles.append("loader")

@@ -277,6 +277,7 @@ def judge(
         stuck_s: above 0 if it was given up after so long without a step.
     """
     raw = read_records(run.path / "steps.bin", STEPS)
+    raw = raw[~np.isin(raw["worker"], [*run.servers])]
     formed = [float(e["time"]) for e in run.generations]
     moments = [each.time for each in injected if not each.missed]
     back = [int(e["resumed_step"]) for e in run.named("went_back")]
@@ -308,7 +309,7 @@ def judge(
 def _members_at(run: RunFolder, moment: float) -> int:
     """How many workers the run had then; it may have grown or shrunk."""
     before = [e for e in run.generations if float(e["time"]) <= moment]
-    return len(before[-1]["members"]) if before else run.spec.workers
+    return len({*before[-1]["members"]} - run.servers) if before else run.spec.workers
 
 
 def _sha256(run: RunFolder | None) -> str | None:

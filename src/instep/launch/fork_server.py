@@ -52,6 +52,7 @@ from instep.system.environment import END, SETTINGS
 from instep.system.limits import FLOOR_S
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
+    MEMBERS,
     SPARE,
     Watched,
     die_with_parent,
@@ -363,6 +364,7 @@ class Server:
                 signal.signal(number, signal.SIG_DFL)
             self._connection.close()
             os.close(self._life)
+            name_process(MEMBERS[order.role])
             _redirect(Path(order.log))
             use_page(page)
             self._memory_files.keep_only(memory)

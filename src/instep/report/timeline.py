@@ -17,6 +17,7 @@ import numpy as np
 
 from instep.plain_file import write_plain
 from instep.store.run_folder import PARTS, Records, RunFolder
+from instep.words import member
 
 _ORIGIN_FIELDS = ("time", "event")
 
@@ -30,7 +31,7 @@ def write_trace(folder: RunFolder, path: Path) -> None:
     origin_s = folder.sessions[0][0] if folder.sessions else 0.0
     events = [*_process(0, "master"), *_instants(folder, origin_s)]
     for worker in folder.workers:
-        events += _process(worker + 1, f"worker {worker}")
+        events += _process(worker + 1, member(worker, folder.servers))
         events += _spans(_ends(folder.steps_of(worker), limit), worker + 1, origin_s)
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
     write_plain(path, text)

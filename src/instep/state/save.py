@@ -7,7 +7,8 @@ is complete or not there. A save that comes while one is being written waits for
 checkpoint that was asked for is written, and the newest on disk is at most one save behind;
 the wait counts as held.
 
-It knows no collectives: one process of a run has the writer of a folder.
+It knows no collectives: one process of a run has the writer of a folder. Files that others have
+written for a checkpoint become a part of it by a rename as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,14 @@ class Saved(NamedTuple):
     """How long training was held."""
     seconds: float
     """From the call of `save` until it was published."""
+
+
+class Shard(NamedTuple):
+    """One file of a checkpoint, which another process has written."""
+
+    path: Path
+    """In the folder of checkpoints, beside them; its name begins with `SAVING`."""
+    entry: page.FileEntry
 
 
 class CheckpointWriter:
@@ -110,12 +120,19 @@ class CheckpointWriter:
         """
         self._values = {known: value for known, value in self._values.items() if known <= step}
 
-    def save(self, snapshot: Snapshot, *, since: float | None = None) -> float:
+    def save(
+        self,
+        snapshot: Snapshot,
+        *,
+        since: float | None = None,
+        shards: Mapping[str, Shard] = MappingProxyType({}),
+    ) -> float:
         """Copy the state now, write it later; waits first for the previous save.
 
         Args:
             snapshot: the state; it may change as soon as this returns.
             since: the `perf_counter` at which training stopped for it; else now.
+            shards: groups of it that other processes have written, synced; the files are moved.
 
         Returns:
             Seconds for which training was held.
@@ -131,7 +148,7 @@ class CheckpointWriter:
         if self._worker is None:  # stays until finish(): starting a thread takes time
             self._worker = ThreadPoolExecutor(1, "checkpoint", initializer=_never_preempt)
         self._record_value(snapshot)
-        self._writing = self._worker.submit(self._write, snapshot.step, facts, begin)
+        self._writing = self._worker.submit(self._write, snapshot.step, facts, begin, dict(shards))
         held_s = self._held_s[snapshot.step] = time.perf_counter() - begin
         return held_s
 
@@ -185,12 +202,14 @@ class CheckpointWriter:
             staged.copy(tensors)
             self._staged[name] = staged
 
-    def _write(self, step: int, facts: dict[str, Any], begin: float) -> None:
+    def _write(
+        self, step: int, facts: dict[str, Any], begin: float, shards: Mapping[str, Shard]
+    ) -> None:
         """Runs in the background thread: one checkpoint, one outcome."""
         final = self._folder / page.folder_name(step)
         try:
             with _folder_beside(final) as beside:
-                size = self._write_files(beside, step, facts)
+                size = self._write_files(beside, step, facts, shards)
                 if not self._may_publish():  # the next writer deletes what was written
                     text = (
                         f"the checkpoint of step {step} was not saved: another worker saves by now."
@@ -200,6 +219,8 @@ class CheckpointWriter:
                 _publish(beside, final)
                 self._known.add(_inode(final))
         except OSError as error:
+            for shard in shards.values():
+                shard.path.unlink(missing_ok=True)
             self._values.pop(step, None)
             unsaved = CheckpointError(
                 f"the checkpoint of step {step} was not saved in {self._folder}: "
@@ -246,10 +267,12 @@ class CheckpointWriter:
             if step in obsolete or replaced:
                 _delete(path)
 
-    def _write_files(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
+    def _write_files(
+        self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, Shard]
+    ) -> int:
         """Fill the folder `beside` and sync it; returns its size in bytes."""
         try:
-            size = self._fill(beside, step, facts)
+            size = self._fill(beside, step, facts, shards)
             for file in filter(Path.exists, self._sync_first):
                 sync_path(file)
                 sync_path(file.parent)
@@ -259,12 +282,18 @@ class CheckpointWriter:
             raise
         return size
 
-    def _fill(self, beside: Path, step: int, facts: dict[str, Any]) -> int:
+    def _fill(
+        self, beside: Path, step: int, facts: dict[str, Any], shards: Mapping[str, Shard]
+    ) -> int:
         check_room(beside, sum(staged.size_bytes for staged in self._staged.values()))
         files = {}
         for name, staged in self._staged.items():
             with (beside / name).open("wb") as file:
                 files[name] = staged.write(file)
+        for group, shard in shards.items():
+            name = page.file_name(group)
+            shard.path.rename(beside / name)
+            files[name] = shard.entry
         text = page.encode(
             page.Manifest(
                 step=step,

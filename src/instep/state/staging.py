@@ -68,6 +68,23 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     return entry.size_bytes
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write a safetensors file, whose name says that it is not complete, and sync it.
+
+    Raises:
+        CheckpointError: a tensor cannot be kept, or the file not be written; then there is none.
+    """
+    staged = StagedFile(tensors, {})
+    staged.copy(tensors)
+    try:
+        check_room(path.parent, staged.size_bytes)
+        with path.open("wb") as file:
+            return staged.write(file)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} was not saved: {reason(error)}.") from error
+
+
 class StagedFile:
     """One file to be: its safetensors header, and memory laid out as its data.
 

@@ -145,19 +145,31 @@ class RunFolder:
 
     @cached_property
     def workers(self) -> list[int]:
-        """Every worker in any record, in order of number."""
+        """Every worker and server in any record, in order of number."""
         recorded = {int(w) for w in np.unique(self.steps["worker"])}
         recorded |= {int(w) for w in np.unique(self.ledger["worker"])}
         seen = {"worker_joined", "worker_ready", "worker_failed", "traffic"}
         return sorted(recorded | {int(e["worker"]) for e in self.events if e["event"] in seen})
 
     @cached_property
+    def servers(self) -> frozenset[int]:
+        """Those of `workers` that are parameter servers: they hold parameters and get no work."""
+        roles = {int(e["worker"]): e.get("role") for e in self.named("worker_joined")}
+        return frozenset(number for number, role in roles.items() if role == "server")
+
+    @cached_property
     def team(self) -> int:
-        """How many workers computed at the end: the members of the last generation."""
+        """How many workers computed at the end: those of the last generation."""
         members = self.last("generation_started").get("members")
         if isinstance(members, int):
             return members
-        return len(members) if members else self.spec.workers
+        return len({*members} - self.servers) if members else self.spec.workers
+
+    @property
+    def servers_at_the_end(self) -> int:
+        """How many parameter servers the last generation had."""
+        members = self.last("generation_started").get("members")
+        return len({*members} & self.servers) if isinstance(members, list) else 0
 
     @cached_property
     def epoch_samples(self) -> int:

@@ -6,14 +6,24 @@ of its own, and add its line here. The suite in `tests/contract` finds it, and
 """
 
 from instep.registry import Registry
+from instep.spec import SyncSpec
 
 STRATEGIES = Registry(
     "sync strategy",
     {
         "all_reduce": "instep.sync.all_reduce:AllReduce",
         "averaging": "instep.sync.averaging:Averaging",
+        "server_sync": "instep.sync.server_sync:ServerSync",
     },
 )
 
 ROUNDS = frozenset({"averaging"})
 """Those in which participants take steps of their own, and one commit is a round of them."""
+
+SERVERS = frozenset({"server_sync"})
+"""Those with parameter servers: members that get no work, and move parameters for the workers."""
+
+
+def servers_of(sync: SyncSpec) -> int:
+    """How many parameter servers a job has; 0 if its strategy has none."""
+    return sync.servers if sync.name in SERVERS else 0

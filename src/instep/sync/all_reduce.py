@@ -31,7 +31,7 @@ from instep.comm.buckets import Bucket, lay_out
 from instep.comm.codecs.base import Codec
 from instep.errors import SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
-from instep.sync.base import Memory, Price, Result
+from instep.sync.base import Memory, Price, Result, Servers
 from instep.sync.sums import Exact, Plain, Sums, Wide
 from instep.sync.two_phase import Layout, Place, TwoPhase
 
@@ -81,6 +81,7 @@ class AllReduce:
         memory: Memory | None = None,
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
+        servers: Servers | None = None,
     ) -> None:
         """Lay out the buckets."""
         state, self._loaded = self.state(), None
@@ -258,6 +259,9 @@ class AllReduce:
             return None
         self._agreed = agreed[:count].tolist()
         return agreed[len(told) :]
+
+    def prepare(self, step: int, scale: float) -> None:
+        """`exchange` did it all."""
 
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, if any rank had one."""

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Memory, NothingOfItsOwn, Price, Result
+from instep.sync.base import Memory, NothingOfItsOwn, Price, Result, Servers
 
 
 class Averaging(NothingOfItsOwn):
@@ -46,6 +46,7 @@ class Averaging(NothingOfItsOwn):
         memory: Memory | None = None,
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
+        servers: Servers | None = None,
     ) -> None:
         """Lay out the buckets."""
         self._given = []

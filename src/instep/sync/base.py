@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,60 @@ class Memory(Protocol):
 
     def staged(self, course: int, number: int, generation: int) -> None:
         """All that was to be written for this commit is."""
+
+    def at(self, course: int, number: int, generation: int) -> dict[str, Tensor] | None:
+        """What was staged for exactly this commit; None if no slot holds it."""
+
+    def stamps(self) -> Sequence[tuple[int, int, int]]:
+        """The commits of which there is something, the newest first."""
+
+    def forget(self, course: int, number: int, generation: int) -> None:
+        """What was staged for this commit is of no use."""
+
+
+class Piece(NamedTuple):
+    """A part of a parameter, as its elements lie one after the other."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@runtime_checkable
+class Mover(Protocol):
+    """The optimizer, for strategies that have it on servers: it moves pieces of parameters."""
+
+    clips: bool
+    """Whether it wants the norm of the gradient."""
+
+    by_element: bool
+    """Whether a piece moves as it would within its parameter; else only whole parameters do."""
+
+    held: Mapping[Piece, Parameter]
+    """What it moves here."""
+
+    def hold(self, pieces: Mapping[Piece, Parameter]) -> None:
+        """From now on these are what it moves here, and it keeps state for nothing else. State
+        that it has for the parameters themselves is cut."""
+
+    def limit(self, squares: Tensor) -> float:
+        """Take in the squares of all gradients (`norm.squares`); what to multiply them by."""
+
+    def step(self, number: int) -> None:
+        """Move the pieces by their `.grad`."""
+
+    def states(self) -> dict[str, Tensor]:
+        """What it keeps for the pieces, as `SLOT/NAME/START:STOP`: the tensors themselves."""
+
+    def load_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take up copies of what `states` gave, in place of what it keeps."""
+
+
+class Servers(NamedTuple):
+    """Ranks without passes, each of which moves a part of the parameters for all."""
+
+    ranks: Sequence[int]
+    mover: Mover
 
 
 class Price(NamedTuple):
@@ -71,6 +125,7 @@ class Strategy(Protocol):
         memory: Memory | None = None,
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
+        servers: Servers | None = None,
     ) -> None:
         """A generation begins; every rank holds the same parameters, and nothing is staged.
 
@@ -88,6 +143,7 @@ class Strategy(Protocol):
             at: the commit that all hold, in this generation.
             draining: ranks that leave after it: what they alone remember, others take over
                 now, or nobody does; which of the two, `resolve` says after a PeerError.
+            servers: the ranks that are; for strategies that have some.
 
         Raises:
             PeerError: a rank went away; `resolve` comes before the next `start`.
@@ -139,9 +195,20 @@ class Strategy(Protocol):
             PeerError: a rank went away; `abandon` comes next.
         """
 
+    def prepare(self, step: int, scale: float) -> None:
+        """All want the step: do what needs others before `apply`. Parameters do not move.
+
+        Args:
+            step: its number.
+            scale: what the agreed gradient is to be multiplied by.
+
+        Raises:
+            PeerError: a rank went away. The step may still happen, if others are through.
+        """
+
     def hand_out(self) -> None:
         """The step happens: give each parameter the agreed gradient as its `.grad`, or None where
-        no rank had one."""
+        no rank had one. With servers, only they have it."""
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """After `hand_out`: call `update`, which moves parameters, take the gradients away, and
@@ -171,7 +238,8 @@ class Strategy(Protocol):
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank alone remembers since the last commit, as `KIND/SLOT`: a kind of `laws`
-        and the number of the parameter that it belongs to; shaped like that parameter."""
+        and the number of the parameter that it belongs to; shaped like that parameter. What
+        moves is named `KIND/SLOT/NAME/START:STOP`, and is of that part of the parameter."""
 
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `own_state` gave, here or elsewhere, in place of what is remembered;
@@ -202,6 +270,9 @@ class NothingOfItsOwn:
 
     def begin_step(self, attempt: Attempt) -> None:
         """One step is like another."""
+
+    def prepare(self, step: int, scale: float) -> None:
+        """`exchange` did it all."""
 
     def own_state(self) -> dict[str, Tensor]:
         """Nothing."""

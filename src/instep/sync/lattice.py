@@ -249,12 +249,20 @@ class Lattice:
         if tops:
             self._sums.append((index, torch.stack(tops).abs_().amax()))
 
-    def learn(self) -> None:
-        """Learn from the sums of the step how fine each lattice may be in the next."""
+    def sizes(self) -> list[int]:
+        """[tensors]: bits of the largest number of each sum that `value` was given; 0 where none
+        was, or only zeros."""
+        sizes = [0] * len(self._types)
         tops = _together([top for _, top in self._sums])
         for (index, _), top in zip(self._sums, tops, strict=True):
-            if top:
-                size = int(top).bit_length() - self._bits(index)
+            sizes[index] = max(sizes[index], int(top).bit_length())
+        return sizes
+
+    def learn(self, sizes: Sequence[int]) -> None:
+        """Learn from the `sizes` of the step's sums how fine each lattice may be in the next."""
+        for index, bits in enumerate(sizes):
+            if bits:
+                size = bits - self._bits(index)
                 fitting = _QUARTERS * (self._room(index) - _GROWTH_BITS - size)
                 self._levels[index] = min(fitting, self._levels[index] + 1)
         self._committed = list(self._levels)

@@ -43,8 +43,12 @@ class Sums(Protocol):
     def gradient(self, index: int, agreed: Tensor) -> Tensor:
         """The gradient, shaped like `agreed`, of which it may use the memory."""
 
-    def end_step(self) -> None:
-        """All gradients of the step have been handed out."""
+    def sizes(self) -> list[int]:
+        """What this rank has seen of the sums that it handed out, of each parameter, or nothing;
+        of parts of a sum on several ranks, the largest counts."""
+
+    def end_step(self, sizes: Sequence[int] | None = None) -> None:
+        """All gradients of the step have been handed out; `sizes` where other ranks did."""
 
     def abandon(self) -> None:
         """The step does not happen: it must teach nothing."""
@@ -86,7 +90,11 @@ class Plain:
         """The sum itself."""
         return agreed
 
-    def end_step(self) -> None:
+    def sizes(self) -> list[int]:
+        """Nothing is asked of them."""
+        return []
+
+    def end_step(self, sizes: Sequence[int] | None = None) -> None:
         """Nothing is remembered between steps."""
 
     def abandon(self) -> None:
@@ -209,9 +217,13 @@ class Exact:
         self._lattice.value(index, agreed, gradient, finite=self._finite[index])
         return gradient
 
-    def end_step(self) -> None:
+    def sizes(self) -> list[int]:
+        """Bits of the largest number of each."""
+        return self._lattice.sizes()
+
+    def end_step(self, sizes: Sequence[int] | None = None) -> None:
         """Learn how fine the lattices of the next step may be."""
-        self._lattice.learn()
+        self._lattice.learn(self.sizes() if sizes is None else sizes)
         self._lattice.begin_step()
 
     def abandon(self) -> None:

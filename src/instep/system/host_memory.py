@@ -183,6 +183,12 @@ class HostMemory:
         found = [stamp for slot in (0, 1) if (stamp := self._stamp(slot))]
         return sorted(found, reverse=True)
 
+    def forget(self, course: int, number: int, generation: int) -> None:
+        """Have no slot hold the state of this commit: it did not happen, or is of no use."""
+        for slot in (0, 1):
+            if self._stamp(slot) == (course, number, generation):
+                self._stamps[64 * slot : 64 * slot + 64] = bytes(64)
+
     def clear(self) -> None:
         """Have no slot hold anything: what was here has been handed over, or is of no use."""
         self._stamps[:STAMPS] = bytes(STAMPS)

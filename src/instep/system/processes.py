@@ -22,6 +22,9 @@ from instep.system.stacks import ASK, send
 SPARE = "instep-spare"
 """The name of a spare process, which waits to replace another one; `ps` shows it."""
 
+MEMBERS = {"worker": "instep-worker", "server": "instep-server"}
+"""The names of processes that are members of a run, by role; `ps` shows them."""
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 

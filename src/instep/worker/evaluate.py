@@ -38,6 +38,7 @@ def evaluate(
     batch: int,
     comm: Comm,
     speeds: Sequence[float] | None = None,
+    workers: int | None = None,
     arrived: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
@@ -51,6 +52,7 @@ def evaluate(
         batch: samples of one forward pass.
         comm: the workers that share the work.
         speeds: of each, where they are not alike; who is slow gets fewer batches.
+        workers: how many of the ranks, the first ones, do; left out, all.
         arrived: called when this worker has done its part, and waits for the others.
 
     Raises:
@@ -62,7 +64,8 @@ def evaluate(
     # the last two columns: samples read, and the weight of the loss
     table = torch.zeros(count, len(names) + 2, dtype=torch.float64)
     skipped: list[Skipped] = []
-    own = list(deal(count, comm.size, speeds)[comm.rank])
+    dealt = deal(count, workers or comm.size, speeds)
+    own = list(dealt[comm.rank]) if comm.rank < len(dealt) else []
     was_training = forward.model.training
     forward.model.eval()
     try:

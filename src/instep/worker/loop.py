@@ -29,10 +29,11 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import PeerError
 from instep.state.retention import Best
+from instep.state.save import Shard
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
-from instep.worker.saving import Saver
+from instep.worker.saving import Saver, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comm
@@ -437,14 +438,24 @@ class Loop(ABC):
         due = done.ends or done.saves or self.job.checkpoint.due(done.step)
         due = due or (saver is not None and saver.is_best(done.step, metrics))
         own: dict[str, Tensor] = {}
-        if self.engine.strategy.laws:
-            if metrics is not None:  # only the worker that saves knows which are the best
-                told = torch.tensor([float(due)], device=self.device)
-                self.engine.comm.broadcast(told)
-                due = bool(told.item())
+        shards: dict[str, Shard] | None = {}
+        if self.engine.strategy.laws and (due or metrics is not None):
+            # only the worker that saves knows which are the best; and its folder is there by now
+            told = torch.tensor([float(due and not self.stopping.spoilt)], device=self.device)
+            self.engine.comm.broadcast(told)
+            due = bool(told.item())
             own = self.engine.own_state() if due else {}
+            shards = write_shards(self.engine, self.member) if due else {}
         if saver is not None and not self.stopping.spoilt:
-            saver.after_step(self.engine, where, due=due, last=done.ends, metrics=metrics, own=own)
+            saver.after_step(
+                self.engine,
+                where,
+                due=due,
+                last=done.ends,
+                metrics=metrics,
+                own=own,
+                shards=shards,
+            )
 
     def _tell_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.engine.comm.rank == 0:

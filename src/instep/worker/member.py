@@ -100,7 +100,7 @@ class Member:
             raise causes.as_error(welcome)
         self.job = spec_file.build(tomllib.loads(welcome.job), source="the master")
         self.run = Path(welcome.run)
-        self.started = welcome.started
+        self.started, self.role = welcome.started, welcome.role
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete

@@ -13,27 +13,32 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
 from instep.state.intact import discard_after
-from instep.state.manifest import MANIFEST, published, reason
+from instep.state.manifest import MANIFEST, FileEntry, published, reason
 from instep.state.retention import Best, facts_of
-from instep.state.save import CheckpointWriter, Saved
+from instep.state.save import CheckpointWriter, Saved, Shard
 from instep.state.snapshot import (
     Snapshot,
     model_tensors,
     parameters_sha256,
 )
-from instep.state.staging import save_model
+from instep.state.staging import SAVING, save_model, write_tensors
 from instep.store.folder import run_id
 from instep.worker.member import Member
+from instep.worker.step.capture import SHARD
 from instep.worker.step.engine import Engine
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""
+
+_ROW = 33
+"""Size and SHA-256 of a file, in numbers."""
 
 
 class Saver:
@@ -87,6 +92,7 @@ class Saver:
         last: bool,
         metrics: Mapping[str, float] | None = None,
         own: Mapping[str, Tensor] = MappingProxyType({}),
+        shards: Mapping[str, Shard] | None = MappingProxyType({}),
     ) -> None:
         """Save the commit if it is time to; tell of what has been published since.
 
@@ -97,9 +103,12 @@ class Saver:
             last: whether it is the last of this start.
             metrics: of the validation that followed this step, if one did.
             own: what single workers alone had, summed.
+            shards: what servers have written; None where one could not.
         """
         step = engine.state.progress.step
-        if due:
+        if due and shards is None:  # the server has told why
+            self._saved_s, self._last = self._now(), step if last else 0
+        elif due:
             self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
                 since = time.perf_counter()
@@ -108,7 +117,7 @@ class Saver:
                 if own:
                     snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
-                engine.clock.save += self._writer.save(snapshot, since=since)
+                engine.clock.save += self._writer.save(snapshot, since=since, shards=shards or {})
                 self._last = step if last else 0
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
@@ -203,6 +212,50 @@ class Saver:
         self._member.emit(
             "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
         )
+
+
+def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | None:
+    """Have every server write what it alone has of the last commit; all members call it.
+
+    Training is held meanwhile: the servers' files are there before any member goes on.
+
+    Returns:
+        By the name of the group: files in the folder of checkpoints, for a checkpoint to take
+        up. None where a server could not write its own, as it has told.
+
+    Raises:
+        PeerError: a member went away meanwhile.
+    """
+    comm, form, step = engine.comm, member.form, engine.state.progress.step
+    assert form is not None, "no generation yet"
+    folder = member.run / "checkpoints"
+    paths = {
+        f"{SHARD}{number}": folder / f"{SAVING}{step}-{SHARD}{number}-{form.generation}"
+        for number in range(len(form.servers))
+    }
+    first = comm.size - len(paths)
+    told = torch.zeros(len(paths), _ROW, dtype=torch.int64)
+    if shard := engine.shard():
+        number = comm.rank - first
+        try:
+            entry = write_tensors(paths[f"{SHARD}{number}"], shard)
+        except CheckpointError as error:
+            told[number, 0] = -1
+            member.emit("warning", text=f"no checkpoint of step {step}: {error}")
+        else:
+            row = [entry.size_bytes, *bytes.fromhex(entry.sha256)]
+            told[number] = torch.tensor(row)
+    comm.all_reduce(told).wait()
+    written = {
+        group: Shard(path, FileEntry(size, bytes(digest).hex()))
+        for (group, path), (size, *digest) in zip(paths.items(), told.tolist(), strict=True)
+        if size > 0
+    }
+    if bool((told[:, 0] >= 0).all()):
+        return written
+    for shard_file in written.values() if comm.rank == 0 else ():
+        shard_file.path.unlink(missing_ok=True)
+    return None
 
 
 def _unsaved_s(run: Path) -> float:

@@ -27,6 +27,7 @@ from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
+from instep.sync import SERVERS
 from instep.worker import knowing, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
@@ -37,6 +38,7 @@ from instep.worker.observed import Observed, make_observers
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
+from instep.worker.step.served import ServedUpdate
 from instep.worker.step.turns import check_turns, key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
@@ -89,6 +91,8 @@ class Training(Loop):
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
+        if self.job.sync.name in SERVERS:
+            make_update = ServedUpdate
         update = make_update(
             built.optimizer,
             built.scheduler,
@@ -158,7 +162,7 @@ class Training(Loop):
     def _make_loader(self, name: str) -> Loader:
         recipe, job, train = self.recipe, self.job, name == "train"
         given = recipe.given[name]
-        loaders = job.data.loaders
+        loaders = job.data.loaders if self.member.role == "worker" else 0  # a server reads little
         if loaders == "auto" and given.loaders is not None:
             loaders = given.loaders
         return Loader(
@@ -335,7 +339,8 @@ class Training(Loop):
     def _tell_what_is_read(self) -> None:
         member, loader = self.member, self._loader
         gpus = torch.cuda.device_count()
-        if gpus and self.device.type == "cpu" and self.job.train.device == "auto":
+        auto = self.job.train.device == "auto" and self.job.sync.name not in SERVERS
+        if gpus and self.device.type == "cpu" and auto:
             self._warn(
                 f"{self.job.workers} workers compute on the CPU, since this machine has "
                 f"{gpus} GPUs; --workers {gpus} would use them"
@@ -430,8 +435,17 @@ class Training(Loop):
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
         batch = self._validation_batch
-        speeds, comm = self.engine.assignment.dealing.speeds, self.engine.comm
-        found = evaluate(self._forward, self._validation, count, batch, comm, speeds, self._waits)
+        assignment, comm = self.engine.assignment, self.engine.comm
+        found = evaluate(
+            self._forward,
+            self._validation,
+            count,
+            batch,
+            comm,
+            assignment.dealing.speeds,
+            len(assignment.workers),
+            self._waits,
+        )
         left_out = found.skipped
         self._teller.tell(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.engine.comm.rank == 0:
@@ -470,7 +484,8 @@ def choose_device(job: JobSpec, local_rank: int) -> torch.device:
             "machine. Use train.device = 'cpu'; or put a driver, and a torch that is built for "
             "CUDA, in place."
         )
-    if wanted == "cuda" or (wanted == "auto" and count >= job.workers):
+    enough = count >= job.workers and job.sync.name not in SERVERS
+    if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 

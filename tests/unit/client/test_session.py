@@ -18,3 +18,9 @@ def test_a_session_which_starts_no_process_refuses_hosts_and_a_launcher(tmp_path
         instep.join(name="net", runs=tmp_path / "runs", network="private", launch=launch)
     assert str(caught.value).startswith(f"{named}: instep.join starts no processes")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_session_which_starts_no_process_refuses_servers(tmp_path):
+    with pytest.raises(SpecError, match="starts no processes, and servers are some"):
+        instep.join(name="s", runs=tmp_path / "runs", sync={"name": "server_sync"})
+    assert not (tmp_path / "runs").exists()

@@ -83,6 +83,24 @@ def test_workers_start_where_the_fewest_are_and_only_once(three):
     assert three.starts() == {5: 2}
 
 
+def test_a_process_with_memory_starts_on_the_host_that_has_it_while_that_one_lives(three):
+    placed = [0, 1, 1, 1]
+    three.hosts.start(3, "log", placed, "server", home=1)
+    three.hosts.start(4, "log", placed)
+    assert three.starts() == {3: 1, 4: 2}
+    three.hosts.started(3, 1)
+    three.wait(FLOOR_S + 0.2, 0, 2)
+    three.hosts.start(3, "log", [0, 2], "server", home=1)
+    assert three.starts()[3] == 0
+
+
+def test_servers_are_spread_over_hosts_as_workers_are(three):
+    three.start(range(4))
+    for server in (4, 5):
+        three.hosts.start(server, "log", (), "server")
+    assert three.starts() == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
+
+
 def test_a_host_that_is_silent_is_told_once_and_starts_nothing(three):
     assert three.wait(0.7, 0, 1) == set()
     three.start([0, 1, 2])
@@ -192,6 +210,8 @@ def test_a_worker_moves_only_where_hosts_are_uneven_and_have_been_there_for_a_wh
     assert three.hosts.crowded(uneven) is None
     three.wait(BALANCE_S, 0, 1, 2)
     assert three.hosts.crowded(uneven) == 4
+    assert three.hosts.crowded(uneven, stay={4}) == 1
+    assert three.hosts.crowded(uneven, stay={0, 1, 4}) is None
     assert three.hosts.crowded({0: 0, 1: 0, 2: 1, 3: 2}) is None
     three.wait(0.7, 0, 1)
     assert three.hosts.crowded(uneven) is None

@@ -90,3 +90,12 @@ def test_a_path_is_a_recipe_that_has_moved(folder, run, monkeypatch):
 def test_what_may_not_change_is_refused_in_one_sentence(folder, changes, words):
     with pytest.raises(SpecError, match=words):
         instep.resume(folder, **changes)
+
+
+def test_a_run_goes_on_with_another_number_of_servers_and_no_other_strategy(folder):
+    table = {"recipe": "/gone/a.py:f", "sync": {"name": "server_sync", "servers": 2}}
+    (folder / "job.toml").write_text(spec_file.dump(spec_file.build(table, source="test")))
+    run = RunFolder(folder)
+    assert changed(run, ["sync.servers=3"]).sync.servers == 3
+    with pytest.raises(SpecError, match=r"sync was .*'server_sync'.* cannot become .*'all_reduce'"):
+        changed(run, ["sync.name=all_reduce", "sync.servers=1"])

@@ -9,7 +9,7 @@ import pytest
 from instep.events import LEDGER, STEPS, ledger_header, read_records
 from instep.lab.verdict import Fall, Injected, judge
 from instep.store.run_folder import RunFolder
-from made_up_runs import BEGIN_S, START_UP_S, make_run
+from made_up_runs import BEGIN_S, START_UP_S, make_run, with_servers
 
 BITS = {"determinism": "bits", "steps": 20}
 MIDDLE = BEGIN_S + START_UP_S + 9.5 * 0.02  # in the tenth step
@@ -149,3 +149,10 @@ def test_a_run_that_goes_on_is_judged_without_another(folders):
     assert said[-1] == f"next    instep replay {run.path} --step 20"
     later = judge(run, None, [killed(math.inf)], going_on=True)
     assert later.faults == ["after 1 injections no step of all 2 workers followed"]
+
+
+def test_a_killed_server_is_judged_by_the_steps_of_the_workers(tmp_path):
+    pair = [make_run(tmp_path / name, steps=20, train=BITS, workers=3) for name in ("a", "b")]
+    found = judged([with_servers(each, 2) for each in pair], [killed(role="server", number=2)])
+    assert found.holds
+    assert 0 < found.recovery_of("server")["median"] < 0.02

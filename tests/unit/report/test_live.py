@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -502,3 +503,33 @@ def test_reading_a_view_imports_neither_torch_nor_rich():
 def test_a_run_that_shares_its_work_by_another_rule_says_so():
     job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging"))
     assert "averaging" in text(Progress(job, "digits", Clock()))[0]
+
+
+def test_a_server_is_shown_as_one_behind_the_workers_and_never_as_slow():
+    sync = SyncSpec(name="server_sync")
+    progress = Progress(msgspec.structs.replace(job_of(2), sync=sync), "net", clock := Clock())
+    assert progress.waiting_for() == "waiting for workers 0, 1, server 2 to join"
+    for worker, role in enumerate(("worker", "worker", "server")):
+        progress.event(event("worker_joined", worker=worker, role=role))
+    assert progress.waiting_for().startswith("waiting for workers 0, 1, server 2 to load")
+    progress.records(*records(1, 9, [32, 32, 0], work_s=[0.01, 0.002, 0.0]))
+    rows, whole = progress.rows(9)
+    assert [(row.name, row.state) for row in rows] == [
+        ("0", "slow 5.0x"),
+        ("1", "training"),
+        ("2", "serving"),
+    ]
+    assert (rows[2].rate, rows[2].share, whole.state) == (0.0, 0.0, "2 training")
+    assert math.isfinite(progress.samples_per_s)
+    clock.now += 100
+    assert progress.rows(9)[0][2].state.startswith("quiet")
+    text = "\n".join("".join(piece for piece, _ in line) for line in screen(progress, 100, 40))
+    assert "2 workers and 1 server   server_sync" in text
+
+
+def test_a_notice_about_a_server_names_it_as_one():
+    gone = event("worker_failed", worker=2, step=7, phase="")
+    assert notice(gone, servers={2}) == "server 2 failed at step 7"
+    formed = event("generation_started", members=[0, 1, 3, 2], reason="why", generation=4)
+    said = notice(formed, generations=2, servers={2})
+    assert said == "continuing with workers 0, 1, 3, server 2 (why; generation 4)"

@@ -11,7 +11,14 @@ from instep.report.figures.summary import gap_words, summarise
 from instep.report.page.page import render
 from instep.report.terminal.closing import closing_lines
 from instep.store.run_folder import RunFolder, Traffic
-from made_up_runs import BEGIN_S, START_UP_S, make_run, write_events, write_ledger
+from made_up_runs import (
+    BEGIN_S,
+    START_UP_S,
+    make_run,
+    with_servers,
+    write_events,
+    write_ledger,
+)
 
 
 def test_a_folder_gives_back_what_the_run_wrote(tmp_path):
@@ -322,3 +329,31 @@ def test_time_that_was_spent_twice_counts_in_the_rate(tmp_path):
     assert len(np.unique(folder.steps["step"])) == len(folder.steps) / 2 == 10
     assert folder.training_seconds() == pytest.approx(1.5 * once, rel=0.1)
     assert summarise(folder)["samples_per_second"] == pytest.approx(640 / (1.5 * once), rel=0.1)
+
+
+def test_servers_are_told_from_workers_and_count_in_no_figure_of_workers(tmp_path):
+    path = with_servers(make_run(tmp_path / "net", workers=4, outcome="failed"), 2, 3)
+    events = list(read_events(path / "events.jsonl"))
+    for event in events:
+        if event["event"] == "worker_failed":
+            event["worker"] = 3
+    write_events(path, events)
+    folder = RunFolder(path)
+    assert (folder.servers, folder.team, folder.servers_at_the_end) == ({2, 3}, 2, 2)
+    summary = summarise(folder)
+    assert (summary["workers"], summary["servers"], summary["missing_samples"]) == (2, 2, 0)
+    alone = summarise(RunFolder(with_servers(make_run(tmp_path / "other", workers=4))))
+    assert summary["time"]["forward"] > 0 == alone["servers"]
+    assert summary["time"]["wait"] < alone["time"]["wait"]  # worker 0 waits for nobody
+    lines = closing_lines(summary, folder)
+    assert any("2 workers and 2 servers" in line for line in lines)
+    assert any("(server 3, step 49, forward)" in line for line in lines)
+    page = render(folder)
+    for said in (
+        "0, 1; servers 2, 3",
+        "parameter servers",
+        "Not listed: servers 2, 3.",
+        "server 3",
+    ):
+        assert said in page
+    assert "worker 2" not in page

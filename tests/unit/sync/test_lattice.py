@@ -55,7 +55,7 @@ def one_step(lattices, shares, dtype):
     for lattice in lattices:
         results.append(torch.empty(len(agreed), dtype=dtype))
         lattice.value(0, agreed, results[-1], finite=finite)
-        lattice.learn()
+        lattice.learn(lattice.sizes())
         lattice.begin_step()
     assert all(torch.equal(results[0], r) or not finite for r in results)
     return results[0]

@@ -190,6 +190,21 @@ def test_what_was_cleared_is_not_found_and_its_pages_go_back_to_the_system():
     memory_files.keep_only(-1)
 
 
+def test_a_commit_that_is_forgotten_is_not_found_and_its_slot_is_the_next_to_be_staged(file):
+    memory = HostMemory(os.dup(file))
+    memory.lay_out({"a": ((2,), torch.float32)})
+    for number, generation in ((1, 1), (2, 1)):  # the second is abandoned
+        memory.stage(0, number, generation)["a"].fill_(number)
+        memory.staged(0, number, generation)
+    memory.forget(0, 2, 1)
+    assert memory.stamps() == [(0, 1, 1)]
+    memory.stage(0, 2, 2)["a"].fill_(3)
+    memory.staged(0, 2, 2)
+    kept = memory.at(0, 1, 1)
+    assert kept is not None
+    assert kept["a"].tolist() == [1, 1]
+
+
 def test_each_number_has_a_file_of_its_own_while_there_are_any():
     memory_files = MemoryFiles(2, "secret")
     first, second = memory_files.of(40), memory_files.of(3)

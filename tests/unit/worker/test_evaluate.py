@@ -13,7 +13,7 @@ from instep.recipe.forward import Forward
 from instep.worker.evaluate import evaluate
 
 
-def figures(comm, speeds=None):
+def figures(comm, speeds=None, workers=None):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(37, 6, generator=generator)
     recipe = Recipe(
@@ -38,7 +38,7 @@ def figures(comm, speeds=None):
 
     forward.measure = counted
     try:
-        return evaluate(forward, loader, 37, 5, comm, speeds), sum(taken)
+        return evaluate(forward, loader, 37, 5, comm, speeds, workers), sum(taken)
     finally:
         loader.close()
 
@@ -70,3 +70,10 @@ def test_the_means_are_those_of_plain_torch_over_all_samples_although_the_last_b
         assert found.metrics[name] == pytest.approx(float(mean), rel=1e-6)
         by_batch = torch.stack([part.double().mean() for part in each.split(5)]).mean()
         assert abs(float(by_batch - mean)) > 1e-3  # a mean of the batches' means is another
+
+
+def test_servers_validate_nothing_and_have_the_figures_too():
+    whole, _ = figures(AloneComm())
+    results = run_ranks(4, lambda comm: figures(comm, None, 2))
+    assert [taken for _, taken in results] == [20, 17, 0, 0]
+    assert all(values == whole for values, _ in results)

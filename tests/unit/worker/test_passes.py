@@ -85,6 +85,22 @@ def test_a_plan_goes_through_epochs_without_a_gap():
     assert later == steps[3:]
 
 
+def test_servers_are_dealt_nothing_and_stand_in_no_record():
+    train, shares, records = TrainSpec(global_batch=16, micro_batches=4), [], []
+    for rank in range(4):
+        form = Form(generation=1, rank=rank, members=[0, 4, 2, 3], servers=(2, 3))
+        lockstep = Lockstep(form, train, 32, by_speed=True)
+        ((where, share),) = lockstep.plan(1, 1, merge=False)
+        shares.append([part.number for part in share.passes])
+        lockstep.prepared(0, 1, where)
+        records.append(lockstep.records())
+        assert lockstep.measured(where, [1.0, 1.0, 0.0, 0.0]) == ""
+        assert lockstep.workers == [0, 4]
+    assert shares == [[0, 1], [2, 3], [], []]
+    assert {worker for _, _, _, _, worker, *_ in records[0]} == {0, 4}
+    assert all(each == records[0] for each in records)
+
+
 @given(holders=st.dictionaries(st.integers(0, 7), st.integers(0, 2)), draining=st.booleans())
 def test_what_somebody_holds_stays_with_its_holder_and_the_rest_is_dealt_evenly(holders, draining):
     train, where = TrainSpec(global_batch=64, micro_batches=8), Position(0, 64, 127)

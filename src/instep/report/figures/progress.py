@@ -15,7 +15,8 @@ import numpy as np
 
 from instep.spec import JobSpec
 from instep.store.run_folder import PARTS, Records, step_ends
-from instep.words import LAST_STEPS, phases_in_words, some_workers, whole_seconds
+from instep.sync import servers_of
+from instep.words import LAST_STEPS, phases_in_words, some_members, whole_seconds
 
 MEMORY_S, MEMORY_STEPS = 10.0, 20.0
 """Time constant of the rates: so many seconds or so many steps, whichever is longer."""
@@ -63,7 +64,8 @@ class Progress:
         self._earlier = earlier
         self.job, self.name, self.clock = job, name, clock
         self.began = clock()
-        self.workers = list(range(job.workers))
+        self.workers = list(range(job.workers + servers_of(job.sync)))
+        self.servers = set(self.workers[job.workers :])
         self.states: dict[int, str] = {}
         self.phases: dict[int, dict[str, float]] = {}
         self.ready: dict[str, Any] = {}
@@ -82,7 +84,7 @@ class Progress:
         self._sums = np.zeros((0, _SUMS))
         self._end = np.zeros(0)  # Unix seconds; the end of each worker's newest step
         self._seen = np.zeros(0)  # when each worker last sent a record, on `clock`
-        self._make_room(job.workers)
+        self._make_room(len(self.workers))
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one event of `EVENTS`; events that change no figure are ignored."""
@@ -91,6 +93,7 @@ class Progress:
             self._first_step = event.get("resumed_step", -1) + 1
         elif what == "worker_joined":
             self.states[worker] = "joined"
+            (self.servers.add if event.get("role") == "server" else self.servers.discard)(worker)
         elif what == "worker_ready":
             self.states[worker], self.ready = "ready", event
             self.phases[worker] = event["phases"]
@@ -232,10 +235,11 @@ class Progress:
         """What has to happen before the first step, in words."""
         absent = [w for w in self.workers if w not in self.states]
         if absent:
-            return f"waiting for {some_workers(absent)} to join"
+            return f"waiting for {some_members(absent, self.servers)} to join"
         unready = [w for w in self.workers if self.states[w] == "joined"]
         if unready:
-            return f"waiting for {some_workers(unready)} to load the model and the data"
+            named = some_members(unready, self.servers)
+            return f"waiting for {named} to load the model and the data"
         return "waiting for the first step"
 
     def rows(self, most: int) -> tuple[list[Row], Row]:
@@ -264,7 +268,11 @@ class Progress:
         place = {"failed": 0, "starting": 1, "joined": 1}  # failed and starting workers come first
         order = sorted(
             self.workers,
-            key=lambda w: (place.get(self._state(w, 1, now), 2), -round(figures[3][w], 1), w),
+            key=lambda w: (
+                place.get(self._state(w, 1, now), 2 + (w in self.servers)),
+                -round(figures[3][w], 1),
+                w,
+            ),
         )
         return [
             Row(
@@ -288,6 +296,8 @@ class Progress:
         silent_s = now - self._seen[worker]
         if silent_s > max(QUIET_S, QUIET_STEPS * wall_s / steps):
             return f"quiet {whole_seconds(silent_s)}"
+        if worker in self.servers:
+            return "serving"
         return f"slow {slowness:.1f}x" if slowness >= SLOW else "training"
 
 

@@ -40,6 +40,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "loss": _final_loss(folder),
         "metrics": dict(metrics),
         "workers": folder.team,
+        "servers": folder.servers_at_the_end,
         "seconds": folder.seconds,
         "samples_per_second": folder.timed_samples / training_s if training_s > 0 else None,
         "unrecorded_steps": len(folder.unrecorded),
@@ -86,8 +87,9 @@ def time_split(folder: RunFolder, worker: int) -> dict[str, float]:
 
 
 def mean_split(folder: RunFolder) -> dict[str, float]:
-    """`time_split`, mean over the workers that recorded a step."""
-    splits = [time_split(folder, int(worker)) for worker in np.unique(folder.steps["worker"])]
+    """`time_split`, mean over the workers that recorded a step; servers do not count."""
+    recorded = {int(worker) for worker in np.unique(folder.steps["worker"])} - folder.servers
+    splits = [time_split(folder, worker) for worker in sorted(recorded)]
     share = 1 / max(1, len(splits))
     return {part: sum(split[part] for split in splits) * share for part in (*PARTS, "other")}
 

@@ -15,6 +15,7 @@ from instep.report.figures.summary import mean_split, time_split
 from instep.report.page.markup import Html, join, more, section, tag
 from instep.store.run_folder import PARTS, RunFolder
 from instep.units import readable_count, readable_seconds, readable_share
+from instep.words import member
 
 MOST_WORKERS = 48
 """Workers drawn one by one."""
@@ -24,7 +25,7 @@ _MOST_MARKS = 40  # on one strip
 
 def throughput_strips(folder: RunFolder) -> Html:
     """Samples per second of each worker over the time of the run, on one scale."""
-    workers = [int(w) for w in np.unique(folder.steps["worker"])]
+    workers = [int(w) for w in np.unique(folder.steps["worker"]) if w not in folder.servers]
     speeds = {worker: throughput(folder, worker) for worker in workers[:MOST_WORKERS]}
     top = max((float(speed.max()) for speed in speeds.values()), default=0.0)
     if top <= 0:
@@ -78,7 +79,7 @@ def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
         prefix = f"{name}, " if len(runs) > 1 else ""
         workers = [int(w) for w in np.unique(folder.steps["worker"])]
         for worker in workers[: MOST_WORKERS // len(runs)]:
-            rows.append((f"{prefix}worker {worker}", time_split(folder, worker)))
+            rows.append((f"{prefix}{member(worker, folder.servers)}", time_split(folder, worker)))
     if not rows:
         return Html("")
     mean_of = f" The means are of {names[0]}." if len(runs) > 1 else ""
@@ -93,7 +94,7 @@ def time_spent(runs: list[RunFolder], names: list[str]) -> Html:
 def start_up(folder: RunFolder) -> Html:
     """Stacked bars: from the command to the first step, by phase."""
     newest = {int(e["worker"]): e.get("phases") or {} for e in folder.named("worker_ready")}
-    rows = [(f"worker {w}", p) for w, p in sorted(newest.items()) if p][:MOST_WORKERS]
+    rows = [(member(w, folder.servers), p) for w, p in sorted(newest.items()) if p][:MOST_WORKERS]
     if not rows:
         return Html("")
     parts = list(dict.fromkeys(phase for _, phases in rows for phase in phases))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +28,7 @@ from instep.report.page.markup import (
 from instep.store.audit import EpochAudit
 from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
-from instep.words import corruption_in_words, start_in_words
+from instep.words import corruption_in_words, member, some_members, start_in_words
 
 _ENDINGS = {
     "completed": ("good", "Completed"),
@@ -59,12 +59,13 @@ def verdict_line(summary: dict[str, Any], folder: RunFolder, name: str = "") -> 
     if gap := gap_words(folder):
         parts.append(tag("p", f"{gap[0].upper()}{gap[1:]}"))
     if folder.outcome == "failed" and folder.failures:
-        parts.append(_cause(folder.failures[0]))
+        parts.append(_cause(folder.failures[0], folder.servers))
     return join(parts)
 
 
-def _cause(failure: Event) -> Html:
-    place = f"worker {failure.get('worker')}, step {failure.get('step')}, {failure.get('phase')}"
+def _cause(failure: Event, servers: Collection[int]) -> Html:
+    who = member(failure.get("worker"), servers)
+    place = f"{who}, step {failure.get('step')}, {failure.get('phase')}"
     code = " ".join(shortened(failure[key]) for key in ("where", "line") if failure.get(key))
     lines = [tag("strong", shortened(cause_words(failure))), tag("span", place)]
     return tag("div", *lines, tag("code", code) if code else "", class_="cause")
@@ -79,13 +80,15 @@ def tiles(summary: dict[str, Any], of: str) -> Html:
         ("workers", figure(summary["workers"], readable_count)),
         ("sent over the network", figure(summary["wire_bytes"], readable_bytes)),
     ]
+    if summary["servers"]:
+        shown.insert(-1, ("parameter servers", figure(summary["servers"], readable_count)))
     cells = [tag("div", tag("dt", name), tag("dd", value)) for name, value in shown]
     return tag("dl", *cells, class_="tiles")
 
 
 def who_did_what(folder: RunFolder) -> Html:
     """Samples of each worker, from the ledger; how fast it computes; each new assignment."""
-    done = folder.committed
+    done = folder.committed[~np.isin(folder.committed["worker"], [*folder.servers])]
     if not len(done):
         return Html("")
     workers, place = np.unique(done["worker"], return_inverse=True)
@@ -110,6 +113,8 @@ def who_did_what(folder: RunFolder) -> Html:
         body.append(tag("h3", "Changes of the assignment"))
         body.append(listing(head, assigned, _assignment, "changes", newest=True, numbers_from=9))
     note = "Counted from the ledger of committed steps. A slow worker is given less work."
+    if folder.servers:
+        note += f" Not listed: {some_members(sorted(folder.servers), folder.servers)}."
     return section("Work of each worker", *body, note=note)
 
 
@@ -182,9 +187,13 @@ def changes_and_failures(folder: RunFolder) -> Html:
             listing(head, folder.generations, row, "generations", newest=True, numbers_from=3)
         )
     if folder.failures:
-        head = ["worker", "step", "while", "cause", "where"]
+        head = ["who", "step", "while", "cause", "where"]
+
+        def failed(event: Event) -> list[str]:
+            return _failure_row(event, folder.servers)
+
         body.append(tag("h3", "Failures"))
-        body.append(listing(head, folder.failures, _failure_row, "failures", numbers_from=9))
+        body.append(listing(head, folder.failures, failed, "failures", numbers_from=9))
     found = [corruption_in_words(e) for e in folder.named("corruption_found")]
     warnings = [e.get("text", "") for e in folder.named("warning")]
     for title, texts in (("Corruption found", found), ("Warnings", warnings)):
@@ -197,7 +206,11 @@ def changes_and_failures(folder: RunFolder) -> Html:
 
 def _generation_row(folder: RunFolder, event: Event) -> list[str]:
     members = event.get("members")
-    names = ", ".join(map(str, members)) if isinstance(members, list) else str(members)
+    names = str(members)
+    if isinstance(members, list):
+        servers = [number for number in members if number in folder.servers]
+        names = ", ".join(str(number) for number in members if number not in folder.servers)
+        names += f"; {some_members(servers, servers)}" if servers else ""
     at, took = folder.elapsed(event["time"]), event.get("seconds")
     return [
         str(event.get("generation")),
@@ -208,9 +221,10 @@ def _generation_row(folder: RunFolder, event: Event) -> list[str]:
     ]
 
 
-def _failure_row(event: Event) -> list[str]:
+def _failure_row(event: Event, servers: Collection[int]) -> list[str]:
     where = " ".join(str(event[key]) for key in ("where", "line") if event.get(key))
-    place = [str(event.get(key, "")) for key in ("worker", "step", "phase")]
+    place = [member(event.get("worker"), servers)]
+    place += [str(event.get(key, "")) for key in ("step", "phase")]
     return [*place, shortened(cause_words(event)), tag("code", shortened(where))]
 
 

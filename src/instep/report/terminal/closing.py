@@ -5,7 +5,7 @@ A line appears only where there is something true to say. Way in: `closing_lines
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from instep.report.figures.summary import cause_words, exactness_words, gap_words
@@ -14,8 +14,9 @@ from instep.units import readable_bytes, readable_count, readable_seconds, reada
 from instep.words import (
     command,
     corruption_in_words,
+    member,
+    members,
     of_what,
-    plural,
     short_number,
     start_in_words,
 )
@@ -31,7 +32,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
     if summary["rule_text"]:
         yield f"rule    {summary['rule_text']}"
     if folder.outcome == "failed" and folder.failures:
-        yield from _cause(folder.failures[0])
+        yield from _cause(folder.failures[0], folder.servers)
     yield from filter(None, (_quality(summary, folder), _effort(summary)))
     if gap := gap_words(folder):
         yield f"gap     {gap}"
@@ -70,8 +71,9 @@ def _ending(summary: dict[str, Any]) -> str:
     return f"{how}   {steps} steps   {samples} samples, {exactness_words(summary)}"
 
 
-def _cause(failure: dict[str, Any]) -> Iterator[str]:
-    place = f"worker {failure.get('worker')}, step {failure.get('step')}, {failure.get('phase')}"
+def _cause(failure: dict[str, Any], servers: Collection[int]) -> Iterator[str]:
+    who = member(failure.get("worker"), servers)
+    place = f"{who}, step {failure.get('step')}, {failure.get('phase')}"
     yield f"cause   {cause_words(failure)}   ({place})"
     if failure.get("where"):
         yield f"        {failure['where']}   {failure.get('line') or ''}".rstrip()
@@ -93,10 +95,10 @@ def _effort(summary: dict[str, Any]) -> str:
         return ""
     time = summary["time"]
     parts = [
-        plural(summary["workers"], "worker"),
+        members(summary["workers"], summary["servers"]),
         f"{readable_count(summary['samples_per_second'])} samples/s",
     ]
-    if summary["workers"] > 1:
+    if summary["workers"] > 1 or summary["servers"]:
         exchange = readable_share(time["wait"] + time["wire"], sum(time.values()))
         parts.append(f"{exchange} of the time in gradient exchange")
     if summary["wire_bytes"]:

@@ -24,6 +24,7 @@ from instep.spec import JobSpec
 from instep.store.run_folder import Records, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds
 from instep.words import (
+    members,
     metrics_in_words,
     of_what,
     plural,
@@ -109,7 +110,7 @@ class LiveTable:
     def event(self, event: dict[str, Any]) -> None:
         """Take in an event; a notice is printed above the table at once."""
         self._progress.event(event)
-        said = notice(event, generations=self._progress.generations)
+        said = notice(event, generations=self._progress.generations, servers=self._progress.servers)
         if said:
             style = "red" if event["event"] == "worker_failed" else "yellow"
             self._console.print(self._text(printable(said), style=style))
@@ -158,7 +159,7 @@ class PlainLines:
         """Print a line, if the event deserves one."""
         self._progress.event(event)
         self._say(
-            notice(event, generations=self._progress.generations)
+            notice(event, generations=self._progress.generations, servers=self._progress.servers)
             or self._milestone(event)
             or self._ready_line(event)
         )
@@ -195,8 +196,9 @@ class PlainLines:
         if any(states.get(worker) != "ready" for worker in workers):
             return None
         waited_s = self._progress.clock() - self._progress.began
+        at_work = len({*workers} - self._progress.servers)
         return (
-            f"ready in {readable_seconds(waited_s)}  {plural(len(workers), 'worker')}"
+            f"ready in {readable_seconds(waited_s)}  {members(at_work, len(workers) - at_work)}"
             f" on {event['device']}  {plural(event['parameters'], 'parameter')}"
             f"  {plural(event['samples'], 'sample')}"
         )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from instep.report.figures.progress import Progress, Row
+from instep.sync import servers_of
 from instep.units import readable_bytes, readable_count, readable_share
 from instep.words import (
     corruption_in_words,
+    member,
+    members,
     metrics_in_words,
     of_what,
     plural,
     printable,
     short_number,
-    some_workers,
+    some_members,
     start_in_words,
     stop_words,
     whole_seconds,
@@ -39,19 +42,22 @@ def eta(progress: Progress) -> str:
     return f"eta {whole_seconds(progress.eta_s)}" if progress.eta_s else ""
 
 
-def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
+def notice(
+    event: dict[str, Any], *, generations: int = 1, servers: Collection[int] = ()
+) -> str | None:
     """The line that both views print for an important event; None for the other events.
 
     Args:
         event: any event.
         generations: how many have started so far; the first one gets no line.
+        servers: numbers of the parameter servers.
     """
-    what = event["event"]
+    what, who = event["event"], member(event.get("worker"), servers)
     if what == "warning":
         return f"warning: {event['text']}"
     if what == "worker_failed":
         during = f" ({event['phase']})" if event["phase"] else ""
-        return f"worker {event['worker']} failed at step {event['step']}{during}"
+        return f"{who} failed at step {event['step']}{during}"
     if what == "same_as_one_machine":
         return f"same as one machine: {event['verdict']}"
     if what == "corruption_found":
@@ -62,9 +68,9 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
         return f"stopping after the current step, as {event['by']} asked"
     if what == "worker_hung":
         where = f" ({event['where']})" if event["where"] else ""
-        return f"worker {event['worker']} {event['how']} in {event['phase']}{where}"
+        return f"{who} {event['how']} in {event['phase']}{where}"
     if what == "worker_leaving":
-        return f"worker {event['worker']} leaves; worker {event['successor']} replaces it"
+        return f"{who} leaves; {who.split()[0]} {event['successor']} replaces it"
     if what == "scaled":
         before, after = event["before"], event["workers"]
         return f"changing from {before} to {after} workers at one of the next steps"
@@ -76,8 +82,8 @@ def notice(event: dict[str, Any], *, generations: int = 1) -> str | None:
     if what == "model_loaded":
         return f"started from {start_in_words(event)}"
     if what == "generation_started" and generations > 1:
-        members = some_workers(event["members"])
-        return f"continuing with {members} ({event['reason']}; generation {event['generation']})"
+        named = some_members(event["members"], servers)
+        return f"continuing with {named} ({event['reason']}; generation {event['generation']})"
     return None
 
 
@@ -102,7 +108,7 @@ def screen(progress: Progress, width: int, height: int, bar: str = "━─") -> 
 def heading(progress: Progress, width: int) -> str:
     """Name, sizes and strategy, in one line of at most `width` columns."""
     job, ready = progress.job, progress.ready
-    parts = [progress.name, plural(job.workers, "worker"), job.sync.name]
+    parts = [progress.name, members(job.workers, servers_of(job.sync)), job.sync.name]
     parts.append(f"batch {readable_count(job.train.global_batch)}")
     if ready:
         parts.append(plural(ready["samples"], "sample"))

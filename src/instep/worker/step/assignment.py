@@ -59,8 +59,10 @@ class Lockstep:
         finished: Finished = NOTHING_FINISHED,
     ) -> None:
         self._form, self._train, self._samples, self._finished = form, train, samples, finished
-        self._ranks = len(form.members)
-        self._working = [n for n, worker in enumerate(form.members) if worker not in form.draining]
+        self.workers = [member for member in form.members if member not in form.servers]
+        """By rank; servers have the ranks behind them, and no work."""
+        self._ranks = len(self.workers)
+        self._working = [n for n, worker in enumerate(self.workers) if worker not in form.draining]
         self.dealing = Dealing(self._ranks, by_speed=by_speed and not form.draining)
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
@@ -124,7 +126,7 @@ class Lockstep:
             return [
                 (step, where.epoch, course, form.generation, worker, Kind.RANGE, unit, *range_)
                 for worker, units in zip(
-                    form.members, self._around_finished(parts, speeds), strict=True
+                    self.workers, self._around_finished(parts, speeds), strict=True
                 )
                 for unit, *range_ in _stretches(where, parts, units)
             ]
@@ -142,7 +144,7 @@ class Lockstep:
                 *range_,
             )
             for rank, (worker, range_) in enumerate(
-                zip(form.members, self._ranges(where, parts, speeds), strict=True)
+                zip(self.workers, self._ranges(where, parts, speeds), strict=True)
             )
         ]
 
@@ -161,7 +163,7 @@ class Lockstep:
         parts = parts_of(where, self._train)
         ranges = self._ranges(where, parts, self.dealing.speeds)
         samples = [stop - first for first, stop in ranges]
-        return self.dealing.after_step(seconds, samples, parts)
+        return self.dealing.after_step(seconds[: self._ranks], samples, parts)
 
 
 def _stretches(where: Position, parts: int, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:

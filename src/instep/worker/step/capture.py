@@ -20,7 +20,12 @@ from instep.state.packing import pack_state, unpack_state
 from instep.state.restore import restore as restore_model
 from instep.state.snapshot import Snapshot, model_tensors
 from instep.system.causes import sentence
+from instep.worker.step.served import put_together
 from instep.worker.step.update import Update
+
+SHARD = "shard-"
+"""Begins the name of a group of tensors that one server has written: its part of the optimizer's
+state."""
 
 
 class Progress(NamedTuple):
@@ -156,6 +161,12 @@ def restore(
         CheckpointError: it is of another model or optimizer.
     """
     tensors, facts = snapshot.tensors, snapshot.facts
+    shards = {
+        name: tensor
+        for group, named in tensors.items()
+        if group.startswith(SHARD)
+        for name, tensor in named.items()
+    }
     restore_model(tensors["model"], model)
     others = _outside(model, tensors["model"])
     with torch.no_grad():
@@ -166,6 +177,7 @@ def restore(
         for each, of in _updates(update, strategy, turns):
             own, group = each.update, f"optimizer{of}"
             own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+            own.optimizer.state.update(put_together(shards, model))
             if own.scheduler is not None:
                 group = f"scheduler{of}"
                 own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))

@@ -38,9 +38,9 @@ from instep.comm.base import Comm
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import RecipeError, SpecError, Unrepeatable, WorkerError
-from instep.records import Attempt
+from instep.records import Attempt, Law
 from instep.store.ledger import Ledger, mend
-from instep.sync.base import Strategy
+from instep.sync.base import Mover, Servers, Strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.member import Member
 from instep.worker.step.assignment import Lockstep
@@ -200,6 +200,8 @@ class Engine:
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
+            if self.memory is not None:
+                self.memory.clear()
             self.state.tried = form.generation
             return False
         if not self.applies_staged:
@@ -226,14 +228,20 @@ class Engine:
         """This process takes the place of another: what that one alone had lies in memory."""
         if self.memory is None:
             return
-        happened = (s for s in self.memory.stamps() if self.state.happened(Attempt(*s)))
-        newest = next(happened, None)
-        left = self.memory.at(*newest) if newest is not None else None
-        if left is not None:
-            self.strategy.load_left(left, self.parameters)
-            return
+        taken = False
+        for stamp in self.memory.stamps():
+            # of an older commit where its process was replaced on another host meanwhile
+            newest = stamp[:2] == (self.state.progress.course, self.state.number)
+            counts = newest and self.state.happened(Attempt(*stamp))
+            left = self.memory.at(*stamp) if counts else None
+            if left is not None:
+                self.strategy.load_left(left, self.parameters)
+                taken = True
+            else:
+                self.memory.forget(*stamp)
         number = self.member.number
-        if number in self.state.owners:
+        lasts = Law.SUM in self.strategy.laws.values()
+        if lasts and not taken and number in self.state.owners:
             self.member.emit(
                 "warning",
                 text=f"worker {number}: the memory that its last process left on its host is gone "
@@ -246,13 +254,24 @@ class Engine:
         Raises:
             PeerError: a member went away meanwhile.
         """
-        own, names = self.strategy.own_state(), self._names
+        own = self._named(Law.SUM)
         for name in sorted(own):
             self.comm.all_reduce(own[name]).wait()
-        kinds = [name.split("/") for name in own]
+        return own
+
+    def shard(self) -> dict[str, Tensor]:
+        """What this worker alone has of what moves with its holder: a server's part of the
+        optimizer's state, as `PARAMETER/NAME/START:STOP`."""
+        return {name.split("/", 1)[1]: tensor for name, tensor in self._named(Law.MOVE).items()}
+
+    def _named(self, law: Law) -> dict[str, Tensor]:
+        """The strategy's own state under a law, by the parameters' names."""
+        own, names = self.strategy.own_state(), self._names
+        kinds = [name.split("/", 2) for name in own]
         return {
-            f"{kind}/{names[int(slot)]}": total
-            for (kind, slot), total in zip(kinds, own.values(), strict=True)
+            "/".join((kind, names[int(slot)], *more)): tensor
+            for (kind, slot, *more), tensor in zip(kinds, own.values(), strict=True)
+            if self.strategy.laws[kind] is law
         }
 
     def _by_slot(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -307,6 +326,10 @@ class Engine:
         self._base = member.started  # Unix seconds, the same in every worker
         self.clock = Clock(begin=time.time())
         self._computing = [0.0] * comm.size
+        servers = None
+        if form.servers:
+            assert isinstance(self.update, Mover), "the optimizer of servers"
+            servers = Servers([form.members.index(n) for n in form.servers], self.update)
         for turn in self.turns:
             turn.strategy.start(
                 turn.parameters,
@@ -316,6 +339,7 @@ class Engine:
                 memory=self.memory,
                 at=Attempt(self.state.progress.course, self.state.number, form.generation),
                 draining=[form.members.index(worker) for worker in form.draining],
+                servers=servers,
             )
         self.gradients = [Gradients(turn.parameters, self.take) for turn in self.turns]
         self._comm = comm
@@ -493,6 +517,7 @@ class Engine:
         if not leaving:
             course = self.state.progress.course
             staged = _Staged(course, self._number, self.step, self.where, agreed, samples)
+            self.strategy.prepare(self.step, agreed.scale)
             self._prepare(staged)
         blocked = time.perf_counter() - since
         latest = self._base + max(said["arrived"])
@@ -603,9 +628,9 @@ class Engine:
                 "work_dealt",
                 generation=form.generation,
                 step=done.step + 1,
-                members=form.members,
+                members=self.assignment.workers,
                 micro_batches=dealing.counts(dealing.speeds),
-                speeds=dealing.speeds or [1.0] * self.comm.size,
+                speeds=dealing.speeds or [1.0] * len(self.assignment.workers),
                 reason=why,
             )
         self.clock = Clock(begin=time.time())

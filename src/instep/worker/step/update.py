@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 
 from instep.data.order import key
 from instep.recipe.build import set_generators
+from instep.sync.norm import factor as clipping
+from instep.sync.norm import norm, squares
+from instep.worker.step.skipping import scale_gradients
 
 OF_UPDATE = 2
 """What a key is drawn for, beside those of `passes.py`: the update of one step."""
@@ -93,13 +96,17 @@ class Update:
             where nobody wants it, and where the scaler leaves the step out.
         """
         set_generators(key(self._seed, OF_UPDATE, step, *self._turn))  # some optimizers draw
-        norm = self.clip()
+        found = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.advance()
+        skipped = self.scaler.is_enabled() and not math.isfinite(found or 0.0)
+        return None if skipped else found
+
+    def advance(self) -> None:
+        """The scheduler takes its step."""
         if self.scheduler is not None:
             self.scheduler.step()
-        skipped = self.scaler.is_enabled() and not math.isfinite(norm or 0.0)
-        return None if skipped else norm
 
     @property
     def clips(self) -> bool:
@@ -111,15 +118,21 @@ class Update:
         if not self.clips:
             return None
         self.scaler.unscale_(self.optimizer)
-        if self._max_grad_norm is None:
-            return global_norm(self._parameters)
-        return float(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+        found = global_norm(self._parameters)
+        by = self.factor(found)
+        if by != 1.0:
+            scale_gradients(self._parameters, by)
+        return found
+
+    def factor(self, found: float) -> float:
+        """What a gradient of this norm is multiplied by."""
+        return 1.0 if self._max_grad_norm is None else clipping(found, self._max_grad_norm)
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> float:
     """The 2-norm of all gradients together; 0 where there are none."""
     gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
-    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    return norm(squares(gradients).tolist())
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -1,0 +1,244 @@
+"""Servers hold the optimizer, and whoever is killed, whenever: the run ends as an all-reduce does.
+
+What is compared is the run of one worker without servers. With `determinism = "bits"` both end with
+the same model, to the bit.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from started import RECIPES, Start, Started, slow
+from test_recovery import (
+    STEPS,
+    check_as_if_nothing_had_been,
+    has_saved_twice,
+    kill,
+    newest_pids,
+    undisturbed,
+)
+
+import instep
+from instep.state.load import load
+from instep.state.manifest import published
+from instep.store.run_folder import RunFolder
+
+pytestmark = pytest.mark.process
+
+__all__ = ["undisturbed"]  # the fixture
+
+TRAIN: dict[str, dict[str, object]] = {
+    "groups": {"max_grad_norm": 0.5},
+    "mixed": {"precision": "bfloat16"},
+}
+FUNCTIONS = {"mixed": "convolution"}
+
+
+def begin(
+    start: Start, folder: Path, workers: int, servers: int, *, every: int = 25, pause_s: float = 1.3
+) -> Started:
+    job = folder / "job.toml"
+    job.write_text(
+        f'name = "disturbed"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
+        f"seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\n"
+        'determinism = "bits"\nvalidate_every = 40\n'
+        f'[sync]\nname = "server_sync"\nservers = {servers}\n'
+        f"[checkpoint]\nevery = {every}\n"
+        f"[arguments]\npause_s = {pause_s * workers / 1000}\n"
+    )
+    return start("-m", "instep", "run", job)
+
+
+def check_checkpoints(run: Path) -> None:
+    """All that are there are complete: model, and every server's part of the optimizer's state."""
+    found = list(published(run / "checkpoints"))
+    assert found
+    for _, checkpoint in found:
+        snapshot = load(checkpoint)
+        kept = {
+            name: part
+            for group, named in snapshot.tensors.items()
+            if group.startswith("shard-")
+            for name, part in named.items()
+        }
+        elements = sum(part.numel() for part in kept.values())
+        assert elements == sum(tensor.numel() for tensor in snapshot.tensors["model"].values())
+
+
+def check_who_started_again(program: Started, killed: dict[int, int]) -> None:
+    """Nobody but those that were killed, and these as often."""
+    starts = [int(event["worker"]) for event in program.events("worker_joined")]
+    lost = [int(event["worker"]) for event in program.events("worker_lost")]
+    for number in set(starts):
+        assert starts.count(number) == 1 + lost.count(number)
+        assert lost.count(number) <= killed.get(number, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "kills"), [(2, 1, 3), slow(2, 1, 50), slow(3, 2, 50), slow(1, 2, 20)]
+)
+def test_servers_and_workers_that_are_killed_at_random_moments_leave_no_trace(
+    start: Start, tmp_path: Path, undisturbed: Path, workers: int, servers: int, kills: int
+) -> None:
+    draw = random.Random(f"{workers} {servers} {kills}")
+    program = begin(start, tmp_path, workers, servers, every=5)
+    program.until(program.is_training, "training")
+    killed: dict[int, int] = {}
+    idle = farthest = 0
+    while sum(killed.values()) < kills and program.process.poll() is None:
+        time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
+        committed = int(program.ledger["step"].max(initial=0))
+        idle = 0 if committed > farthest else idle
+        farthest = max(farthest, committed)
+        if idle < 8:  # ten without a step further would end the run
+            number, pid = draw.choice(list(newest_pids(program).items()))
+            hit = kill(pid)
+            killed[number], idle = killed.get(number, 0) + hit, idle + hit
+    assert program.end(500) == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    check_who_started_again(program, killed)
+    check_checkpoints(program.run)
+    assert sum(killed.values()) >= min(kills, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 3])
+def test_servers_that_are_killed_all_at_once_go_on_from_the_memory_of_their_host(
+    start: Start, tmp_path: Path, undisturbed: Path, servers: int
+) -> None:
+    program = begin(start, tmp_path, 2, servers)
+    program.until(lambda: has_saved_twice(program), "saved")
+    before = newest_pids(program)
+    assert sorted(before) == list(range(2 + servers))
+    assert all(kill(before[2 + number]) for number in range(servers))
+    assert program.end() == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    after = newest_pids(program)
+    assert [after[number] == before[number] for number in sorted(before)] == [
+        *[True] * 2,
+        *[False] * servers,
+    ]
+    assert not program.events("went_back")
+
+
+@pytest.mark.slow
+def test_where_nobody_is_left_a_run_with_servers_goes_back_to_its_newest_checkpoint(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 2, 2)
+    program.until(lambda: has_saved_twice(program), "saved")
+    assert all(kill(pid) for pid in newest_pids(program).values())
+    assert program.end() == 0, program.stderr
+    assert [event["resumed_step"] % 25 for event in program.events("went_back")] == [0]
+    check_as_if_nothing_had_been(program, undisturbed)
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {
+        "seed": 5,
+        "quiet": True,
+        "workers": 2,
+        "train": {"steps": 24, "global_batch": 16, "determinism": "bits", "max_grad_norm": 0.5},
+        "checkpoint": {"every": 5},
+        **changes,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (2, 3)])
+def test_a_checkpoint_of_one_number_of_servers_is_taken_up_by_another(
+    tmp_path: Path, first: int, then: int
+) -> None:
+    recipe = f"{RECIPES / 'tiny.py'}:recipe"
+    wanted = instep.train(recipe, name="whole", runs=tmp_path, **settings()).path
+    train = {**settings()["train"], "stop_after_steps": 11}
+    sync = {"name": "server_sync", "servers": first}
+    halted = instep.train(
+        recipe, name="halted", runs=tmp_path, **settings(train=train, sync=sync)
+    ).path
+    check_checkpoints(halted)
+    again = instep.resume(
+        halted, quiet=True, train={"stop_after_steps": None}, sync={"servers": then}
+    )
+    found = [
+        RunFolder(path).last("model_saved")["parameters_sha256"] for path in (again.path, wanted)
+    ]
+    assert found[0] == found[1]
+    assert len(RunFolder(again.path).generations[-1]["members"]) == 2 + then
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "workers", "servers"),
+    [
+        ("convolution", 1, 3),
+        ("transformer", 3, 2),
+        ("recurrent", 2, 1),
+        ("groups", 2, 2),
+        ("layerwise", 3, 3),
+        ("mixed", 2, 2),
+    ],
+)
+def test_every_kind_of_model_and_optimizer_is_trained_as_without_servers(
+    tmp_path: Path, kind: str, workers: int, servers: int
+) -> None:
+    """Statistics, dropout, schedulers, clipping, tied parameters, half precision."""
+    train = {"epochs": 2, "global_batch": 16, "determinism": "bits", **TRAIN.get(kind, {})}
+    sums = []
+    for name, count in (("all_reduce", 1), ("server_sync", servers)):
+        sync = {"name": name, "servers": count}
+        run = instep.train(
+            f"{RECIPES / 'kinds.py'}:{FUNCTIONS.get(kind, kind)}",
+            name=name,
+            runs=tmp_path,
+            seed=3,
+            quiet=True,
+            workers=workers,
+            train=train,
+            sync=sync,
+        )
+        sums.append(RunFolder(run.path).last("model_saved")["parameters_sha256"])
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_has_lost_its_memory_ends_and_can_be_resumed(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    """The fork server and its spare keep that memory; nobody does once all three are gone."""
+    program = begin(start, tmp_path, 2, 1)
+    program.until(lambda: has_saved_twice(program), "saved")
+    pids = newest_pids(program)
+    workers = {pids[0], pids[1], program.process.pid}
+    keep = workers | {int(program.events("master_started")[-1]["pid"])}
+    for process in program.processes():
+        if process.pid not in keep:
+            kill(process.pid)
+    assert program.end() == 5
+    assert "server 0 of 1" in program.stderr
+    assert "Resume the run" in program.stderr
+    again = start("-m", "instep", "resume", program.run)
+    assert again.end() == 0, again.stderr
+    wanted, found = (RunFolder(p).last("model_saved") for p in (undisturbed, program.run))
+    assert found["parameters_sha256"] == wanted["parameters_sha256"]
+
+
+@pytest.mark.slow
+def test_workers_come_and_go_while_servers_stay(
+    start: Start, tmp_path: Path, undisturbed: Path
+) -> None:
+    program = begin(start, tmp_path, 2, 1)
+    program.until(program.is_training, "training")
+    server = newest_pids(program)[2]
+    for workers in (3, 1):
+        before = len(program.events("generation_started"))
+        asked = start("-m", "instep", "scale", program.run, "--workers", str(workers))
+        assert asked.end() == 0, asked.stderr
+        program.until(lambda: len(program.events("generation_started")) > before, "scaled")  # noqa: B023
+    assert program.end() == 0, program.stderr
+    check_as_if_nothing_had_been(program, undisturbed)
+    members = [event["members"] for event in program.events("generation_started")]
+    assert members == [[0, 1, 2], [0, 1, 3, 2], [0, 2]]
+    assert newest_pids(program)[2] == server

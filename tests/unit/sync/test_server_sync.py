@@ -1,0 +1,377 @@
+"""Servers move the parameters as an all-reduce does: with the same bits, whoever holds which part.
+
+Workers and servers are threads. What is compared is another strategy, and a plain loop in PyTorch.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from instep.comm.buckets import lay_out
+from instep.comm.memory import run_ranks
+from instep.errors import RecipeError, SpecError, WorkerError
+from instep.records import Attempt
+from instep.sync.base import Servers, make_strategy
+from instep.sync.cuts import CUT, cut
+from instep.system.host_memory import HostMemory
+from instep.worker.step.gradients import Gradients
+from instep.worker.step.served import ServedUpdate, put_together
+from instep.worker.step.update import Update
+
+PARTS, STEPS = 6, 4
+FIRST = Attempt(0, 0, 1)
+
+torch.manual_seed(3)
+MODEL = nn.Sequential(nn.Linear(5, 700), nn.ReLU(), nn.Linear(700, 300), nn.Linear(300, 1))
+MODEL.register_parameter("never", nn.Parameter(torch.ones(3)))
+INPUTS, TARGETS = torch.randn(STEPS, PARTS, 4, 5), torch.randn(STEPS, PARTS, 4, 1)
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+}
+
+
+class Whole(torch.optim.SGD):
+    """One that is not known to move an element by nothing but its own, and keeps numbers."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["decay"] = 0.9 * state.get("decay", 1.0)
+                    parameter.mul_(1 - 1e-3 * state["decay"] / state["count"])
+
+
+def scaler():
+    return torch.amp.GradScaler("cuda", enabled=False)
+
+
+def update_of(kind, parameters, make, limit=None):
+    optimizer = make(parameters)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    return kind(optimizer, scheduler, parameters, seed=0, max_grad_norm=limit, scaler=scaler())
+
+
+class Rank:
+    """One process of a run, with servers or without."""
+
+    def __init__(self, make, servers=0, *, limit=None, options=None, memory=None, wide=False):
+        self.model, self.servers = copy.deepcopy(MODEL), servers
+        self.dtype = torch.float64 if wide else torch.float32
+        self.model.to(self.dtype)
+        self.parameters = list(self.model.parameters())
+        kind = ServedUpdate if servers else Update
+        self.update = update_of(kind, self.parameters, make, limit)
+        self.memory = memory or HostMemory()
+        name = "server_sync" if servers else "all_reduce"
+        self.strategy = make_strategy(name, {"bucket_mb": 0.3, **(options or {})})
+
+    def start(self, comm, *, parts=0, at=FIRST):
+        self.comm, self.at = comm, at
+        self.workers = comm.size - self.servers
+        servers = Servers(range(self.workers, comm.size), self.update) if self.servers else None
+        self.strategy.start(
+            self.parameters,
+            comm,
+            notes=1,
+            parts=parts,
+            memory=self.memory,
+            at=at,
+            servers=servers,
+        )
+        self.gradients = Gradients(self.parameters, self.strategy.gradient)
+
+    def exchange(self, step, scale=1.0):
+        """The passes of this rank, until all agree; the parameters have not moved."""
+        own = [n for n in range(PARTS) if n % self.workers == self.comm.rank]
+        self.strategy.begin_step(self.at._replace(number=step + 1))
+        agreed = None
+        while agreed is None:
+            for place, number in enumerate(own):
+                self.strategy.begin_pass(1 / PARTS / scale, last=place == len(own) - 1)
+                found = self.model(INPUTS[step, number].to(self.dtype))
+                wanted = TARGETS[step, number].to(self.dtype)
+                nn.functional.mse_loss(found, wanted).backward()
+            agreed = self.strategy.exchange(torch.ones(1, dtype=torch.float64))
+        assert agreed.tolist() == [self.comm.size]
+        self.strategy.prepare(step + 1, scale)
+
+    def commit(self, step, scale=1.0):
+        self.strategy.hand_out()
+        for parameter in self.parameters:
+            if parameter.grad is not None and scale != 1.0:
+                parameter.grad.mul_(scale)
+        return self.strategy.apply(lambda: self.update.apply(step + 1))
+
+    def stop(self):
+        self.gradients.close()
+        self.strategy.stop()
+
+    def tensors(self):
+        return [p.detach().clone() for p in self.parameters]
+
+
+def trained(comm, make, servers=0, *, parts=0, scale=1.0, **how):
+    """What a rank ends with, and the norms."""
+    rank = Rank(make, servers, **how)
+    rank.start(comm, parts=parts)
+    norms = []
+    for step in range(STEPS):
+        rank.exchange(step, scale)
+        norms.append(rank.commit(step, scale))
+    rank.stop()
+    held = {**rank.update.optimizer.state}
+    if servers:
+        assert not held, "state for whole parameters"
+        assert bool(rank.update.held) == (comm.rank >= rank.workers)
+    return rank.tensors(), norms, rank.strategy.state()
+
+
+def same(found, wanted):
+    (ours, norms, state), (theirs, other_norms, other_state) = found, wanted
+    assert all(map(torch.equal, ours, theirs))
+    assert norms == other_norms
+    assert state.keys() == other_state.keys()
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 3), (3, 2)])
+def test_with_bits_it_is_an_all_reduce_to_the_bit(workers, servers, name, limit):
+    make, how = OPTIMIZERS[name], {"parts": PARTS, "limit": limit, "scale": 0.75}
+    wanted = run_ranks(2, lambda comm: trained(comm, make, **how))
+    found = run_ranks(workers + servers, lambda comm: trained(comm, make, servers, **how))
+    for each in found:
+        same(each, wanted[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"bucket_mb": 8.0}], ids=str)
+@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), lambda p: Whole(p, lr=0.05)])
+def test_it_is_a_plain_loop_to_rounding(make, options):
+    """In double precision, since Adam makes much of what rounding leaves of a small gradient."""
+    model = copy.deepcopy(MODEL).double()
+    optimizer = make(list(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(PARTS):
+            found = model(INPUTS[step, number].double())
+            (nn.functional.mse_loss(found, TARGETS[step, number].double()) / PARTS).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        scheduler.step()
+    how = {"limit": 0.5, "options": options, "wide": True}
+    every = run_ranks(5, lambda comm: trained(comm, make, 2, **how))
+    for ours, found, _ in every:
+        assert all(map(torch.equal, ours, every[0][0]))
+        assert found == pytest.approx(norms, rel=1e-9)
+        for tensor, wanted in zip(ours, model.parameters(), strict=True):
+            torch.testing.assert_close(tensor, wanted.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 4])
+@pytest.mark.parametrize("by_element", [True, False])
+def test_every_element_has_one_server_and_each_has_about_as_much(servers, by_element):
+    shapes = [(9,), (300, 1000), (0,), (7, 9), (CUT,), (2 * CUT + 1,), (5,), (500, 700)]
+    parameters = [torch.zeros(shape) for shape in shapes]
+    buckets = lay_out(parameters, [400_000])
+    parts = cut(buckets, parameters, servers, by_element=by_element)
+    seen = [torch.zeros(p.numel()) for p in parameters]
+    for part in parts:
+        lengths = sum(segment.stop - segment.start for segment in part.segments)
+        assert lengths == sum(piece.stop - piece.start for piece in part.pieces)
+        for slot, start, stop in part.pieces:
+            seen[slot][start:stop] += 1
+            assert start % CUT == 0
+            assert by_element or (start, stop) == (0, parameters[slot].numel())
+    assert all(bool((each == 1).all()) for each in seen)
+    loads = [sum(p.stop - p.start for p in part.pieces) for part in parts]
+    assert max(loads) - min(loads) <= (2 * CUT if by_element else 400_000)
+
+
+def test_a_step_that_does_not_happen_leaves_nothing_on_a_server():
+    def body(comm, disturbed):
+        rank = Rank(OPTIMIZERS["adamw"], 2)
+        rank.start(comm, parts=PARTS)
+        rank.exchange(0)
+        rank.commit(0)
+        if disturbed:
+            rank.exchange(2)
+            before = rank.tensors()
+            rank.strategy.abandon()
+            assert all(map(torch.equal, rank.tensors(), before))
+            assert all(p.grad is None for p in rank.parameters)
+        rank.exchange(1)
+        rank.commit(1)
+        return rank.tensors(), [], rank.strategy.state()
+
+    found, wanted = run_ranks(3, body, True), run_ranks(3, body, False)
+    for each, other in zip(found, wanted, strict=True):
+        same(each, other)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda p: Whole(p, lr=0.1, momentum=0.9)])
+def test_another_process_goes_on_with_the_memory_of_a_server(make):
+    def before(comm):
+        rank = Rank(make, 1)
+        rank.start(comm)
+        for step in (0, 1):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank
+
+    def after(comm, ranks):
+        rank = Rank(make, 1, memory=ranks[comm.rank].memory)
+        with torch.no_grad():
+            for own, given in zip(rank.parameters, ranks[0].parameters, strict=True):
+                own.copy_(given)
+        rank.update.scheduler.load_state_dict(ranks[0].update.scheduler.state_dict())
+        rank.update.optimizer.load_state_dict(ranks[0].update.optimizer.state_dict())
+        if comm.rank == 2:
+            left = rank.memory.at(0, 2, 1)
+            rank.strategy.load_left(left, rank.parameters)
+        rank.start(comm, at=Attempt(0, 2, 2))
+        for step in (2, 3):
+            rank.exchange(step)
+            rank.commit(step)
+        return rank.tensors()
+
+    found = run_ranks(3, after, run_ranks(3, before))
+    wanted = run_ranks(3, lambda comm: trained(comm, make, 1))
+    assert all(map(torch.equal, found[0], wanted[0][0]))
+
+
+def test_a_server_whose_state_is_lost_says_so():
+    def body(comm):
+        rank = Rank(OPTIMIZERS["sgd"], 1)
+        rank.start(comm, at=Attempt(0, 7, 2))
+
+    with pytest.raises(WorkerError, match=r"server 0 of 1 was lost .* newest checkpoint"):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], lambda p: Whole(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_the_state_of_all_servers_is_that_of_one_optimizer(servers, make):
+    """So a checkpoint can be taken up with any number of servers, or without."""
+
+    def body(comm):
+        rank = Rank(make, servers)
+        rank.start(comm, parts=PARTS)
+        for step in range(2):
+            rank.exchange(step)
+            rank.commit(step)
+        names = [name for name, _ in rank.model.named_parameters()]
+        shard = {}
+        for name, tensor in rank.strategy.own_state().items():
+            _, slot, rest = name.split("/", 2)
+            shard[f"{names[int(slot)]}/{rest}"] = tensor
+        return shard
+
+    def plain(comm):
+        rank = Rank(make)
+        rank.start(comm, parts=PARTS)
+        for step in range(2):
+            rank.exchange(step)
+            rank.commit(step)
+        return {n: rank.update.optimizer.state.get(p) for n, p in rank.model.named_parameters()}
+
+    shards = {k: v for shard in run_ranks(2 + servers, body) for k, v in shard.items()}
+    wanted, model = run_ranks(1, plain)[0], copy.deepcopy(MODEL)
+    found = put_together(shards, model)
+    for name, parameter in model.named_parameters():
+        own = found.get(parameter, {})
+        assert own.keys() == (wanted[name] or {}).keys()
+        for kept, tensor in own.items():
+            other = wanted[name][kept]
+            assert type(tensor) is type(other)
+            same = (
+                torch.equal(tensor, other) if isinstance(other, torch.Tensor) else tensor == other
+            )
+            assert same, (name, kept)
+
+
+# ---- what is refused
+
+
+def refused(**changes):
+    def body(comm):
+        model = nn.Embedding(5, 3, sparse=True)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        if hook := changes.get("hook"):
+            getattr(optimizer, hook)(lambda *_: None)
+        update = ServedUpdate(
+            optimizer, None, parameters, seed=0, max_grad_norm=None, scaler=scaler()
+        )
+        strategy = make_strategy("server_sync", {})
+        servers = Servers(changes.get("ranks", (1,)), update)
+        strategy.start(parameters, comm, notes=1, memory=HostMemory(), servers=servers)
+        gradients = Gradients(parameters, strategy.gradient)
+        strategy.begin_pass(1.0, last=True)
+        model(torch.tensor([1])).sum().backward()
+        gradients.close()
+
+    return run_ranks(2, body)
+
+
+def test_sparse_gradients_are_refused():
+    with pytest.raises(RecipeError, match=r"sparse gradient.*sparse=False"):
+        refused()
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_step_hooks_are_refused(hook):
+    with pytest.raises(RecipeError, match="step hooks"):
+        refused(hook=hook)
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1)])
+def test_servers_without_workers_and_workers_without_servers_are_refused(ranks):
+    with pytest.raises(SpecError, match="at least one server and one worker"):
+        refused(ranks=ranks)
+
+
+class Lists(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = [1]
+
+
+class Draws(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Lists, "Lists keeps 'seen' as list"), (Draws, "Draws draws random numbers in its step")],
+)
+def test_an_optimizer_that_servers_cannot_have_is_refused(kind, why):
+    def body(comm):
+        rank = Rank(lambda p: kind(p, lr=0.1), 1)
+        rank.start(comm)
+        rank.exchange(0)
+
+    with pytest.raises(RecipeError, match=why):
+        run_ranks(2, body)
+
+
+def test_a_scaled_loss_is_refused():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    on = torch.amp.GradScaler("cpu", enabled=True)
+    with pytest.raises(SpecError, match="float16"):
+        ServedUpdate(optimizer, None, [weight], seed=0, max_grad_norm=None, scaler=on)
