@@ -18,6 +18,7 @@ that outlives the process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,8 @@ class AllReduce:
     def __init__(
         self, *, bucket_mb: float = 8.0, overlap: bool = True, codec: Codec | None = None
     ) -> None:
-        if not isinstance(bucket_mb, (int, float)) or isinstance(bucket_mb, bool) or bucket_mb <= 0:
+        number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
+        if not (number and 0 < bucket_mb < math.inf):
             raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
         if not isinstance(overlap, bool):
             raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")

@@ -68,9 +68,9 @@ _HINTS = (
     ("No module named", "Install it in the environment that instep runs in."),
     (
         "Expected more than 1 value per channel",
-        "A micro-batch of one sample reached a batch normalisation: use fewer "
-        "train.micro_batches, a train.global_batch that leaves more samples for the last "
-        "step of an epoch, or train.batch_norm = 'global'.",
+        "One sample alone reached a batch normalisation: use fewer train.micro_batches (with "
+        "averaging, fewer sync.participants), a train.global_batch that leaves more samples for "
+        "the last step of an epoch, or train.batch_norm = 'global'.",
     ),
 )
 

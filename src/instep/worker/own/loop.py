@@ -696,9 +696,11 @@ class OwnLoop(Loop):
         else:
             (told,) = talk()
         if told and not self.stopped:
-            assert self.state.last is not None
-            self.state.last = self.state.last._replace(told=True, ends=True)
             self.rule = TOLD
+            if self.state.last is None:  # of a step before this start of the run
+                self.state.ended = True
+            else:
+                self.state.last = self.state.last._replace(told=True, ends=True)
 
     def _call(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
         """What a call of the user's code that talks gives.
