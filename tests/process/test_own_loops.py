@@ -31,6 +31,8 @@ REFUSED = {
     "record_after_backward": ("record() was called after backward()", 0),
     "sum_within_a_step": ("in an iteration that is not the last of its step", 0),
     "scheduler_that_both_advance": ("has the session advance the scheduler after every step", 0),
+    "scheduler_before_the_step": ("was called before optimizer.step(). Call it after", 0),
+    "two_weights_for_one_batch": ("a loss of weight 3 after one of weight 2 for the same batch", 0),
     "scheduler_made_after": ("a scheduler was made for the optimizer after prepare()", 0),
 }
 """Each with a part of the sentence, and the steps that were committed before."""
@@ -44,14 +46,24 @@ ACCEPTED = [
     "only_the_last_with_sync_as_in_accelerate",
     "accumulate_as_in_accelerate",
     "scheduler_that_the_session_advances",
+    "losses_of_one_batch_add_up",
     "batch_size_of_a_step",
     "batch_size_of_an_iteration",
 ]
+TELLS = [
+    "accumulate_as_in_accelerate",
+    "losses_of_one_batch_add_up",
+    "only_the_last_with_sync_as_in_accelerate",
+]
+"""Those that call session.backward."""
+
 FEW = [
     "without_anything",
     "two_steps_for_one_batch",
     "step_on_every_second_batch",
     "only_the_last_with_sync_as_in_accelerate",
+    "scheduler_before_the_step",
+    "losses_of_one_batch_add_up",
     "unfrozen_after_prepare",
 ]
 
@@ -60,8 +72,10 @@ def check_counted(name: str, found: dict[str, Any]) -> None:
     if name in ACCEPTED:
         assert found["error"] == "", name
         assert (found["steps"], found["records"], found["exact"]) == (3, 3, True), name
-        tells = name in ("accumulate_as_in_accelerate", "only_the_last_with_sync_as_in_accelerate")
+        tells = name in TELLS
         assert found["unknown"] == (not tells), name
+        if name == "losses_of_one_batch_add_up":
+            assert abs(found["loss"]) < 1e-6
         if name != "scheduler_that_the_session_advances":
             assert found.get("apart", 0.0) < 1e-6, name
         return

@@ -72,6 +72,9 @@ class _Iteration:
         self.part, self.samples, self.last = part, samples, last
         self.weight = 0.0 if part.repeats else float(samples)
         self.total = 0.0
+        """Of the losses of its backward passes, each times the weight."""
+        self.held = 0.0
+        """Of those inside `no_sync`."""
         self.begun = self.computed = self.stepped = False
 
 
@@ -377,6 +380,12 @@ class OwnLoop(Loop):
         now = self._in_iteration("backward()")
         if isinstance(loss, WeightedLoss):
             weight = as_weight(loss.weight, "the weight of backward()")
+            if now.begun and not now.part.repeats and weight != now.weight:
+                raise SpecError(
+                    f"step {self.step}: session.backward() was given a loss of weight {weight:g} "
+                    f"after one of weight {now.weight:g} for the same batch, whose gradients are "
+                    "in. Give each loss of a batch the same weight, or add them up in one."
+                )
             if not now.part.repeats:
                 now.weight = weight
             loss = loss.total / (weight or 1.0)
@@ -388,7 +397,8 @@ class OwnLoop(Loop):
             )
         self._tells = True
         if not now.part.repeats:
-            now.total = float(loss.detach()) * (now.weight or 1.0)
+            now.total = now.held + float(loss.detach()) * (now.weight or 1.0)
+            now.held = now.total if self._held_back else now.held
         return loss
 
     def _take(self, slot: int, gradient: Tensor) -> None:
@@ -561,6 +571,13 @@ class OwnLoop(Loop):
             if self.stopped and self.step % self._per_epoch:  # the epoch is to go on one day
                 return None
             return original(*args, **kwargs) if self._update.between.is_new() else None
+        now = self._now
+        comes_again = self._exchanged and self._agreed is None
+        if now.last and not now.stepped and not comes_again and self._apart is None:
+            raise SpecError(
+                f"step {self.step}: the scheduler's step() or the scaler's update() was called "
+                "before optimizer.step(). Call it after, in every iteration."
+            )
         return original(*args, **kwargs) if self._committed is not None else None
 
     def zeroed(self, *, to_none: bool) -> None:
