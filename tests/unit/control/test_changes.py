@@ -426,10 +426,10 @@ def test_a_member_that_is_killed_while_it_drains_is_not_waited_for(three):
 
 
 def test_what_a_killed_member_left_is_handed_over_if_its_replacement_is_not_wanted_any_more(three):
-    three.hears(Ended(2, -9, 5, 4))
+    three.happens(Ended(2, -9, 5, 4))
     three.leave(0, 1)
     three.new(Start)
-    three.hears(Scaled(2))
+    three.happens(Scaled(2))
     assert drained(three) == []
     three.come(2)
     assert drained(three) == [([0, 1, 2], (2,))]
@@ -439,22 +439,22 @@ def test_what_a_killed_member_left_is_handed_over_if_its_replacement_is_not_want
 
 
 def test_a_member_that_is_killed_before_it_has_handed_over_is_replaced_to_do_it(three):
-    three.hears(Scaled(2), Ended(2, -9, 5, 4))
+    three.happens(Scaled(2), Ended(2, -9, 5, 4))
     assert three.new(Start) == [Start(2)]
     three.leave(0, 1)
-    three.hears(Joined(2), Ended(2, -9, 0, 4))
+    three.happens(Joined(2), Ended(2, -9, 0, 4))
     assert three.new(Start) == [Start(2)]
-    three.hears(HostJoined())
+    three.happens(HostJoined())
     assert three.new(Start) == [Start(2)]
     three.come(2)
     assert drained(three) == [([0, 1, 2], (2,))]
 
 
 def test_where_the_run_goes_back_nobody_has_anything_to_hand_over(three):
-    three.hears(Scaled(2), Ended(2, -9, 5, 4), Ended(0, -9, 5, 4), Ended(1, -9, 5, 4))
+    three.happens(Scaled(2), Ended(2, -9, 5, 4), Ended(0, -9, 5, 4), Ended(1, -9, 5, 4))
     three.come(0, 1, 2)
     assert three.new(GoBack) == [GoBack()]
-    three.hears(WentBack("checkpoint", 3))
+    three.happens(WentBack("checkpoint", 3))
     assert drained(three) == [([0, 1], ())]
     three.form()
     assert three.told(Release) == [2]
