@@ -53,6 +53,15 @@ FIRST = [case for case in CASES if "bucket_mb" not in case[1]]
 VOTES = pytest.mark.parametrize("votes", [False, True], ids=["no_vote", "vote"])
 
 
+def each_of(cases):
+    """With votes and without; a strategy that asks for votes itself has them in any case."""
+    asks = [bool({"codec", "servers"} & case[1].keys()) for case in cases]
+    pairs = [(case, True) for case in cases]
+    pairs += [(case, False) for case, own in zip(cases, asks, strict=True) if not own]
+    ids = [f"{case}-{'vote' if votes else 'no_vote'}" for case, votes in pairs]
+    return pytest.mark.parametrize(("case", "votes"), pairs, ids=ids)
+
+
 @pytest.fixture
 def folder(tmp_path):
     torch.set_num_threads(1)
@@ -158,23 +167,20 @@ def same_as_undisturbed(world, wanted, *, exact):
 # ---- one thing goes wrong
 
 
-@VOTES
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@each_of(FIRST)
 def test_a_rank_that_dies_at_any_message_leaves_one_commit_or_none(folder, case, votes):
     every = list(deaths(case, votes))
     for number, script in enumerate(every[:: len(every) // 30]):
         check(folder, case, votes, [script], replace=number % 3 > 0)
 
 
-@VOTES
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@each_of(FIRST)
 def test_a_result_that_is_lost_to_some_leaves_one_commit_or_none(folder, case, votes):
     some = [*list(losses(case, votes))[::3], *list(breaks(case, votes))[::3]]
     check_all(folder, case, votes, some, replace=True)
 
 
-@VOTES
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@each_of(FIRST)
 def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others(
     folder, case, votes
 ):
@@ -182,9 +188,8 @@ def test_a_rank_that_is_cut_off_from_the_master_in_a_commit_ends_with_the_others
 
 
 @pytest.mark.slow
-@VOTES
 @pytest.mark.parametrize("replace", [True, False], ids=["newcomer", "survivors"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_of(CASES)
 def test_every_death_and_every_loss(folder, case, votes, replace):
     one_each = deaths(case, votes), losses(case, votes), breaks(case, votes), lapses()
     check_all(folder, case, votes, itertools.chain(*one_each), replace=replace)
@@ -260,15 +265,13 @@ def check_stories(folder, case, votes, count):
         check(folder, case, votes, story if replace else story[:1], replace=replace)
 
 
-@VOTES
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@each_of(FIRST)
 def test_deaths_while_the_next_generation_forms_leave_one_commit_or_none(folder, case, votes):
     check_stories(folder, case, votes, 10)
 
 
 @pytest.mark.slow
-@VOTES
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_of(CASES)
 def test_many_such_stories(folder, case, votes):
     check_stories(folder, case, votes, 300)
 
