@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from started import Start, Started, slow
 from torch import nn
 
+import instep
 from conftest import instep_run
 from instep.data.order import Order, key, micro_batch, position
+from instep.state.manifest import published
 
 pytestmark = pytest.mark.process
 
@@ -108,6 +110,17 @@ def test_with_bits_the_hash_is_the_same_on_any_number_of_workers(
     program = trained(run, workers, *BITS)
     check_equal(program, wanted)
     assert program.summary["parameters_sha256"] == alone
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(run: Start, alone):
+    """Checkpoints and stops count rounds, and the scheduler is where its local steps have led."""
+    program = trained(run, 2, *BITS, "train.stop_after_steps=3", "checkpoint.every=2")
+    assert program.summary["steps"] == 3
+    assert {step for step, _ in published(program.run / "checkpoints")} == {2, 3}
+    resumed = instep.resume(program.run, workers=3, quiet=True)
+    assert resumed.summary["steps"] == ROUNDS
+    assert resumed.summary["parameters_sha256"] == alone
 
 
 @pytest.mark.timeout(400)

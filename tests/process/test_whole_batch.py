@@ -61,7 +61,25 @@ def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
     run: Start, monkeypatch, kind
 ):
     """In the last step of an epoch one of them has no work."""
-    program = run(f"looks_at_the_batch.py:{kind}", *QUICK, "workers=3", 'train.batch_norm="global"')
+    check_against_a_plain_loop(run, monkeypatch, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["per_sample", "contrast"])
+def test_a_worker_that_is_killed_between_the_reads_of_its_layers_leaves_no_trace(
+    run: Start, monkeypatch, tmp_path, kind
+):
+    program = check_against_a_plain_loop(
+        run, monkeypatch, kind, f'arguments.mark="{tmp_path / "mark"}"'
+    )
+    (lost,) = program.events("worker_lost")
+    assert lost["step"] > 1  # and not in the trial before
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+
+
+def check_against_a_plain_loop(run: Start, monkeypatch, kind, *settings):
+    options = (*QUICK, "workers=3", 'train.batch_norm="global"', *settings)
+    program = run(f"looks_at_the_batch.py:{kind}", *options)
     assert program.end() == 0, program.stderr
     found = load_file(program.work / "runs" / "tested" / "model.safetensors")
     loss = {
@@ -70,6 +88,7 @@ def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
     }[kind]
     for name, value in plain_loop(getattr(recipes, kind), loss, monkeypatch).items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    return program
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ QUICK = [
     "a group that broke is not formed again",
     "a worker that has left its group is inside again",
     "a worker that leaves does not drain",
-    "a group that broke has drained",
     "a lost server is not replaced",
     "the lowest rank gives its state",
     "the ledger is not mended",

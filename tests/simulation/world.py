@@ -450,7 +450,7 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker pauses": (_pause_worker, 2),
     "all workers pause": (_pause_all_workers, 1),
     "a worker gets nowhere": (_loop_worker, 1),
-    "a worker has to leave": (_notice, 4),
+    "a worker has to leave": (_notice, 8),
     "the run is scaled": (_scale, 6),
     "the host is killed": (_kill_host, 2),
     "a stop is asked for": (_interrupt, 0.3),

@@ -1,1 +1,7 @@
-"""How tensors and messages move between processes."""
+"""How tensors and messages move between processes, and how numbers are encoded on the way.
+
+Ways in: `base.Comm`, what a group of ranks can do together (`torch_comm.py` over gloo or NCCL,
+`memory.py` between threads, `alone.py` for one); `connection.MasterConnection`, a process's
+connection to the master, with `messages.py` for what is said on it; `codecs/` for encodings.
+Nothing here knows models, steps or members.
+"""

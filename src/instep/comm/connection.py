@@ -70,7 +70,7 @@ class MasterConnection:
         self._arrived = threading.Condition(self._lock)
         self._gone: PeerError | None = None
         self._thread: threading.Thread | None = None
-        self._closed = self._welcomed = self._still = False
+        self._closed = self._welcomed = False
         self._dropped = 0  # messages of this connection that are no longer kept
         self._lease_s: float | None = None
         self._answered_at = 0.0  # when the newest heartbeat that was answered was sent
@@ -303,20 +303,13 @@ class MasterConnection:
         """Whether a thread listens."""
         return self._thread is not None
 
-    def fall_silent(self) -> None:
-        """End what `listen` began: from now on the receiver listens. Takes up to a heartbeat."""
-        if self._thread is not None:
-            self._still = True
-            self._thread.join()
-            self._thread, self._still = None, False
-
     def _listen(
         self,
         heartbeat: Callable[[], Heartbeat],
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None],
     ) -> None:
-        while not self._closed and not self._still and self._gone is None:
+        while not self._closed and self._gone is None:
             self.show(heartbeat)
             for message in self._take_in(HEARTBEAT_S):
                 on_arrival(message)

@@ -160,7 +160,8 @@ def _can_do_without(state: State, now: float) -> bool:
         return False
     missing = state.wanted - state.ready
     getting_ready = missing <= state.those(frozenset({Phase.ABSENT, Phase.BUILDING}))
-    return getting_ready and not missing & state.servers and bool(state.holders & state.wanted)
+    work_goes_on = bool(state.holders & state.wanted - state.servers)
+    return getting_ready and not missing & state.servers and work_goes_on
 
 
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:

@@ -1,4 +1,4 @@
 """Facts about this machine and its processes: signals, stacks, kernels, addresses, output.
 
-Knows nothing of runs, jobs or models; everything above may ask it.
+Way in: each file for itself. Knows nothing of runs, jobs or models; everything above may ask it.
 """

@@ -1,18 +1,44 @@
-"""A model whose layers look at the batch and draw, with a loss per sample and one of the batch."""
+"""A model whose layers look at the batch and draw, with a loss per sample and one of the batch.
+
+Where `mark` names a file, one worker is killed, once, between the reads of its layers.
+"""
+
+import os
+import signal
+from pathlib import Path
 
 import torch
+from first_come import first
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import instep
 
+KILLED_AT = 3
+"""The pass in which it is."""
+
+
+class Mortal(nn.Dropout):
+    """Draws after a layer has asked the other workers, and before it asks them again."""
+
+    def __init__(self, mark):
+        super().__init__(0.3)
+        self.mark, self.passes, self.trained = mark, 0, id(self)
+
+    def forward(self, x):
+        trains = self.training and id(self) == self.trained  # and is no copy, to try something
+        self.passes += trains and torch.is_grad_enabled()
+        if self.mark and self.passes >= KILLED_AT and first(Path(self.mark)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
 
 class Towers(nn.Module):
-    def __init__(self, sees_batch):
+    def __init__(self, sees_batch, mark=""):
         super().__init__()
         middle = nn.SyncBatchNorm(8) if sees_batch else nn.Tanh()
-        self.image = nn.Sequential(nn.Linear(6, 8), middle, nn.Dropout(0.3), nn.Linear(8, 5))
+        self.image = nn.Sequential(nn.Linear(6, 8), middle, Mortal(mark), nn.Linear(8, 5))
         self.text = nn.Linear(4, 5)
         self.temperature = nn.Parameter(torch.tensor(0.5))
 
@@ -42,9 +68,9 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def contrast(sees_batch: bool = True) -> instep.Recipe:
+def contrast(sees_batch: bool = True, mark: str = "") -> instep.Recipe:
     return instep.Recipe(
-        model=Towers(sees_batch).double(),
+        model=Towers(sees_batch, mark).double(),
         train=pairs(),
         validate=pairs(20),
         embed=embed,
@@ -53,9 +79,9 @@ def contrast(sees_batch: bool = True) -> instep.Recipe:
     )
 
 
-def per_sample() -> instep.Recipe:
+def per_sample(mark: str = "") -> instep.Recipe:
     return instep.Recipe(
-        model=Towers(True).double(),
+        model=Towers(True, mark).double(),
         train=pairs(),
         compute_loss=each,
         weight=lambda batch: len(batch[0]),

@@ -27,6 +27,11 @@ def job(**changes):
     return spec_file.build(table, source="test")
 
 
+def rounds(sync=(), **more):
+    """Tables of a job that averages."""
+    return {"sync": {"name": "averaging", "participants": 2, **dict(sync)}, **more}
+
+
 def test_a_function_at_the_top_level_of_a_file_has_a_reference():
     assert reference_to(top_level) == f"{__file__}:top_level"
 
@@ -106,6 +111,26 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             SpecError,
             "does not go with the job's train.determinism",
         ),
+        (
+            {"sync": {"codec": "int8"}, "train": {"precision": "float16"}},
+            SpecError,
+            "does not go with the job's train.precision",
+        ),
+        ({"sync": {"participants": 2}}, SpecError, "all_reduce agrees on every step"),
+        ({"sync": {"local_steps": 2}}, SpecError, "all_reduce agrees on every step"),
+        (rounds(sync={"codec": "int8"}), SpecError, "does not go with sync.codec"),
+        (rounds(train={"batch_norm": "global"}), SpecError, "with train.batch_norm = 'global'"),
+        (rounds(train={"precision": "float16"}), SpecError, "with train.precision = 'float16'"),
+        (
+            rounds(check={"corruption": True}, train={"determinism": "bits"}),
+            SpecError,
+            "does not go with check.corruption",
+        ),
+        (rounds(stop={"gradient_norm": 0.1}), SpecError, "does not go with stop.gradient_norm"),
+        *(
+            ({"mesh": {axis: 2}}, SpecError, "2 ranks in a replica")
+            for axis in ("shard", "tensor", "stages")
+        ),
         ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
     ],
@@ -126,6 +151,8 @@ def test_processes_are_started_before_anything_large_is_imported():
 
 def test_a_job_that_can_be_run_is_not_refused():
     check_job(job())
+    check_job(job(**rounds()))
+    check_job(job(sync={"codec": "int8"}))
 
 
 @pytest.mark.parametrize("model", ["mine.safetensors", "a_run", "torch.safetensors"])

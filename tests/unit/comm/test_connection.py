@@ -235,18 +235,6 @@ def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, connectio
     assert connection.poll() == Stop(rule="a")
 
 
-def test_one_that_falls_silent_hears_by_itself_again(masters, connection):
-    connection.listen(lambda: Heartbeat(step=0, phase="", progress=0), lambda _: None)
-    _, peer = masters.heard(1)
-    connection.fall_silent()
-    connection.fall_silent()
-    assert not connection.listens
-    list(masters.hub.receive(0.1))
-    masters.hub.send(peer, Stop(rule="a"))
-    assert connection.receive() == Stop(rule="a")
-    assert [m for _, m in masters.hub.receive(3 * HEARTBEAT_S) if isinstance(m, Heartbeat)] == []
-
-
 def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(masters, connection):
     connection.listen(lambda: Heartbeat(step=0, phase="", progress=0), lambda _: None)
     count, seen = 200, []

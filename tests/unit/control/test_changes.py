@@ -6,7 +6,7 @@ import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
 from instep.control.crash_loop import MOST_APART, MOST_HANGS
-from instep.control.decide import decide
+from instep.control.decide import BUILDING_S, decide
 from instep.control.state import (
     Broke,
     Built,
@@ -462,6 +462,18 @@ def test_a_lost_server_is_replaced_and_no_worker_is_ended_or_started_for_it():
     story.come(3)
     assert story.told(Form) == [0, 1, 2, 3]
     assert story.new(Kill) + story.told(Release) == []
+
+
+def test_servers_do_not_go_on_without_a_worker_that_gets_ready():
+    story = Story(1, servers=1)
+    story.hears(Ended(0, -9, 5, 4))
+    story.hears(Joined(0))
+    story.leave(1)
+    story.now += BUILDING_S + 1
+    story.hears(Tick(4))
+    assert (story.told(Form), story.state.phase) == ([], "gathering")
+    story.hears(Built(0))
+    assert story.told(Form) == [0, 1]
 
 
 def test_scaling_changes_the_workers_and_leaves_the_servers():

@@ -110,6 +110,7 @@ def test_what_is_frozen_belongs_to_no_turn():
         {"check": {"corruption": True}, "train": {"determinism": "bits"}},
         {"train": {"batch_norm": "global"}},
         {"sync": {"codec": "int8"}},
+        {"sync": {"name": "averaging", "participants": 8}},
         {"start": {"learning_rates": {"one.*": 0.1}}},
     ],
     ids=lambda table: next(iter(table)),

@@ -119,6 +119,21 @@ def test_nothing_is_lost_from_4_to_3_to_4_workers():
     run.check(workers)
 
 
+def test_nothing_is_lost_through_a_checkpoint_on_another_number_of_workers():
+    """It holds the sum over the workers, and the lowest rank of those that resume takes it up."""
+    run, workers = Run(), [Worker(n) for n in range(3)]
+    run.generation_of(workers, 20)
+    names = workers[0].strategy.own_state().keys()
+    saved = {name: sum(w.strategy.own_state()[name] for w in workers) for name in names}
+    assert len(saved) == len(SHAPES)
+    resumed = [Worker(n) for n in range(2)]
+    for worker in resumed:
+        worker.strategy.load_own(saved if worker.number == 0 else {})
+    run.check(resumed)
+    run.generation_of(resumed, 20)
+    run.check(resumed)
+
+
 def test_a_killed_worker_s_residual_is_taken_up_from_the_memory_of_its_host():
     run, workers = Run(), [Worker(n) for n in range(3)]
     run.generation_of(workers, 5)

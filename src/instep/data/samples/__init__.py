@@ -4,6 +4,6 @@
 `unreadable.py` says when a sample counts as unreadable, and `last_read.py` records which sample
 a process reads, so that a crash can be explained.
 
-Nothing here reads a dataset or knows processes; `data/reading/` does. Importing this package
-does not import torch.
+Way in: each file for itself. Nothing here reads a dataset or knows processes; `data/reading/`
+does. Importing this package does not import torch.
 """

@@ -1,11 +1,11 @@
 """Datasets from files that people have on disk; nothing is downloaded.
 
-Each source returns a map-style dataset of (inputs, target). Files are checked
-when they are opened: a damaged or missing one is a `DataError` that names the
-file, what was found and what is expected. `images.py` has MNIST and CIFAR-10,
-`image_folder.py` a folder for each class, `text.py` windows of bytes; `files.py`
-is what they share. A source that has only its line in `SOURCES` can be imported
-from here too. Nothing here knows jobs, seeds or batches.
+Each source returns a map-style dataset of (inputs, target). Files are checked when they are
+opened: a damaged or missing one is a `DataError` that names the file, what was found and what is
+expected. `images.py` has MNIST and CIFAR-10, `image_folder.py` a folder for each class, `text.py`
+windows of bytes; `files.py` is what they share. Way in: `SOURCES` of `data`, by name. A source
+that has only its line in `SOURCES` can be imported from here too. Nothing here knows jobs, seeds
+or batches.
 """
 
 from __future__ import annotations
