@@ -119,7 +119,7 @@ def test_how_long_nothing_was_committed_is_known(made: Made) -> None:
     assert breaker.still_s < 0.2
 
 
-def test_one_that_is_being_replaced_is_awaited_and_one_that_never_comes_is_missed(
+def test_a_process_that_is_being_replaced_is_waited_for_and_one_that_never_comes_is_reported(
     made: Made,
 ) -> None:
     made.commit(60)
@@ -131,7 +131,7 @@ def test_one_that_is_being_replaced_is_awaited_and_one_that_never_comes_is_misse
     ]
 
 
-def test_a_hang_that_nobody_notices_is_ended_and_told(made: Made) -> None:
+def test_a_hang_that_the_run_does_not_detect_is_ended_and_reported(made: Made) -> None:
     worker = made.worker()
     process = psutil.Process(worker.pid)
     made.commit(60)
@@ -149,7 +149,7 @@ def test_a_hang_that_nobody_notices_is_ended_and_told(made: Made) -> None:
     assert made.said == [f"1 of 1: stopped worker 0 (pid {worker.pid}) at step 60"]
 
 
-def test_whatever_ends_the_breaking_nothing_is_left_hanging(made: Made) -> None:
+def test_no_process_stays_stopped_however_the_faults_end(made: Made) -> None:
     worker = made.worker()
     made.commit(60)
     breaker = made.breaker(kill(0.5, kind="hang"))
@@ -173,14 +173,14 @@ def test_it_may_be_spread_over_time_instead_of_steps(made: Made) -> None:
     assert breaker.injected[0].time >= began + 0.25
 
 
-def test_what_was_written_of_an_earlier_breaking_is_kept(made: Made) -> None:
+def test_the_record_of_earlier_faults_is_kept(made: Made) -> None:
     made.breaker().write({})
     made.breaker().write({})
     assert sorted(path.name for path in made.folder.iterdir()) == ["chaos-2.json", "chaos.json"]
 
 
 @pytest.mark.parametrize(("cut", "step"), [(0, 3), (1, 2), (3 * LEDGER.itemsize, 0), (140, 0)])
-def test_the_last_whole_record_of_a_ledger_tells_the_step(made: Made, cut: int, step: int) -> None:
+def test_the_last_whole_record_of_a_ledger_gives_the_step(made: Made, cut: int, step: int) -> None:
     made.commit(3)
     ledger = made.folder / "ledger.bin"
     data = ledger.read_bytes()

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(NO is not None, reason=str
 
 
 @pytest.mark.slow
-def test_who_has_a_part_of_a_message_leaves_the_group_when_it_is_given_up(tmp_path: Path) -> None:
+def test_a_worker_with_part_of_a_message_leaves_the_group_when_it_is_abandoned(
+    tmp_path: Path,
+) -> None:
     moments = ["1.0", "1.2", "1.4"]  # most of them within the last message of a round
     with netlab.Network(2 * len(moments), rate="1mbit") as network:
         ranks = []

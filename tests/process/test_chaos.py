@@ -31,7 +31,9 @@ def job_file(folder: Path, steps: int, loaders: int = 0, **train: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_job_is_run_twice_and_holds_whoever_is_killed(tmp_path: Path, capsys: Out) -> None:
+def test_chaos_runs_a_job_twice_and_it_survives_kills_of_any_role(
+    tmp_path: Path, capsys: Out
+) -> None:
     job = job_file(tmp_path, 60, loaders=1)
     asked = ("--kills", "6", "--seed", "9", "--runs", str(tmp_path / "runs"), "--json")
     assert main(["chaos", str(job), *asked]) == 0
@@ -55,7 +57,7 @@ def test_a_job_is_run_twice_and_holds_whoever_is_killed(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_run_holds_whoever_of_it_is_stopped(tmp_path: Path, capsys: Out) -> None:
+def test_a_run_survives_a_stop_of_any_role(tmp_path: Path, capsys: Out) -> None:
     job = job_file(tmp_path, 300)
     asked = ("--kills", "0", "--hangs", "7", "--seed", "10", "--json")
     assert main(["chaos", str(job), *asked, "--runs", str(tmp_path / "runs")]) == 0
@@ -71,7 +73,7 @@ def test_a_run_holds_whoever_of_it_is_stopped(tmp_path: Path, capsys: Out) -> No
 
 
 @pytest.mark.slow
-def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, capsys: Out) -> None:
+def test_a_run_with_other_bits_fails_the_verdict(tmp_path: Path, capsys: Out) -> None:
     runs = tmp_path / "runs"
     job = job_file(tmp_path, 12)
     assert main(["run", str(job), "--runs", str(runs), "--set", "workers=1"]) == 0
@@ -90,7 +92,7 @@ def test_a_run_whose_bits_are_not_given_again_does_not_hold(tmp_path: Path, caps
 
 @pytest.mark.skipif(NO is not None, reason=str(NO))
 @pytest.mark.slow
-def test_a_run_whose_hosts_are_cut_off_and_killed_holds(tmp_path: Path, capsys: Out) -> None:
+def test_a_run_survives_partitions_and_kills_of_its_hosts(tmp_path: Path, capsys: Out) -> None:
     job = job_file(tmp_path, 90)
     asked = ("--kills", "3", "--hangs", "1", "--partitions", "3", "--seed", "7", "--json")
     assert main(["chaos", str(job), *asked, "--runs", str(tmp_path / "runs")]) == 0
@@ -108,7 +110,7 @@ def test_a_run_whose_hosts_are_cut_off_and_killed_holds(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_running_is_broken_and_goes_on(
+def test_chaos_injects_faults_into_a_running_run_which_continues(
     start: Start, tmp_path: Path, capsys: Out
 ) -> None:
     going = start("-m", "instep", "run", job_file(tmp_path, 5000))

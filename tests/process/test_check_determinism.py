@@ -39,9 +39,7 @@ def check(folder: Path, recipe: str, *options: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_recipe_that_gives_the_same_bits_is_told_so(
-    tmp_path: Path, temporary: Path, capsys: Out
-) -> None:
+def test_a_recipe_with_the_same_bits_passes(tmp_path: Path, temporary: Path, capsys: Out) -> None:
     options = ("--workers", "3", "--json", "--set", "train.merge=always")
     assert check(tmp_path, "tiny.py:recipe", *options) == 0
     said = capsys.readouterr()
@@ -84,7 +82,7 @@ def test_one_micro_batch_cannot_be_compared(tmp_path: Path, capsys: Out) -> None
     assert "there must be work for two" in capsys.readouterr().err
 
 
-def test_a_recipe_that_fails_is_told_with_its_output_as_the_log_is_gone(
+def test_a_recipe_that_fails_is_reported_with_its_output_as_the_log_is_gone(
     tmp_path: Path, temporary: Path, capsys: Out
 ) -> None:
     options = ("--set", "arguments.at=forward", "--set", "train.global_batch=8")

@@ -138,7 +138,7 @@ def test_a_dataset_that_is_read_wrongly_in_loader_processes_is_found(
 
 
 @pytest.mark.slow
-def test_by_default_a_keyed_sample_is_recorded_whoever_reads_it(
+def test_by_default_a_keyed_sample_is_recorded_in_any_process_that_reads_it(
     tmp_path: Path, capsys: Out
 ) -> None:
     write(tmp_path / "rows", samples=1000)
@@ -263,7 +263,7 @@ def test_what_is_read_before_the_first_step_is_not_recorded_as_trained_on(
 @pytest.mark.parametrize(
     ("how", "loaders"), [slow("plainly", 0), ("drawing", 2), slow("its own draws", 2)]
 )
-def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, loaders: int) -> None:
+def test_a_run_resumes_with_its_own_dataset(tmp_path: Path, how: str, loaders: int) -> None:
     run = halted(tmp_path, loaders=loaders, arguments={"how": how})
     done = instep.resume(run, quiet=True, workers=1)
     assert done.summary["outcome"] == "completed"
@@ -273,7 +273,7 @@ def test_a_run_goes_on_with_the_dataset_that_it_had(tmp_path: Path, how: str, lo
     assert named == [how == "its own draws"] * 2
 
 
-def test_a_run_does_not_go_on_with_a_dataset_of_another_length(stopped: Halted) -> None:
+def test_a_run_does_not_resume_with_a_dataset_of_another_length(stopped: Halted) -> None:
     write(stopped.train, samples=120)
     message = "the training dataset had 96 samples when the run was started and has 120 now"
     for changed in ("refuse", "accept"):  # no order of half an epoch is that of the other length
@@ -283,7 +283,7 @@ def test_a_run_does_not_go_on_with_a_dataset_of_another_length(stopped: Halted) 
         assert f"--set start.model={stopped.run}" in str(caught.value)
 
 
-def test_a_run_goes_on_with_a_validation_set_of_another_length_where_that_is_accepted(
+def test_a_run_resumes_with_a_validation_set_of_another_length_if_accepted(
     stopped: Halted,
 ) -> None:
     write(stopped.validate, samples=20)
@@ -295,7 +295,7 @@ def test_a_run_goes_on_with_a_validation_set_of_another_length_where_that_is_acc
     assert RunFolder(stopped.run).audit.exact
 
 
-def test_a_run_does_not_go_on_with_other_contents_until_they_are_put_back(stopped: Halted) -> None:
+def test_a_run_does_not_resume_with_other_contents_until_they_are_restored(stopped: Halted) -> None:
     for path, name in ((stopped.validate, "validation"), (stopped.train, "training")):
         before = path.read_bytes()
         path.write_bytes(before[::-1])

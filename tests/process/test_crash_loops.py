@@ -36,9 +36,7 @@ def failed(program: Started) -> str:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_sample_that_kills_who_reads_it_ends_the_run_and_is_named(
-    run: Start, workers: int
-) -> None:
+def test_a_sample_that_kills_its_reader_ends_the_run_and_is_named(run: Start, workers: int) -> None:
     program = deadly(run, "segfault", workers, "data.loaders=0")
     first = failed(program)
     assert program.process.returncode == 4
@@ -83,7 +81,7 @@ def test_a_sample_that_kills_loader_processes_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_a_group_that_never_forms_for_want_of_memory_ends_the_run_with_the_systems_words(
+def test_a_group_that_never_forms_for_lack_of_memory_ends_the_run_with_the_systems_error(
     run: Start,
 ) -> None:
     program = run("no_threads.py:recipe", "train.threads=1", "data.loaders=0")
@@ -100,7 +98,7 @@ def test_a_group_that_never_forms_for_want_of_memory_ends_the_run_with_the_syste
     ("workers", "how", "named"),
     [(1, "segfault", "SIGSEGV"), (2, "segfault", "SIGSEGV"), (2, "exit", "code 3")],
 )
-def test_a_sample_that_kills_who_reads_it_is_left_out_where_such_are_to_be(
+def test_a_sample_that_kills_its_reader_is_skipped_if_the_job_says_so(
     run: Start, workers: int, how: str, named: str
 ) -> None:
     program = deadly(run, how, workers, "data.loaders=0", 'data.unreadable="skip"')
@@ -150,7 +148,7 @@ def test_a_read_that_never_ends_before_the_first_step_is_the_cause_after_two_att
 
 @pytest.mark.timeout(400)  # three attempts of 30 s
 @pytest.mark.parametrize("loaders", [long(0), slow(1)])
-def test_a_read_that_never_ends_before_the_first_step_is_left_out_where_such_are_to_be(
+def test_a_read_that_never_ends_before_the_first_step_is_skipped_if_the_job_says_so(
     run: Start, loaders: int
 ) -> None:
     settings = (f"data.loaders={loaders}", f"arguments.marked={KNOWN_BY}")
@@ -211,7 +209,7 @@ def test_a_loader_process_that_is_stopped_is_replaced(run: Start) -> None:
 
 
 @pytest.mark.parametrize("settings", [(), slow(("checkpoint.every=2",))])
-def test_a_model_that_dies_at_one_step_ends_the_run_though_nobody_is_left_to_tell(
+def test_a_model_that_crashes_at_one_step_ends_the_run_though_no_worker_is_left(
     run: Start, settings: tuple[str, ...]
 ) -> None:
     program = deadly(run, "segfault", 1, 'arguments.at="model"', *settings)

@@ -88,7 +88,7 @@ class OnDisk:
         assert RunFolder(self.path).audit.sha256 == undisturbed.audit.sha256
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_goes_on(
+def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_resumes(
     start: Start, tmp_path: Path, small_disk: Disk, undisturbed: RunFolder
 ) -> None:
     run = OnDisk(start, tmp_path, small_disk)
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_goes_on(
 
 
 @pytest.mark.slow
-def test_a_disk_that_gives_up_in_the_middle_ends_the_run_with_a_sentence(
+def test_a_disk_that_fails_during_a_run_ends_it_with_a_sentence(
     start: Start, tmp_path: Path, frail_disk: Ext4, undisturbed: RunFolder
 ) -> None:
     run = OnDisk(start, tmp_path, frail_disk)
@@ -144,7 +144,7 @@ def test_where_only_checkpoints_find_no_room_training_goes_on_and_its_end_says_w
 
 
 @pytest.mark.slow
-def test_a_disk_that_lets_everybody_wait_costs_time_and_nothing_else(
+def test_a_slow_disk_costs_time_and_nothing_else(
     start: Start, tmp_path: Path, frail_disk: Ext4, undisturbed: RunFolder
 ) -> None:
     run = OnDisk(start, tmp_path, frail_disk)
@@ -161,7 +161,7 @@ def test_a_disk_that_lets_everybody_wait_costs_time_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_damaged_meanwhile_is_passed_over_where_nobody_is_left(
+def test_a_checkpoint_that_was_damaged_meanwhile_is_passed_over_if_no_worker_is_left(
     start: Start, tmp_path: Path, undisturbed: RunFolder
 ) -> None:
     run = OnDisk(start, tmp_path)
@@ -194,7 +194,7 @@ def is_removed(run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [is_renamed, is_removed])
-def test_a_run_folder_that_is_not_there_any_more_ends_the_run_and_is_not_made_anew(
+def test_a_removed_run_folder_ends_the_run_and_is_not_created_again(
     start: Start, tmp_path: Path, undisturbed: RunFolder, harm: Callable[[Path], None]
 ) -> None:
     run = OnDisk(start, tmp_path)
@@ -218,7 +218,7 @@ def test_a_run_folder_that_is_not_there_any_more_ends_the_run_and_is_not_made_an
     ],
 )
 @pytest.mark.slow
-def test_a_ledger_that_somebody_spoils_meanwhile_ends_the_run(
+def test_a_ledger_that_is_damaged_meanwhile_ends_the_run(
     start: Start, tmp_path: Path, harm: Callable[[Path], None], told: str
 ) -> None:
     run = OnDisk(start, tmp_path)

@@ -79,7 +79,7 @@ def test_a_crash_of_native_code_is_named_with_its_signal(run: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_without_a_word_is_named_with_its_code(run: Start) -> None:
+def test_a_process_that_exits_without_a_message_is_named_with_its_code(run: Start) -> None:
     program = failing(run, "breaks.py:recipe", "arguments.at=exit")
     assert program.process.returncode == 5
     assert "worker 1 failed" in program.error

@@ -121,7 +121,7 @@ def test_a_file_that_does_not_fit_ends_the_run_with_the_names(file: Path, run: S
     assert list(program.work.iterdir()) == []  # it was refused before it trained
 
 
-def test_an_own_loop_is_told_to_load_and_freeze_by_itself(start: Start) -> None:
+def test_an_own_loop_is_refused_start_and_freeze(start: Start) -> None:
     program = start(RECIPES / "joins_with_start.py")
     assert program.end() != 0
     assert "[start] is set, but your own loop makes model and optimizer" in program.stderr

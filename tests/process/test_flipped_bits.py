@@ -68,7 +68,7 @@ def test_a_process_that_flips_bits_is_named_and_leaves_no_trace_in_the_result(
 
 
 @pytest.mark.slow
-def test_where_nobody_has_a_copy_the_run_begins_again_before_the_fault(
+def test_if_no_worker_has_a_copy_the_run_goes_back_before_the_fault(
     start: Start, tmp_path: Path, undisturbed: str
 ) -> None:
     file = tmp_path / "faulty"

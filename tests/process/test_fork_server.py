@@ -42,7 +42,7 @@ class Master:
         raise AssertionError(f"no {kind.__name__} with {fields}")
 
 
-def test_the_spare_of_a_killed_server_signals_its_workers_and_tells_how_they_end(
+def test_the_spare_of_a_killed_server_signals_its_workers_and_reports_their_exits(
     tmp_path: Path,
 ) -> None:
     master, launcher = Master(), LocalLauncher()

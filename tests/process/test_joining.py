@@ -152,9 +152,7 @@ def test_a_complete_run_that_is_started_again_is_left_as_it_is(start: Start, aga
     assert [path.name for path in again.parent.iterdir()] == ["again"]
 
 
-def test_a_run_that_ended_without_a_word_after_its_last_step_is_ended(
-    start: Start, again: Path
-) -> None:
+def test_a_run_that_was_killed_after_its_last_step_is_ended(start: Start, again: Path) -> None:
     events = (again / "events.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in events if not re.search('"event": "(model_saved|run_finished)"', line)]
     (again / "events.jsonl").write_text("".join(kept))
@@ -206,7 +204,7 @@ def test_sessions_of_one_process_let_go_of_their_runs_and_lose_no_step(
     program.check_no_file_is_left()
 
 
-def test_how_a_joined_run_goes_on_is_not_said_to_be_a_command(
+def test_the_hint_to_resume_a_joined_run_is_not_a_command(
     again: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     way = "start its script again with instep.join(..., name='again', resume=True)"
@@ -305,7 +303,7 @@ def test_the_others_end_with_what_process_0_refused_before_it_had_a_master(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_one_that_comes_after_process_0_has_failed_is_told_why(
+def test_a_process_that_joins_after_process_0_has_failed_gets_the_cause(
     start: Start, tmp_path: Path
 ) -> None:
     (zero, one), go = early(start, tmp_path, wrong="recipe", late=1)
@@ -317,7 +315,7 @@ def test_one_that_comes_after_process_0_has_failed_is_told_why(
 
 
 @pytest.mark.slow
-def test_a_quiet_process_0_says_who_has_not_come_after_a_while(
+def test_a_quiet_process_0_names_missing_processes_after_a_while(
     start: Start, tmp_path: Path
 ) -> None:
     (zero, one), go = early(start, tmp_path, wrong=9, late=1)
@@ -330,7 +328,7 @@ def test_a_quiet_process_0_says_who_has_not_come_after_a_while(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_somebody_kills_is_said_to_have_gone_without_a_word(
+def test_a_killed_process_is_reported_to_have_exited_without_a_message(
     start: Start, tmp_path: Path, number: int
 ) -> None:
     command = (RECIPES / "joined_for_long.py", tmp_path / "runs", 400, 0.05)
@@ -344,7 +342,7 @@ def test_a_process_that_somebody_kills_is_said_to_have_gone_without_a_word(
 
 
 @pytest.mark.slow
-def test_a_process_that_comes_once_more_is_refused(start: Start, tmp_path: Path) -> None:
+def test_a_process_that_joins_twice_is_refused(start: Start, tmp_path: Path) -> None:
     script = RECIPES / "joined_for_long.py"
     command = (script, tmp_path / "runs", 400, 0.05)
     zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))

@@ -15,8 +15,8 @@ from test_joining import slurm_task, summary_of
 from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
 from test_survival import begin, pid_of, reach
 
-from instep.control.lease import HUNG_S
 from instep.events import read_events
+from instep.system.lease import HUNG_S
 from instep.system.processes import SPARE
 
 pytestmark = pytest.mark.process
@@ -123,7 +123,7 @@ def of_a_master(program: Started) -> set[int]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_is_trained(tmp_path: Path) -> None:
+def test_a_run_whose_output_is_not_read_trains(tmp_path: Path) -> None:
     """As under a pager that is paused: what is printed fills the pipe, and nobody waits for it."""
     job = tmp_path / "job.toml"
     job.write_text(
@@ -257,9 +257,7 @@ def test_joined_processes_whose_master_is_killed_while_they_meet_train(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_joined_processes_whose_first_is_killed(
-    start: Start, tmp_path: Path
-) -> None:
+def test_no_joined_process_is_left_if_process_0_is_killed(start: Start, tmp_path: Path) -> None:
     zero, one = joined(start, tmp_path / "runs", 100_000)
     zero.process.kill()
     zero.process.wait()

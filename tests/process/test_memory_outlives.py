@@ -124,7 +124,7 @@ def test_the_replacement_of_a_killed_worker_finds_what_that_one_left(host: Host)
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_was_started_anew_takes_up_the_memory_of_living_workers(
+def test_a_restarted_fork_server_takes_up_the_memory_of_living_workers(
     host: Host,
 ) -> None:
     pids = [host.work(number)[0] for number in (0, 1)]
@@ -160,7 +160,7 @@ def test_memory_that_was_lost_with_all_who_had_it_is_not_there_and_holds_no_zero
     assert host.work()[1] == FIRST
 
 
-def test_who_is_released_leaves_nothing(host: Host) -> None:
+def test_a_released_worker_leaves_no_memory_file(host: Host) -> None:
     host.job += "waits = false\n"
     pid, _ = host.work()
     host.master.wait_for(m.Built)

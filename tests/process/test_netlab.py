@@ -106,7 +106,7 @@ def test_to_connect_into_a_partition_is_not_refused(network):
             mine.connect((network.address("h1"), 9))
 
 
-def test_hosts_know_each_other_for_ever_so_that_nobody_says_unreachable(network):
+def test_hosts_are_permanent_neighbours_so_that_no_connection_is_unreachable(network):
     known = network.run("h1", ["ip", "-j", "neigh"], stdout=subprocess.PIPE)
     neighbours = json.loads(known.communicate(timeout=TIMEOUT_S)[0])
     others = [network.address(host) for host in ("h2", "h3", netlab.OUTSIDE)]
@@ -122,7 +122,7 @@ def test_links_stay_up_in_a_partition(network):
         assert "LOWER_UP" in link["flags"]
 
 
-def test_cutting_a_host_leaves_the_others_joined(network):
+def test_disconnecting_a_host_leaves_the_others_connected(network):
     with (
         connection(network, "h1", "h2") as (one, two),
         connection(network, "h3", "h2") as (
@@ -267,7 +267,7 @@ def test_a_signal_ends_up_and_takes_the_network_away(number):
         creator.wait()
 
 
-def test_who_may_not_is_told_in_one_sentence():
+def test_without_permission_the_error_is_one_sentence():
     ask = "import os; from instep.lab import netlab; os.setuid(65534); print(netlab.why_not())"
     done = subprocess.run(
         [sys.executable, "-c", ask],
@@ -288,7 +288,7 @@ def test_who_may_not_is_told_in_one_sentence():
         (lambda: Network.find(999), "one network is wanted"),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence(call, words):
+def test_the_error_for_a_mistake_is_one_sentence(call, words):
     with pytest.raises(NetworkError, match=words):
         call()
 

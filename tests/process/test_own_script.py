@@ -157,7 +157,7 @@ def test_ctrl_c_stops_a_script_at_a_commit_and_it_can_be_resumed(
 
 
 @pytest.mark.slow
-def test_an_own_loop_that_is_scaled_while_workers_are_killed_comes_to_the_same(
+def test_an_own_loop_that_is_scaled_while_workers_are_killed_has_the_same_result(
     start: Start, undisturbed: RunFolder
 ) -> None:
     program = start(*command(3, 0.03))

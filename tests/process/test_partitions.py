@@ -77,7 +77,7 @@ def check_no_process_is_left(program: Started) -> None:
     ids=["one of five", "four of five"],
 )
 @pytest.mark.slow
-def test_the_side_with_the_master_goes_on_be_it_larger_or_smaller(
+def test_the_side_with_the_master_continues_whether_larger_or_smaller(
     start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path, away: list[str]
 ) -> None:
     program = on(start, tmp_path, network, 5)
@@ -129,7 +129,7 @@ def test_a_master_that_is_cut_off_from_all_waits_for_them_and_no_step_is_lost(
 @needs_hosts
 @pytest.mark.timeout(180)
 @pytest.mark.slow
-def test_a_newcomer_that_has_a_part_of_the_state_leaves_who_was_killed_while_giving_it(
+def test_a_newcomer_that_has_part_of_the_state_leaves_the_group_if_its_source_is_killed(
     start: Start, tmp_path: Path, network: netlab.Network
 ) -> None:
     program = on(start, tmp_path, network, 3, "heavy.py")

@@ -52,7 +52,7 @@ def known(pid: int, seen: float | None = None, parent: int = 0) -> Known:
     return Known("worker", 0, pid, time.time() if seen is None else seen, parent)
 
 
-def test_the_log_tells_who_is_there(tmp_path: Path) -> None:
+def test_the_processes_of_a_run_follow_from_its_log(tmp_path: Path) -> None:
     processes = Processes(tmp_path)
     processes.update()  # there is no log yet
     log(tmp_path, *({"event": "worker_joined", "worker": n, "pid": 40 + n} for n in (1, 0)))
@@ -112,9 +112,7 @@ def test_loader_processes_are_the_forks_of_a_worker_and_not_what_it_started(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has no name of its own")
-def test_a_spare_is_the_fork_of_a_host_that_calls_itself_so(
-    tmp_path: Path, stands: list[Stand]
-) -> None:
+def test_a_spare_is_the_fork_of_a_host_with_that_name(tmp_path: Path, stands: list[Stand]) -> None:
     calls_itself = (
         "import os, sys\n"
         "from instep.system.processes import SPARE, name_process\n"

@@ -123,7 +123,7 @@ def test_the_others_train_while_a_replacement_gets_ready(
 
 
 @pytest.mark.parametrize("workers", [1, slow(2)])
-def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
+def test_if_no_worker_is_left_the_run_goes_back_to_its_newest_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path, workers: int
 ) -> None:
     program = begin(start, tmp_path, workers)
@@ -138,7 +138,7 @@ def test_where_nobody_is_left_the_run_goes_back_to_its_newest_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_replacement_that_came_before_the_last_worker_was_lost_goes_back_with_the_others(
+def test_a_replacement_that_joined_before_the_last_worker_was_lost_goes_back_with_the_others(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
     program = begin(start, tmp_path, 2)

@@ -144,7 +144,7 @@ def test_a_run_in_order_agrees_to_a_tolerance_that_is_named(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_a_run_is_replayed_while_it_goes_on_and_ctrl_c_leaves_nothing(
+def test_a_run_is_replayed_while_it_trains_and_ctrl_c_leaves_nothing(
     start: Start, tmp_path: Path, temporary: Path, capsys: Out
 ) -> None:
     job = tmp_path / "job.toml"

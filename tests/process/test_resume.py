@@ -76,7 +76,7 @@ def check_same(run: Path, undisturbed: Path) -> None:
     assert sums[0]["repeated_samples"] == sums[0]["missing_samples"] == 0
 
 
-def test_a_stopped_run_goes_on_with_the_next_batch_at_another_size(
+def test_a_stopped_run_resumes_with_the_next_batch_at_another_size(
     run: Path, undisturbed: Path
 ) -> None:
     assert RunFolder(run).last_step == 10
@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_with_the_next_batch_at_another_size(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # twenty-one starts
-def test_a_run_that_is_stopped_at_20_random_steps_is_as_if_it_never_was(
+def test_a_run_that_is_stopped_at_20_random_steps_has_the_result_of_an_uninterrupted_one(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     draw = random.Random(7)
@@ -107,7 +107,7 @@ def test_a_run_that_is_stopped_at_20_random_steps_is_as_if_it_never_was(
     check_same(run, undisturbed)
 
 
-def test_a_run_whose_every_process_was_killed_goes_on_from_its_checkpoint(
+def test_a_run_whose_every_process_was_killed_resumes_from_its_checkpoint(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
     job = tmp_path / "job.toml"
@@ -148,7 +148,7 @@ def test_the_model_of_the_session_before_is_not_taken_for_that_of_one_that_was_k
     assert main(["export", str(run), "--step", "10", "--to", str(target)]) == 0
 
 
-def test_a_run_that_does_not_go_on_keeps_its_model(run: Path) -> None:
+def test_a_run_that_cannot_resume_keeps_its_model(run: Path) -> None:
     with pytest.raises(SpecError, match="cannot become"):
         instep.resume(run, quiet=True, seed=8)
     with pytest.raises(SpecError, match="stop_after_steps"):
@@ -186,7 +186,7 @@ def test_a_model_that_no_checkpoint_has_is_set_aside_and_not_lost(
 
 
 @pytest.mark.parametrize("kept", [None, 0, 1])
-def test_where_the_log_is_gone_no_step_is_named_that_nobody_knows(
+def test_without_the_log_the_step_of_a_model_is_not_named(
     run: Path, undisturbed: Path, kept: int | None
 ) -> None:
     log, model = run / "events.jsonl", (run / "model.safetensors").read_bytes()
@@ -203,7 +203,7 @@ def test_where_the_log_is_gone_no_step_is_named_that_nobody_knows(
     check_same(run, undisturbed)
 
 
-def test_a_run_that_somebody_runs_is_left_alone(start: Start, tmp_path: Path) -> None:
+def test_a_run_that_another_process_runs_is_left_alone(start: Start, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     recipe = RECIPES / "tiny.py"
     job.write_text(f'recipe = "{recipe}:recipe"\n[train]\nsteps = 10000000\nglobal_batch = 16\n')
@@ -249,7 +249,7 @@ def test_a_run_that_was_killed_before_it_saved_its_model_saves_it(
         instep.resume(run, quiet=True)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     run: Path, undisturbed: Path
 ) -> None:
     newest = run / "checkpoints" / "step-00000010" / "model.safetensors"
@@ -337,7 +337,7 @@ def test_nothing_is_ever_unpickled(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_own_loop_goes_on_within_its_epoch(start: Start, tmp_path: Path) -> None:
+def test_an_own_loop_resumes_within_its_epoch(start: Start, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     whole, halves = runs / "whole", runs / "halves"
     for name, stop in (("whole", 0), ("halves", 5), ("halves", 0)):

@@ -10,7 +10,7 @@ from started import RECIPES, Start
 from test_joining import slurm_task, summary_of
 from test_leases import LONG, joined, stop
 
-from instep.control.silence import SILENT_S
+from instep.control.watch import SILENT_S
 from instep.events import read_events
 
 pytestmark = pytest.mark.process

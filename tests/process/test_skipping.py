@@ -83,7 +83,7 @@ def test_a_step_is_that_of_the_samples_that_could_be_read(
 
 
 @pytest.mark.parametrize("loaders", [*(slow(n) for n in (0, 1)), 2])
-def test_a_step_is_also_without_the_samples_that_end_who_reads_them(
+def test_a_step_is_also_without_the_samples_that_end_their_reader(
     tmp_path: Path, loaders: int
 ) -> None:
     deadly = {"deadly": [8, 9], "deadly_validation": [7]}
@@ -168,7 +168,7 @@ def test_a_step_of_which_nothing_can_be_read_ends_the_run_with_one_sentence(run:
     program.check_nothing_is_left()
 
 
-def test_a_loop_of_ones_own_leaves_them_out_as_well(start: Start) -> None:
+def test_an_own_loop_skips_them_too(start: Start) -> None:
     program = start(RECIPES / "own_loop_skips.py")
     assert program.end() == 0, program.stderr
     assert program.summary["skipped_samples"] == 14
@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_leaves_them_out_as_well(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_what_ended_a_run_can_be_skipped_when_it_goes_on(run: Start, start: Start) -> None:
+def test_what_ended_a_run_can_be_skipped_when_it_is_resumed(run: Start, start: Start) -> None:
     # of the first validation: a training sample may be met before a step is there to keep
     program = run(
         "unreadable.py:recipe",

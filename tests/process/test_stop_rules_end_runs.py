@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_checkpoint_before_it_sta
     program.check_nothing_is_left()
 
 
-def test_a_run_that_goes_on_with_no_finite_loss_does_not_end_as_if_all_were_well(
+def test_a_run_that_continues_without_a_finite_loss_does_not_end_as_completed(
     run: Start,
 ) -> None:
     length = ("train.epochs=1", "train.global_batch=8", "stop.non_finite=false")
@@ -176,7 +176,7 @@ def test_rules_end_sessions_that_two_processes_joined_and_loops_of_their_own(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_stopped_by_what_its_sessions_heard_together(tmp_path: Path) -> None:
+def test_a_resumed_run_is_stopped_by_the_figures_of_all_its_sessions(tmp_path: Path) -> None:
     train = {"epochs": 50, "global_batch": 16, "determinism": "bits"}
     stop = {"metric": "accuracy", "patience": 3}
     job = {"runs": tmp_path, "seed": 0, "quiet": True, "stop": stop}

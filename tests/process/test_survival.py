@@ -171,7 +171,7 @@ def scale(program: Started, workers: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_run_grows_and_shrinks_while_it_goes_on(
+def test_a_run_grows_and_shrinks_while_it_trains(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
     program = begin(start, tmp_path, 2)
@@ -250,7 +250,7 @@ def test_a_worker_that_gets_notice_hands_over_and_no_step_is_lost(
 
 
 @pytest.mark.slow
-def test_the_only_worker_gets_notice_and_the_run_goes_on_with_another(
+def test_the_only_worker_gets_notice_and_the_run_continues_with_another(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:
     program = begin(start, tmp_path, 1)

@@ -109,7 +109,7 @@ def test_workers_killed_within_and_between_the_turns_leave_no_trace(tmp_path, al
     assert folder.audit.sha256 == RunFolder(alone.path).audit.sha256
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_path, alone):
+def test_a_run_resumes_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_path, alone):
     run = trained(tmp_path, 2, train={"stop_after_steps": 9}, arguments={"validates": True})
     assert run.summary["steps"] == 9
     kept = next((run.path / "checkpoints").glob("step-*9"))
@@ -127,7 +127,7 @@ def test_a_loss_of_an_earlier_turn_that_is_no_number_ends_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_guide_trains_and_tells_the_loss_of_each_turn(tmp_path):
+def test_the_example_of_the_guide_trains_and_reports_the_loss_of_each_turn(tmp_path):
     guide = (Path(__file__).parents[2] / "docs/guides/several-updates.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", guide, re.M | re.S)
     codes = [text for language, text in blocks if language == "python"]

@@ -178,7 +178,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "ready",
         lambda real: property(lambda state: state.living),
     ),
-    "the last word of an earlier generation counts": (mind, "_last_word", _any_generation),
+    "the last word of an earlier generation counts": (mind, "_last_message", _any_generation),
     "the run never goes back": (mind, "_advance", _without(GoBack)),
     "a group that broke is not formed again": (mind, "_broke", _ignored),
     "a worker that hangs is not killed": (mind, "_hung", _without(Kill)),
@@ -195,8 +195,8 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     "the lowest rank gives its state": (workers, "beginning", _lowest_rank_gives),
     "the ledger is not mended": (Truth, "mend", _nothing),
-    "Formed is not sent again": (MasterConnection, "_find_another", _forgets(Formed)),
-    "Broken is not sent again": (MasterConnection, "_find_another", _forgets(Broken)),
+    "Formed is not sent again": (MasterConnection, "_connect_to_next", _forgets(Formed)),
+    "Broken is not sent again": (MasterConnection, "_connect_to_next", _forgets(Broken)),
     # found by these stories
     "a member that may have committed is not asked": (
         mind,
@@ -211,7 +211,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "a lost worker cannot have committed anything": (
         mind,
         "_lose",
-        _state(from_origin=lambda before, after: before.from_origin),
+        _state(from_checkpoint=lambda before, after: before.from_checkpoint),
     ),
     "a new master waits for members that are ready": (mind, "_restarted", _restarted_as_if_told),
     "a new master does not kill again": (mind, "_restarted", _without(Kill)),

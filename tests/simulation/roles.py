@@ -22,12 +22,12 @@ from instep.comm import messages as m
 from instep.comm.connection import MasterConnection
 from instep.comm.messages import Form, Hello
 from instep.control import master as master_module
-from instep.control import questions, recorder
+from instep.control import recorder, stack_requests
 from instep.control.master import Master
 from instep.control.state import State
 from instep.errors import PeerError
 from instep.events import STEPS
-from instep.store.folder import Origin
+from instep.store.folder import StartPoint
 
 from .engine import TIME, Channel, Death, Hub, Listener, Peer, Process, Suspend, Violation
 
@@ -138,13 +138,13 @@ class _Folder:
         return self.steps[self.steps["worker"] == worker]
 
 
-class _Watched:
-    """As `processes.Watched`."""
+class _LocalProcess:
+    """As `hosts.LocalProcess`."""
 
     world: World
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, host: int, pid: int) -> None:
+        self.host, self.pid = host, pid
 
     @property
     def ended(self) -> bool:
@@ -198,13 +198,13 @@ class _Journal:
 @contextmanager
 def staged(world: World) -> Generator[None, None, None]:
     """The product's modules see this world instead of clock, sockets, files and processes."""
-    for each in (_Log, _Steps, _Folder, _Watched):
+    for each in (_Log, _Steps, _Folder, _LocalProcess):
         each.world = world
     spec_file = SimpleNamespace(dump=lambda job: "")
     of_the_master = {
         "time": TIME,
         "RunFolder": _Folder,
-        "Watched": _Watched,
+        "LocalProcess": _LocalProcess,
         "as_table": lambda job: {},
         "spec_file": spec_file,
         "has_ended": lambda pid: not world.processes[pid].alive,
@@ -224,7 +224,7 @@ def staged(world: World) -> Generator[None, None, None]:
     with (
         mock.patch.multiple(master_module, **of_the_master),
         mock.patch.multiple(recorder, **of_the_books),
-        mock.patch.multiple(questions, **of_the_questions),
+        mock.patch.multiple(stack_requests, **of_the_questions),
         mock.patch.multiple(connection_module, time=TIME, Channel=Channel),
     ):
         yield
@@ -256,7 +256,7 @@ class MasterProcess(Process):
             hosted=True,
             started=1e6,
             about={},
-            origin=Origin(0, None),
+            start_point=StartPoint(0, None),
             journal=_Journal(world),  # type: ignore[arg-type]
         )
 

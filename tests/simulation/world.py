@@ -183,7 +183,7 @@ class World:
         step = self.truth.go_back(known - self.dismissed)
         self.engine.tell("master", f"goes back to step {step}")
         newest = [n for n, c in enumerate(self.truth.checkpoints) if len(c) == step and step]
-        return _Origin(step, newest[-1] if newest else None)
+        return _StartPoint(step, newest[-1] if newest else None)
 
     def told_to_form(self, process: Process, form: m.Form) -> None:
         """A worker is told to form a group."""
@@ -278,10 +278,10 @@ class World:
         return f"{doing}, {state}"
 
 
-class _Origin:
-    """As `folder.Origin`, of a run that went back."""
+class _StartPoint:
+    """As `folder.StartPoint`, of a run that went back."""
 
-    heard = warnings = ()
+    figures = warnings = ()
 
     def __init__(self, step: int, checkpoint: int | None) -> None:
         self.step, self.checkpoint = step, None if checkpoint is None else str(checkpoint)

@@ -34,7 +34,7 @@ from instep.errors import InstepError, PeerError, RunError
 from instep.spec import JobSpec
 from instep.store.folder import (
     BEGINNING,
-    Origin,
+    StartPoint,
     held,
     make_run_folder,
     remove_run_folder,
@@ -82,7 +82,7 @@ class Host:
         self._over: Over | None = None
         self._broke: BaseException | None = None
         self._note = {"quiet": quiet, "json": True, "about": {**about(job), "started_by": "join"}}
-        self._job, self._place, self._origin = job, place, BEGINNING
+        self._job, self._place, self._start_point = job, place, BEGINNING
         with refusal.announced(place, runs):
             self._switchboard = Switchboard(host_address(place))
         self._failed: Collection[int] = ()  # processes that failed before they connected
@@ -91,17 +91,17 @@ class Host:
         self._began = time.time()
         try:
             self._check_notes()
-            origin = self._take_folder(runs, resume, own_loop)
-            self._to_train = origin is not None
-            if origin is not None:
-                self._origin = origin
-                Journal(self.folder, Begin(time.time(), origin)).close()
+            start_point = self._take_folder(runs, resume, own_loop)
+            self._to_train = start_point is not None
+            if start_point is not None:
+                self._start_point = start_point
+                Journal(self.folder, Begin(time.time(), start_point)).close()
             if place.size > 1:
                 meeting.write(self._meeting, self._switchboard.endpoint)
                 try:
                     self._check_notes()  # again: reading a checkpoint takes time
                 except InstepError:
-                    if origin == BEGINNING:
+                    if start_point == BEGINNING:
                         remove_run_folder(self.folder)
                     raise
         except BaseException as error:
@@ -123,7 +123,7 @@ class Host:
             error.args = (f"process {number} failed: {error}",)
             raise error
 
-    def _take_folder(self, runs: Path, resume: bool, own_loop: bool) -> Origin | None:
+    def _take_folder(self, runs: Path, resume: bool, own_loop: bool) -> StartPoint | None:
         """Lock a run folder; returns where training starts, None if the run is complete."""
         job = self._job
         if not (resume and (runs / job.name / "job.toml").is_file()):
@@ -208,7 +208,7 @@ class Host:
             over = self._over
             failed = over.failed if over is not None else None
             missing = self._missing() if failed is not None else []
-            if failed is not None and refused(failed, self.folder, self._origin):
+            if failed is not None and refused(failed, self.folder, self._start_point):
                 remove_run_folder(self.folder)
             else:
                 summary = self._summary()

@@ -1,8 +1,8 @@
-"""`instep run script.py`: what the script says to `instep.join` becomes the job.
+"""`instep run script.py`: the arguments of the script's `instep.join` become the job.
 
-A run needs its job before a worker exists. So the script is started once with nobody to
-join: where it calls `instep.join`, it says what it was given, and ends. What the
-command line says is laid over that.
+A run needs its job before a worker exists. So the script is started once with no run to
+join: at its call of `instep.join` it prints the arguments, and exits. The command line
+overrides them.
 """
 
 from __future__ import annotations

@@ -488,7 +488,7 @@ class Session:
         """
         self._closed = True
         at, over = self._training or self._loop, None
-        if self._script is not None:  # which has the last word, and tells
+        if self._script is not None:  # which sends the last message
             self._script.at = self.at
             if at is not None and isinstance(error, Released):
                 at.released()

@@ -34,7 +34,7 @@ from instep.spec import JobSpec
 from instep.state.model_file import check_hash
 from instep.store.folder import (
     BEGINNING,
-    Origin,
+    StartPoint,
     held,
     make_run_folder,
     remove_run_folder,
@@ -135,7 +135,7 @@ def run_job(
     quiet: bool = False,
     started: float | None = None,
     json_output: bool = False,
-    origin: Origin = BEGINNING,
+    start_point: StartPoint = BEGINNING,
     watch: Callable[[Path], None] | None = None,
 ) -> Run:
     """Run a job on this machine to its end.
@@ -147,18 +147,18 @@ def run_job(
         quiet: print nothing; by default a live table or lines go to standard error.
         started: Unix seconds at which the command began; now, if not given.
         json_output: progress as lines, as a program reads the output.
-        origin: the checkpoint to start from, of another run, which is only read.
+        start_point: the checkpoint to start from, of another run, which is only read.
         watch: called with the run folder several times a second; must not block.
 
     Raises:
         InstepError: nothing was started, or a worker failed (its cause is the text).
     """
-    check_job(job, resumed=origin.checkpoint is not None)
+    check_job(job, resumed=start_point.checkpoint is not None)
     there = runs.exists()
     folder = make_run_folder(runs, job, named=named)
     try:
         with held(folder):
-            return _conduct(job, folder, origin, started, _Audience(quiet, json_output, watch))
+            return _conduct(job, folder, start_point, started, _Audience(quiet, json_output, watch))
     finally:
         if not there:
             with suppress(OSError):  # as a rule there is a run in it
@@ -198,8 +198,8 @@ def resume_run(
     check_job(job, resumed=True)
     folder = path.resolve()
     with held(folder):
-        origin = prepare(folder, job, recipe_sha256=recipe_sha256(job))
-        return _conduct(job, folder, origin, started, _Audience(quiet, json_output))
+        start_point = prepare(folder, job, recipe_sha256=recipe_sha256(job))
+        return _conduct(job, folder, start_point, started, _Audience(quiet, json_output))
 
 
 def resume(
@@ -236,9 +236,9 @@ class _Audience:
 
 
 def _conduct(
-    job: JobSpec, folder: Path, origin: Origin, started: float | None, audience: _Audience
+    job: JobSpec, folder: Path, start_point: StartPoint, started: float | None, audience: _Audience
 ) -> Run:
-    """Run a job in its folder, from `origin` to its end."""
+    """Run a job in its folder, from `start_point` to its end."""
     switchboard = open_switchboard(job)
     hosts = job.launch.hosts
     make = LAUNCHERS[job.launch.name or ("hosts" if hosts else "local")]
@@ -247,7 +247,7 @@ def _conduct(
         for number in range(len(hosts) or 1):
             launcher.start(replace(switchboard.endpoint, host=number), folder / "logs")
         began = started or time.time()
-        over = _follow(job, folder, origin, switchboard, launcher, began, audience)
+        over = _follow(job, folder, start_point, switchboard, launcher, began, audience)
     except RunError as error:  # the master is lost; what was committed is in the folder
         with suppress(InstepError):
             finish(folder)
@@ -256,11 +256,11 @@ def _conduct(
         launcher.stop()
         switchboard.close()
     servers = _servers(folder) if over.failed is not None else ()
-    if over.failed is not None and refused(over.failed, folder, origin):
+    if over.failed is not None and refused(over.failed, folder, start_point):
         remove_run_folder(folder)
         raise failure(over.worker, over.failed, folder, servers)
     try:
-        summary = finish(folder, origin)
+        summary = finish(folder, start_point)
     finally:  # the cause of a failure matters more than an error in its report
         if over.failed is not None:
             raise failure(over.worker, over.failed, folder, servers)
@@ -270,7 +270,7 @@ def _conduct(
 def _follow(
     job: JobSpec,
     folder: Path,
-    origin: Origin,
+    start_point: StartPoint,
     switchboard: Switchboard,
     launcher: Launcher,
     began: float,
@@ -281,7 +281,7 @@ def _follow(
     from instep.client.watchdog import MasterWatchdog
     from instep.control.journal import Begin, Journal
 
-    Journal(folder, Begin(began, origin)).close()
+    Journal(folder, Begin(began, start_point)).close()
     note = {"about": about(job), "quiet": audience.quiet, "json": audience.json_output}
     hosts = len(job.launch.hosts) or 1
     watchdog = MasterWatchdog(
@@ -472,12 +472,12 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
+def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
     """Write summary, report and trace of a run that has ended, and return the summary.
 
     Args:
         folder: of the run.
-        origin: where it started; if that is another run, its ledger does not begin at 1.
+        start_point: where it started; if that is another run, its ledger does not begin at 1.
 
     Raises:
         RunError: a file cannot be written; or, once all are written: the ledger is not what
@@ -506,19 +506,19 @@ def finish(folder: Path, origin: Origin = BEGINNING) -> dict[str, Any]:
             f"the run has ended, but its end could not be written to {folder / 'events.jsonl'}, "
             "and its report has gaps: the disk was full or read-only."
         )
-    whole = origin.checkpoint is None or origin.checkpoint.is_relative_to(folder)
+    whole = start_point.checkpoint is None or start_point.checkpoint.is_relative_to(folder)
     if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
         raise RunError(f"the run has ended, but {prove(run).fault}")
     return summary
 
 
-def refused(failed: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
+def refused(failed: Failed, folder: Path, start_point: StartPoint = BEGINNING) -> bool:
     """Whether a run was refused before it trained anything, so that its folder can be removed.
 
     Args:
         failed: why it failed.
         folder: of the run.
-        origin: where it started.
+        start_point: where it started.
     """
     from instep.events import LEDGER, read_records
 
@@ -528,7 +528,7 @@ def refused(failed: Failed, folder: Path, origin: Origin = BEGINNING) -> bool:
         "CheckpointError",
         *(() if failed.step else ("DataError",)),
     ]
-    fresh = origin == BEGINNING and failed.kind in kinds
+    fresh = start_point == BEGINNING and failed.kind in kinds
     return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
 
 

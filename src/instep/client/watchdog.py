@@ -1,7 +1,7 @@
 """Keeps a run's master and hosts alive until the run is over: the client's watchdog.
 
 If a master or a host is killed, it is started again, and training continues meanwhile. A
-master that gives no sign of life for too long (`control/lease.py`) is killed first, so that
+master that gives no sign of life for too long (`system/lease.py`) is killed first, so that
 there are never two. A master that ends by itself has said why, and that ends the run. The
 client is the one process that must live: if it dies, all others end. Under `instep.join`
 the watchdog is a thread of process 0, and there are no hosts.
@@ -26,12 +26,12 @@ from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Switchboard
 from instep.comm.messages import Hello, HostEnded, HostWanted, Interrupt, Over, Refused
 from instep.control.endings import signal_name
-from instep.control.lease import Lease
 from instep.errors import RunError
 from instep.launch.base import Launcher
 from instep.plain_file import read_plain
 from instep.store.folder import gone, host_log
 from instep.system.causes import as_error
+from instep.system.lease import Lease
 from instep.system.processes import on_signals, start_with_retries
 
 LINGER_S = 2.0
@@ -43,12 +43,11 @@ LOOK_S = 0.05
 STUCK_S = 10.0
 """How long a master may take to end a run after a second interrupt."""
 
-MOST_RESTARTS, WITHIN_S = 10, 10.0
-"""A master that is killed more often within so many seconds is not replaced."""
+SHORT_S, MOST_SHORT = 2.0, 10
+"""After so many masters in a row that lived no longer, none is started."""
 
-SHORT_S, LONGEST_PAUSE_S = 2.0, 1.0
-"""After masters that lived no longer than the first, there is a pause before the next, which grows
-up to the second."""
+LONGEST_PAUSE_S = 1.0
+"""Before the next one there is a pause, which grows up to this."""
 
 MOST_HANGS, WELL_S = 7, 10.0
 """A master that hung so often, without working for so long in between, is not replaced: whatever it
@@ -80,7 +79,7 @@ class MasterWatchdog:
         self._watch = watch
         self._run, self._board, self._launcher, self._note = run, switchboard, launcher, note
         self._hosts = range(hosts if launcher is not None else 0)
-        self._starts: list[float] = []
+        self._started = 0.0  # when the present one was
         self._asked: list[str] = []
         self._told = 0
         self._last_asked = math.inf
@@ -95,8 +94,7 @@ class MasterWatchdog:
 
     def _start(self, why: str = "") -> subprocess.Popen[bytes]:
         """Start a master; `why` says how the one before was lost."""
-        now = time.monotonic()
-        self._starts.append(now)
+        now = self._started = time.monotonic()
         listener = self._board.listener.fileno()
         self._close_signs()
         self._signs, signs = os.pipe()
@@ -191,24 +189,22 @@ class MasterWatchdog:
             why = self._hung or f"it was killed by {signal_name(code)}"
             now = time.monotonic()
             if self._due is None:  # it has just ended
+                short = now - self._started < SHORT_S
+                self._short_lives = self._short_lives + 1 if short else 0
                 self._check_restarts(why)
-                self._due = now + self._pause_s(now - self._starts[-1])
+                pause_s = 0.05 * 2**self._short_lives if self._short_lives > 2 else 0.0
+                self._due = now + min(pause_s, LONGEST_PAUSE_S)
             if now >= self._due:
                 self._due = None
                 self._master = self._start(why)
-
-    def _pause_s(self, lived_s: float) -> float:
-        """How long to wait before the next master: longer each time one ends early."""
-        self._short_lives = self._short_lives + 1 if lived_s < SHORT_S else 0
-        return 0.0 if self._short_lives < 3 else min(0.05 * 2**self._short_lives, LONGEST_PAUSE_S)
 
     def _watch_signs(self) -> None:
         """Kill a master that gives no sign of life for too long; it is replaced then."""
         now = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             while os.read(self._signs, 1 << 16):
-                self._lease.hears(now)
-        if self._hangs and self._lease.signs and now - self._starts[-1] > WELL_S:
+                self._lease.renew(now)
+        if self._hangs and self._lease.signs and now - self._started > WELL_S:
             self._hangs = 0
         self._longest_s = max(self._longest_s, self._lease.longest_s)
         if not self._hung and (how := self._lease.turn(now)):
@@ -227,14 +223,7 @@ class MasterWatchdog:
                 f"was replaced ({why}, the last). Look at the disk that holds {self._run}, and "
                 "whether something stops this machine's processes."
             )
-        if len(self._starts) > MOST_RESTARTS and self._starts[-MOST_RESTARTS] > (
-            time.monotonic() - WITHIN_S
-        ):
-            raise RunError(
-                f"the run's master was killed {MOST_RESTARTS} times within {WITHIN_S:g} s "
-                f"({why}, the last time)."
-            )
-        if self._short_lives >= MOST_RESTARTS:
+        if self._short_lives >= MOST_SHORT:
             raise RunError(
                 f"the run's master ended within {SHORT_S:g} s of its start {self._short_lives} "
                 f"times in a row ({why}, the last time). What it said is in "

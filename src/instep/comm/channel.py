@@ -25,17 +25,17 @@ from instep.errors import PeerError
 LARGEST = 64 * 1024 * 1024
 """Bytes of the longest frame that is taken in."""
 
-LARGEST_OF_A_STRANGER = 4096
+LARGEST_UNTRUSTED = 4096
 """The same, from a peer that has not shown the run's token yet."""
 
-MOST_STRANGERS = 64
-"""Connections of peers that have not shown the run's token yet; the oldest makes way."""
+MOST_UNTRUSTED = 64
+"""Connections of peers that have not shown the run's token yet; the oldest is dropped."""
 
 ACCEPTED = 32
-"""Callers that are answered before those who are there are heard again."""
+"""New connections that are accepted before messages are read again."""
 
 FULL_S = 0.5
-"""How long nobody is answered where the process can open no more files."""
+"""How long no connection is accepted after the process could open no more files."""
 
 Wanted = TypeVar("Wanted", bound=AnyMessage)
 
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A socket at a port of its own, on which masters can be called."""
+    """A socket at a port of its own, on which masters accept connections."""
     return socket.create_server((host, 0), backlog=1024)
 
 
@@ -106,11 +106,11 @@ class Channel:
 
     @classmethod
     def connect(cls, address: Address, timeout_s: float | None = None) -> Channel:
-        """Call a master.
+        """Connect to a master.
 
         Raises:
-            PeerError: nobody answers there.
-            TimeoutError: there is no way to the place, or no answer from it in that time.
+            PeerError: no master listens there.
+            TimeoutError: the address cannot be reached, or does not answer in that time.
         """
         try:
             connection = socket.create_connection(address, timeout=timeout_s)
@@ -190,7 +190,7 @@ class Channel:
         self._inbox.extend(self._frames.feed(data))
 
     def close(self) -> None:
-        """Hang up; a second call does nothing."""
+        """Close; a second call does nothing."""
         self._socket.close()
 
 
@@ -204,27 +204,27 @@ class Peer:
         self.frames = _Frames(largest)
         self.unsent = bytearray()
         self.since = time.monotonic()
-        """When it called, on the monotonic clock."""
+        """When it connected, on the monotonic clock."""
 
     def __repr__(self) -> str:
         return f"Peer({self.socket.fileno()})"
 
 
 class Hub:
-    """The master's switchboard: every connection, in one thread, never blocked by any of them.
+    """The master's connections, all in one thread, which none of them blocks.
 
     Args:
-        listener: that listens already; by default one on loopback.
+        listener: a listening socket; by default a new one on loopback.
         largest: bytes of the longest frame of a peer, until its `frames.largest` is raised.
     """
 
     def __init__(
-        self, listener: socket.socket | None = None, *, largest: int = LARGEST_OF_A_STRANGER
+        self, listener: socket.socket | None = None, *, largest: int = LARGEST_UNTRUSTED
     ) -> None:
         self._largest = largest
         self._listener = listener or listen()
         self._listener.setblocking(False)
-        self._strangers: dict[Peer, None] = {}  # the oldest first
+        self._untrusted: dict[Peer, None] = {}  # the oldest first
         self._full_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -232,7 +232,7 @@ class Hub:
         self.address = Address(name[0], name[1])
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Peer, AnyMessage | None]]:
-        """Whatever arrives within `timeout_s`; None from a peer that hung up."""
+        """Whatever arrives within `timeout_s`; None from a peer whose connection is closed."""
         if self._full_until and time.monotonic() > self._full_until:
             self._full_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -249,32 +249,32 @@ class Hub:
                 yield from self._read(peer)
 
     def _accept(self) -> bool:
-        """Answer one caller; whether there may be another."""
+        """Accept one connection; whether there may be another."""
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _NO_MORE_FILES:
                 self._make_room()
-            return False  # nobody calls, or the caller hung up again before we answered
+            return False  # none is waiting, or it was closed before it was accepted
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = Peer(connection, self._largest)
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._strangers[peer] = None
-        if len(self._strangers) > MOST_STRANGERS:
-            self.drop(next(iter(self._strangers)))
+        self._untrusted[peer] = None
+        if len(self._untrusted) > MOST_UNTRUSTED:
+            self.drop(next(iter(self._untrusted)))
         return True
 
     def _make_room(self) -> None:
-        """No file can be opened: strangers make way, and for a moment nobody is answered."""
-        for peer in list(self._strangers):
+        """No file can be opened: drop unauthenticated peers, and accept none for a moment."""
+        for peer in list(self._untrusted):
             self.drop(peer)
-        self._selector.unregister(self._listener)  # else it would be asked again without pause
+        self._selector.unregister(self._listener)  # else `select` would return at once
         self._full_until = time.monotonic() + FULL_S
 
     def trust(self, peer: Peer) -> None:
         """A peer has shown the run's token: it may stay, and send long frames."""
-        self._strangers.pop(peer, None)
+        self._untrusted.pop(peer, None)
         peer.trusted, peer.frames.largest = True, LARGEST
 
     def _read(self, peer: Peer) -> Iterator[tuple[Peer, AnyMessage | None]]:
@@ -310,27 +310,27 @@ class Hub:
             self._selector.modify(peer.socket, wanted, peer)
 
     def peers(self) -> list[Peer]:
-        """Everyone who is connected."""
+        """All peers that are connected."""
         if self._listener.fileno() < 0:
             return []
         found = (key.data for key in self._selector.get_map().values())
         return [peer for peer in found if isinstance(peer, Peer)]
 
     def drain(self, peer: Peer) -> Iterator[AnyMessage]:
-        """What a peer that is gone has sent, to its last word; hangs up on it."""
+        """All messages of a peer that is gone, to the last; closes its connection."""
         while peer.socket.fileno() >= 0 and (arrived := list(self._read(peer))):
             yield from (message for _, message in arrived if message is not None)
         self.drop(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Hang up on a peer; a second call does nothing."""
-        self._strangers.pop(peer, None)
+        """Close a peer's connection; a second call does nothing."""
+        self._untrusted.pop(peer, None)
         if peer.socket.fileno() >= 0:
             self._selector.unregister(peer.socket)
             peer.socket.close()
 
     def close(self) -> None:
-        """Hang up on everyone and stop listening; a second call does nothing."""
+        """Close all connections and stop listening; a second call does nothing."""
         if self._listener.fileno() < 0:
             return
         for key in list(self._selector.get_map().values()):

@@ -1,9 +1,9 @@
-"""Where the ranks of a group that is forming meet: kept by the master, reached by connection.
+"""Where the ranks of a group that is forming meet: keys that the master keeps.
 
 Torch's own `TCPStore` listens on every interface and lets anybody write. This
 one opens no port: a worker's keys go over the connection it already has, so a
 group forms in one round trip, and a master that wants it to stop forming
-hangs up or answers.
+closes the connection or answers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ChannelStore(Store):
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Leave a value for the others."""
+        """Set a value for the others."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._connection.send(StoreSet(key=self._prefix + key, value=data))
 
     def get(self, key: str) -> bytes:
-        """A value, once somebody has left it; PeerError once another group is to form."""
+        """A value, once it is set; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
             question = StoreGet(key=name)
@@ -54,7 +54,7 @@ class ChannelStore(Store):
         return self._known[name]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return once every key has been set. How long that may take is the master's affair."""
+        """Return once every key has been set. The master decides how long that may take."""
         for key in keys:
             self.get(key)
 

@@ -1,14 +1,13 @@
-"""A process's connection to its master, which may be lost and come back as another process.
+"""A process's connection to its master, which may be lost and replaced by another process.
 
-What is sent is kept until the master has said that it took effect, and is
-sent again to the next master; one that answers at the same address is the
-next master. While a process is busy a thread listens for it, and tells the
-master a few times a second that the process lives (`listen`). What the
-messages mean is for others to say: only `Ack` is for the connection itself.
+A message is kept until the master acknowledges that it took effect, and is sent again to
+the next master, which listens at the same address. While the process is busy, a thread
+receives for it and sends heartbeats (`listen`). What messages mean is not known here; only
+`Ack` is for the connection itself.
 
-Between hosts packets may vanish, and no connection ends: there a connection has a
-lease (`keep`). The master answers each heartbeat; where no answer comes in time,
-the lease has run out, and the connection calls again until somebody answers.
+Between hosts packets may be lost without an error: there a connection has a lease (`keep`).
+The master answers each heartbeat; without an answer in time the lease has run out, and the
+connection reconnects until it gets one.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from instep.comm.messages import Ack, AnyMessage, Heartbeat, Hello, Refused, Wel
 from instep.errors import PeerError
 
 HEARTBEAT_S = 0.2
-"""How often a process shows that it lives."""
+"""Seconds between two heartbeats of a process."""
 
 LEASE_S = 1.0
-"""How long after a heartbeat that the master has answered it surely counts with its sender; less
-than `watch.FLOOR_S`, after which it may go on without it. The difference is what two clocks,
-and a process that is late between the check and the write, may be apart."""
+"""How long after an answered heartbeat the master surely counts its sender as a member; less than
+`limits.FLOOR_S`, after which it may continue without it. The difference is for clocks that differ,
+and for a pause between the check and the write."""
 
-CALL_S = 1.0
-"""How often another call is tried where none is answered."""
+RECONNECT_S = 1.0
+"""Seconds between two attempts to reconnect."""
 
 GIVE_UP_S = 600.0
-"""How long a master that cannot be reached is looked for."""
+"""How long a process tries to reach its master."""
 
 One = TypeVar("One", bound=AnyMessage)
 Other = TypeVar("Other", bound=AnyMessage)
@@ -45,11 +44,11 @@ Third = TypeVar("Third", bound=AnyMessage)
 
 
 class MasterConnection:
-    """One process's connection to whoever is master now.
+    """One process's connection to the present master.
 
     Args:
-        address: where masters listen, one after the other.
-        hello: the first word on every connection.
+        address: of the present master and of each that replaces it.
+        hello: the first message on every connection.
 
     Raises:
         PeerError: no master answers there, or not in our language.
@@ -58,12 +57,12 @@ class MasterConnection:
     def __init__(self, address: Address, hello: Hello) -> None:
         self._address = address
         self.hello = hello
-        """Said again to the next master; `generation` may be changed meanwhile."""
+        """Sent again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether a lost master is waited for."""
         self.question: AnyMessage | None = None
-        """What has had no answer yet: it is asked again of the next master, which may never have
-        heard it though the last one did."""
+        """A request without an answer: it is sent again to the next master, which may not know it
+        though the last one did."""
         self._unacknowledged: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -77,12 +76,12 @@ class MasterConnection:
         self._sent_at: dict[int, float] = {}  # of the heartbeats after that
         self._heartbeats = 0
         self._severed = False
-        self._beat_at = self._called_at = time.monotonic()
+        self._beat_at = self._reconnected_at = time.monotonic()
         self._channel = Channel.connect(address)
         self._channel.send(hello)
 
     def welcome(self) -> Welcome | Refused:
-        """The master's first word; the next master's is nobody's business."""
+        """The first master's answer to `hello`; those of later masters are dropped."""
         answer = self.wait_for(Welcome, Refused)
         self._welcomed = True
         return answer
@@ -91,23 +90,23 @@ class MasterConnection:
         """Of the connection as it is now, for `select` and its kin; -1 while there is none."""
         return self._channel.fileno()
 
-    # ---- where packets may vanish
+    # ---- where packets may be lost
 
     def keep(self, lease_s: float = LEASE_S) -> None:
-        """From now on believe the master to be there only while it answers heartbeats."""
+        """From now on count the master as reachable only while it answers heartbeats."""
         self._answered_at, self._lease_s = _now() - lease_s, lease_s
-        self._called_at, self._beat_at = time.monotonic(), -HEARTBEAT_S
+        self._reconnected_at, self._beat_at = time.monotonic(), -HEARTBEAT_S
         self._channel.give_up_after(2 * lease_s)
 
     @property
     def lapsed(self) -> bool:
-        """Whether the master may have given this process up; never without a lease."""
+        """Whether the master may have replaced this process; never without a lease."""
         if self._lease_s is None:
             return False
         return self._gone is not None or _now() - self._answered_at > self._lease_s
 
     def wait_for_lease(self) -> None:
-        """Wait until the master has answered; for a process that others listen for.
+        """Wait until the master has answered; for a process with a listening thread.
 
         Raises:
             PeerError: the master is gone, for good.
@@ -119,30 +118,30 @@ class MasterConnection:
                 self._arrived.wait(HEARTBEAT_S)
 
     def show(self, heartbeat: Callable[[], Heartbeat]) -> None:
-        """Tell that this process lives, if it is time to; call again where nobody answers."""
+        """Send a heartbeat if it is due; reconnect if none is answered."""
         now = time.monotonic()
         if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
             self._beat(heartbeat())
-        if (self._severed or self.lapsed) and now - self._called_at > CALL_S:
-            self._call_again()
+        if (self._severed or self.lapsed) and now - self._reconnected_at > RECONNECT_S:
+            self._reconnect()
 
-    def _call_again(self) -> None:
+    def _reconnect(self) -> None:
         """One attempt to reach the master."""
         with self._lock:
             self._channel.close()
             self._severed = True
         channel, gone = None, None
         try:
-            channel = Channel.connect(self._address, CALL_S / 2)
+            channel = Channel.connect(self._address, RECONNECT_S / 2)
             channel.give_up_after(2 * (self._lease_s or LEASE_S))
         except TimeoutError as error:
             if _now() - self._answered_at > GIVE_UP_S:
                 gone = PeerError(f"the master cannot be reached ({error}).")
-        except PeerError as error:  # whoever brings masters up is gone as well
+        except PeerError as error:  # what starts masters is gone as well
             gone = error
         with self._arrived:
-            self._called_at = time.monotonic()
+            self._reconnected_at = time.monotonic()
             self._gone = self._gone or gone
             if channel is not None and self._closed:
                 channel.close()
@@ -151,7 +150,7 @@ class MasterConnection:
             self._arrived.notify_all()
 
     def _introduce(self, channel: Channel) -> bool:
-        """Say on another connection who this is, and what may not have been heard.
+        """Send `hello` on another connection, and what was not acknowledged.
 
         Returns:
             False where that connection is lost as well.
@@ -187,8 +186,8 @@ class MasterConnection:
             except PeerError as error:
                 if not self.lasting:
                     raise
-                if self._thread is None and self._lease_s is None:  # else it will be noticed
-                    self._find_another(error)
+                if self._thread is None and self._lease_s is None:  # else `show` notices
+                    self._connect_to_next(error)
 
     def wait_until_acknowledged(self, timeout_s: float) -> None:
         """Wait until all that was sent has taken effect, with this master or the next.
@@ -282,13 +281,13 @@ class MasterConnection:
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have a thread listen from now on, and show that this process lives.
+        """Have a thread receive from now on, and send heartbeats.
 
         Args:
-            heartbeat: what the process is at; called in that thread, a few times a second.
-            on_arrival: told of each message as it arrives, in that thread; must not wait.
-            on_lapse: called there again and again while a lease has run out, and once where
-                the master is gone for good: a peer that hangs would be waited for without end.
+            heartbeat: what the process does; called in that thread, a few times a second.
+            on_arrival: gets each message as it arrives, in that thread; must not wait.
+            on_lapse: called there repeatedly while a lease has run out, and once if the
+                master is gone for good: the process would wait for a hung peer without end.
         """
         self._thread = threading.Thread(
             target=self._listen,
@@ -327,7 +326,7 @@ class MasterConnection:
             try:
                 self._channel.send(heartbeat)
             except PeerError:
-                pass  # reading says so too, and does something about it
+                pass  # reading finds it too, and reconnects
 
     def _take_in(self, timeout_s: float | None) -> list[AnyMessage]:
         """Wait for what arrives, and put it into the inbox."""
@@ -370,18 +369,18 @@ class MasterConnection:
 
     def _lose(self, error: PeerError) -> None:
         if self._lease_s is None:
-            self._find_another(error)
+            self._connect_to_next(error)
         else:
             self._channel.close()
-            self._severed = True  # `show` calls again
+            self._severed = True  # `show` reconnects
 
-    def _find_another(self, error: PeerError) -> None:
-        """Call the next master, as long as there can be one; else the connection has come apart."""
+    def _connect_to_next(self, error: PeerError) -> None:
+        """Connect to the next master, as long as there can be one."""
         self._channel.close()
         while self.lasting and not self._closed:
             try:
                 channel = Channel.connect(self._address)
-            except PeerError as refused:  # whoever brings masters up is gone as well
+            except PeerError as refused:  # what starts masters is gone as well
                 error = refused
                 break
             if self._introduce(channel):
@@ -389,13 +388,13 @@ class MasterConnection:
         self._gone = error
 
     def close(self) -> None:
-        """Hang up; a second call does nothing."""
+        """Close; a second call does nothing."""
         self._closed = True
         with self._lock:
             self._channel.close()
 
 
 def _now() -> float:
-    """Seconds of a clock that goes on while the machine sleeps, where there is one."""
+    """Seconds of a clock that runs while the machine sleeps, if there is one."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -1,7 +1,7 @@
-"""Where the master of a run listens, and all that a process needs to be let in.
+"""Where the master of a run listens, and all that a process needs to connect.
 
-The address and the token travel to every process that is started. The listener outlives any
-one master: the next one goes on with it.
+Every process that is started gets address and token. The listening socket outlives a master:
+the next one uses it too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from instep.comm.channel import Address, Hub, listen
 
 @dataclass(frozen=True)
 class Endpoint:
-    """All that a new process needs to find its master and be believed."""
+    """All that a new process needs to reach its master and be trusted."""
 
     address: Address
     token: str
@@ -25,12 +25,12 @@ class Endpoint:
 
 
 class Switchboard:
-    """Where a run's masters listen, one after the other, before the first is there.
+    """The listening socket of a run's masters; it exists before the first one.
 
     Args:
         host: address to listen on.
-        listener: that listens already, and was made by another process.
-        token: that the other process chose.
+        listener: made by another process, and listening already.
+        token: chosen by that process.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Switchboard:
 
     @cached_property
     def hub(self) -> Hub:
-        """The connections, for the one process that takes them in."""
+        """The connections, for the one process that accepts them."""
         return Hub(self.listener)
 
     def close(self) -> None:
-        """Hang up on everyone; a second call does nothing."""
+        """Close all connections; a second call does nothing."""
         if "hub" in self.__dict__:
             self.hub.close()
         self.listener.close()

@@ -1,4 +1,4 @@
-"""Every control message, as frozen data: what roles may say to one another.
+"""Every control message, as frozen data: what the roles send each other.
 
 A message is msgpack on the wire, tagged by its class's name; decoding checks
 names and types and can make nothing but these classes. Tensors never travel
@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process was when it ended, as far as it left word (`data/samples/last_read.py`)."""
+    """Where a process was when it ended, as far as it noted that (`data/samples/last_read.py`)."""
 
     step: int = 0
     """The step that it computed; 0 before the first."""
@@ -50,12 +50,12 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True):
-    """First word of every process: who it is, and the run's token to prove it."""
+    """The first message of every process: its role and number, and the run's token to prove it."""
 
     token: str
     role: str
     """`worker`, `host` (the fork server that starts the others) or `client` (who submits a job,
-    or has a wish while it runs)."""
+    or asks for a change while it runs)."""
     number: int
     """Of a worker, or of a host; hosts of a run are counted from 0."""
     pid: int
@@ -64,18 +64,18 @@ class Hello(Message, frozen=True):
     machine: str = ""
     """Where its pid means something: processes that have the same can watch each other."""
     node: str = ""
-    """What people call that place."""
+    """The host name of that machine."""
     generation: int | None = None
-    """The last that a worker was told to form; None from a process that is new to the run."""
+    """The last of which a worker got a `Form`; None from a process that is new to the run."""
     resends: int = 0
-    """How many of the messages that follow may have been heard already, by a master now lost."""
+    """How many of the next messages a lost master may have handled already."""
     phases: dict[str, float] = {}
     """Unix seconds at which it reached each point of its start."""
     version: int = VERSION
 
 
 class Welcome(Message, frozen=True):
-    """The master takes a process in: the job, and where the run lives."""
+    """The master accepts a process: the job, and the run's folder."""
 
     job: str
     """The job file as run, TOML."""
@@ -83,9 +83,9 @@ class Welcome(Message, frozen=True):
     started: float
     """Unix seconds at which the user's command began."""
     checkpoint: str = ""
-    """Folder of the checkpoint that the run goes on from; empty at a beginning."""
+    """Folder of the checkpoint that the run resumes from; empty at a beginning."""
     recovers: bool = False
-    """Whether a worker that is lost is replaced, and the others go on with it."""
+    """Whether a worker that is lost is replaced, and the others continue with it."""
     complete: bool = False
     """Whether the run is over: there is nothing to do in it."""
     marks: list[Mark] = []
@@ -97,7 +97,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Instead of a welcome: the run cannot begin, or go on."""
+    """Instead of a welcome: the run cannot begin or resume."""
 
     kind: str
     """Name of the error class, as in `Failed`."""
@@ -109,7 +109,7 @@ class Refused(Message, frozen=True):
 
 
 class StartWorker(Message, frozen=True):
-    """To the host: bring up a worker under this number."""
+    """To the host: start a worker under this number."""
 
     number: int
     log: str
@@ -119,7 +119,7 @@ class StartWorker(Message, frozen=True):
 
 
 class Adopt(Message, frozen=True):
-    """To the host: these workers live, whoever started them; tell of their end too."""
+    """To the host: these workers live; report their exits too, though another host started them."""
 
     workers: list[tuple[int, int]]
     """Number and pid of each."""
@@ -131,9 +131,9 @@ class Exited(Message, frozen=True):
     number: int
     pid: int
     code: int | None
-    """None where it was started by another host: nobody saw how it ended."""
+    """None where it was started by another host: its exit code is not known."""
     place: Whereabouts | None = None
-    """Where it was, if it left word."""
+    """Where it was, if it noted that."""
     error: str = ""
     """Why it could not be started, of which `pid` is 0; empty if it could."""
 
@@ -163,7 +163,7 @@ class Interrupt(Message, frozen=True):
 
 
 class HostWanted(Message, frozen=True):
-    """To the client: nobody is left who starts workers on these hosts."""
+    """To the client: these hosts have no fork server any more."""
 
     numbers: list[int]
 
@@ -173,18 +173,18 @@ class HostEnded(Message, frozen=True):
 
     code: int
     detail: str
-    """What it said last."""
+    """The last line that it printed."""
     number: int = 0
 
 
 class Scale(Message, frozen=True):
-    """From a client: go on with so many workers; `Answer` answers."""
+    """From a client: continue with so many workers; `Answer` answers."""
 
     workers: int
 
 
 class Answer(Message, frozen=True):
-    """To a client: what comes of its wish. Empty where it is granted."""
+    """To a client: why its request is refused; empty if it is accepted."""
 
     refusal: str
 
@@ -197,7 +197,7 @@ class Over(Message, frozen=True):
     step: int
     exit_code: int
     worker: int | None = None
-    """Who failed, where one did."""
+    """The worker that failed, if one did."""
     failed: Failed | None = None
 
 
@@ -205,12 +205,12 @@ class Over(Message, frozen=True):
 
 
 READING = "loading"
-"""What a worker is at in every step, and may wait in; before it is ready too, at each read of a
-sample."""
+"""An activity of every step, in which a worker may wait for a disk; before it is ready too, at each
+read of a sample."""
 
 
 class Heartbeat(Message, frozen=True):
-    """From a worker or host: it lives, and is at this; a few times a second.
+    """From a worker or host, a few times a second: it lives, and does this.
 
     Not counted by `Ack`, which answers it.
     """
@@ -242,10 +242,10 @@ class Ack(Message, frozen=True):
 
 
 class Built(Message, frozen=True):
-    """From a worker: it has all that it needs but the others."""
+    """From a worker: it has all that it needs, except its group."""
 
     recovers: bool
-    """Whether it can be in one group after another, should somebody be lost."""
+    """Whether it can be in one group after another, if a member is lost."""
 
 
 class Form(Message, frozen=True):
@@ -258,7 +258,7 @@ class Form(Message, frozen=True):
     timeout_s: float = 1800.0
     """How long the members may take to find each other."""
     checkpoint: str | None = None
-    """Folder of the checkpoint that all take up, empty for a beginning; None where the highest
+    """Folder of the checkpoint that all load, empty for a beginning; None where the highest
     step that a member has committed counts."""
     ends: bool = False
     """Whether a rule had the run end with that checkpoint, so that no step follows."""
@@ -284,7 +284,7 @@ class Broken(Message, frozen=True):
 
     generation: int
     cause: str = ""
-    """Why the group came apart, as this worker saw it; empty where its members change."""
+    """Why the group broke, as this worker saw it; empty if its members change."""
     mine: bool = False
     """Whether the worker itself is the cause, and no connection."""
 
@@ -300,14 +300,14 @@ class Notice(Message, frozen=True):
 
 
 class StoreSet(Message, frozen=True):
-    """Leave a value under a key for the others of a group that is forming."""
+    """Set a key for the others of a group that is forming."""
 
     key: str
     value: bytes
 
 
 class StoreGet(Message, frozen=True):
-    """Ask for a key; `StoreValue` answers once somebody has set it."""
+    """Ask for a key; `StoreValue` answers once it is set."""
 
     key: str
 
@@ -336,7 +336,7 @@ class Records(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """From a worker, its last word: it cannot go on."""
+    """From a worker, its last message: it cannot continue."""
 
     kind: str
     """Name of the error class: `RecipeError`, `PeerError`, ... or `error` for the user's code."""
@@ -353,7 +353,7 @@ class Figures(Message, frozen=True):
 
     step: int
     loss: float | None = None
-    """Of the step; None where only a validation is told of."""
+    """Of the step; None in the figures of a validation."""
     gradient_norm: float | None = None
     """None where it was not computed."""
     metrics: dict[str, float] = {}
@@ -363,7 +363,7 @@ class Figures(Message, frozen=True):
 
 
 class Verdict(Message, frozen=True):
-    """The answer to `Figures`: the rule that fired, or an empty text to go on."""
+    """The answer to `Figures`: the rule that fired, or an empty text to continue."""
 
     step: int
     rule: str
@@ -396,7 +396,7 @@ class Done(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """To a worker: all are done, nobody needs you any more."""
+    """To a worker: it is not needed any more, and may exit."""
 
 
 AnyMessage: TypeAlias = (

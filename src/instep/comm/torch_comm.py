@@ -29,7 +29,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGl
 from instep.comm.base import Work
 from instep.errors import PeerError
 
-PATIENCE = timedelta(days=1)
+NO_TIMEOUT = timedelta(days=1)
 """How long a collective may wait: a slow peer is no failure, a dead one breaks the socket."""
 
 CONNECTING = 5
@@ -68,17 +68,14 @@ class TorchComm:
         *,
         device: torch.device | None = None,
         address: str = "127.0.0.1",
-        timeout_s: float = PATIENCE.total_seconds(),
+        timeout_s: float = NO_TIMEOUT.total_seconds(),
     ) -> None:
         self._rank, self._size = rank, size
         before, noted = open_sockets(), _Noted(store)
         cuda = device is not None and device.type == "cuda"
         try:
-            patience = timedelta(seconds=timeout_s)
-            if cuda:
-                group = _nccl(store, rank, size)
-            else:
-                group = _gloo(noted, rank, size, address, patience)
+            timeout = timedelta(seconds=timeout_s)
+            group = _nccl(store, rank, size) if cuda else _gloo(noted, rank, size, address, timeout)
         except RuntimeError as error:
             text = f"the group of {size} workers did not form: {error}"
             raise PeerError(text, mine=_is_mine(error)) from error
@@ -350,13 +347,13 @@ def _sockaddr(family: int, name: Any) -> bytes:
     return b""
 
 
-def _gloo(store: Store, rank: int, size: int, address: str, patience: timedelta) -> Any:
+def _gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = patience / CONNECTING  # a member that dies now is waited for so long
+    options._timeout = timeout / CONNECTING  # a member that dies now is waited for so long
     group = gloo(store, rank, size, options)
-    group._set_default_timeout(PATIENCE)
+    group._set_default_timeout(NO_TIMEOUT)
     return group
 
 
@@ -364,7 +361,7 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # absent from builds without CUDA
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = PATIENCE
+    options._timeout = NO_TIMEOUT
     return ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -1,8 +1,8 @@
 """When a worker that is lost again and again is not replaced any more, and what is to blame.
 
 Counts losses by worker and by place (the sample that was read, or the step at which the
-process's own code ended it), and the times that a group came apart of which every process
-lives. A count starts again when more is committed than ever before; going back to a
+process's own code ended it), and the times that a group broke though its processes
+live. A count starts again when more is committed than ever before; going back to a
 checkpoint does not reset it. A part of the decisions in `decide.py`, and as pure.
 """
 
@@ -30,7 +30,7 @@ MOST_LOOPS = 2
 """The same, of reads that keep a processor busy: the second has half a minute."""
 
 MOST_APART = 10
-"""A group that comes apart so often while every process lives is not formed again."""
+"""A group that breaks so often while all its processes live is not formed again."""
 
 OUT_OF_SYSTEM = (
     " The system gives the process no more memory, threads or files: raise its limits "
@@ -50,11 +50,11 @@ def judge(state: State, event: Ended) -> tuple[State, Failed, bool]:
         The state after it; the failure to report; and whether the run ends with it.
     """
     worker, hung = event.worker, state.member(event.worker).hung
-    word = endings.of(event.code, event.step, event.place)
+    failure = endings.of(event.code, event.step, event.place)
     if hung:
         if is_reading(event.place):
             hung = f"{hung.rstrip('.')}, {describe_read(event.place)}."
-        word = endings.failed("hang", hung, event.step)
+        failure = endings.failed("hang", hung, event.step)
     counts = state.hangs if hung else state.lost
     before = counts.get(worker)
     new = not state.member(worker).formed and bool(state.holders - {worker})
@@ -68,18 +68,18 @@ def judge(state: State, event: Ended) -> tuple[State, Failed, bool]:
     if times >= _most_at(state, event):
         if not is_reading(event.place):
             where = "at this step" if event.step else "before the first step"
-            cause = f"{word.cause} It happened {times} times {where}."
-            return counted, endings.failed(word.kind, cause, word.step), True
+            cause = f"{failure.cause} It happened {times} times {where}."
+            return counted, endings.failed(failure.kind, cause, failure.step), True
         if not state.skips:
-            cause = f"{word.cause} It happened {times} times at this sample.{SKIP_HINT}"
+            cause = f"{failure.cause} It happened {times} times at this sample.{SKIP_HINT}"
             return counted, _unreadable(cause, event), True
-        return _leave_out(counted, event, times), word, False
+        return _leave_out(counted, event, times), failure, False
     farthest, times = counts[worker]
     if times >= (MOST_HANGS if hung else MOST_LOSSES):
         so_far = "it was never ready" if new and event.committed else _no_more_than(farthest)
-        cause = f"{word.cause} It happened {times} times and {so_far}."
-        return counted, endings.failed(word.kind, cause, word.step), True
-    return counted, word, False
+        cause = f"{failure.cause} It happened {times} times and {so_far}."
+        return counted, endings.failed(failure.kind, cause, failure.step), True
+    return counted, failure, False
 
 
 def judge_group(state: State, committed: int, why: str = "") -> tuple[State, Blame | None]:
@@ -138,7 +138,7 @@ def _at_place(state: State, event: Ended) -> tuple[State, int]:
         return replace(state, places=places), 0
     counted = _once_more(places.get(place), event.committed)
     vague = is_reading(event.place) and (event.place.ahead or event.place.count > 1)
-    if vague:  # it may have been another cause: the next loss there tells
+    if vague:  # it may have been another cause: the next loss there decides
         counted = counted[0], 1
     return replace(state, places=places | {place: counted}), counted[1]
 
@@ -160,8 +160,8 @@ def _most_at(state: State, event: Ended) -> int:
 def _unreadable(cause: str, event: Ended) -> Failed:
     assert event.place is not None
     phase = "validation" if event.place.dataset == "validation" else "loading"
-    word = endings.failed(DataError.__name__, cause, event.step)
-    return msgspec.structs.replace(word, phase=phase, exit_code=DataError.exit_code)
+    failure = endings.failed(DataError.__name__, cause, event.step)
+    return msgspec.structs.replace(failure, phase=phase, exit_code=DataError.exit_code)
 
 
 def _leave_out(state: State, event: Ended, times: int) -> State:

@@ -37,7 +37,7 @@ from instep.control.state import (
     Joined,
     Kill,
     KillAll,
-    LastWord,
+    LastMessage,
     Log,
     Noticed,
     Phase,
@@ -57,13 +57,14 @@ from instep.control.state import (
 from instep.control.stop_rules import Fired
 from instep.data.samples.last_read import is_reading
 from instep.errors import PeerError
+from instep.spec import JobSpec
 from instep.units import readable_seconds
 
 BROKEN_S = 0.3
 """How long the master waits, after a group came apart, to learn which process has ended."""
 
 BUILDING_S = 1.0
-"""How long the others wait for a replacement that gets ready, before they go on without it."""
+"""How long the others wait for a replacement that gets ready, before they continue without it."""
 
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect."""
@@ -96,8 +97,8 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
             return _formed(state, worker, generation, now)
         case Broke():
             return _broke(state, event, now)
-        case LastWord(worker, word):
-            return _last_word(state, worker, word, now)
+        case LastMessage(worker, message):
+            return _last_message(state, worker, message, now)
         case Ended():
             return _ended(state, event, now)
         case StartFailed(worker, error):
@@ -120,7 +121,7 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
         case Fired():
             return _fired(state, event)
         case WentBack(checkpoint, step):
-            back = replace(state, origin=checkpoint, origin_step=step, from_origin=True)
+            back = replace(state, checkpoint=checkpoint, checkpoint_step=step, from_checkpoint=True)
             return _next_generation(back, now)
         case RolledBack(step):
             return _rolled_back(state, step), []
@@ -139,7 +140,7 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     if ended or not (state.wanted <= state.ready or _can_do_without(state, now)):
         return state, []
     if state.phase == "gathering":
-        held = state.holders or state.those(IN_A_GROUP) or state.from_origin
+        held = state.holders or state.those(IN_A_GROUP) or state.from_checkpoint
         return _next_generation(state, now) if held or not state.course else (state, [GoBack()])
     inside = all(state.member(n).phase is Phase.INSIDE for n in state.group)
     if state.phase != "training" or set(state.group) == state.wanted or not inside:
@@ -172,7 +173,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         chosen |= holders  # one may have committed what no other member has
     elif state.drains:
         chosen |= holders - set(state.draining)  # they have not handed over yet
-    from_origin = state.from_origin and not bound
+    from_checkpoint = state.from_checkpoint and not bound
     after = state
     for worker in chosen:
         after = after.move(worker, Phase.FORMING)
@@ -183,8 +184,8 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         generation=generation,
         group=tuple(sorted(chosen - state.servers)) + tuple(sorted(chosen & state.servers)),
         draining=tuple(sorted(chosen - state.wanted)) if state.drains else (),
-        begins_at=state.origin if from_origin else None,
-        course=generation if from_origin else state.course,
+        begins_at=state.checkpoint if from_checkpoint else None,
+        course=generation if from_checkpoint else state.course,
         timeout_s=MEETING_S * 2 ** min(state.broken, 6) if state.course else FIRST_MEETING_S,
         changing=False,
         suspect=None,
@@ -192,7 +193,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         deadline=None,
     )
     sends: list[Action] = [Send(worker, _form(after, worker)) for worker in after.group]
-    if state.stop:  # newcomers have not been told
+    if state.stop:  # newcomers do not know it yet
         sends += _stops(after)
     fields = {"generation": generation, "members": list(after.group)}
     log = Log("generation_started", {**fields, "reason": state.why, "seconds": now - state.since})
@@ -210,7 +211,7 @@ def _form(state: State, worker: int) -> Form:
         draining=state.draining,
         timeout_s=state.timeout_s,
         checkpoint=state.begins_at,
-        ends=state.begins_at is not None and after is not None and after < state.origin_step,
+        ends=state.begins_at is not None and after is not None and after < state.checkpoint_step,
         marks=crash_loop.marks(state),
     )
 
@@ -226,7 +227,7 @@ def _formed(state: State, worker: int, generation: int, now: float) -> tuple[Sta
     if generation < state.course or generation <= state.member(worker).formed:
         return state, []  # from before the run went back, or sent again
     member = state.expect(worker, Phase.FORMING, Phase.INSIDE, Phase.LEFT, to="Formed")
-    state = replace(state.note(worker, formed=generation), from_origin=False)
+    state = replace(state.note(worker, formed=generation), from_checkpoint=False)
     if generation != state.generation or member.phase is Phase.LEFT:
         return state, []
     return _advance(state.move(worker, Phase.INSIDE), now)  # the next change may be due
@@ -290,7 +291,7 @@ def _restarted(state: State, now: float) -> tuple[State, list[Action]]:
     """Do again what the lost master may not have done."""
     if state.phase in ("releasing", "ending"):
         kill: list[Action] = [KillAll()] if state.phase == "ending" else []
-        return replace(state, deadline=now + endings.FAREWELL_S), kill
+        return replace(state, deadline=now + endings.EXIT_S), kill
     hung = sorted(n for n, member in state.members.items() if member.hung)
     again: list[Action] = [*_starts(state), *[Kill(worker) for worker in hung]]
     actions: list[Action] = []
@@ -328,6 +329,24 @@ def _starts(state: State) -> list[Action]:
     if state.phase not in ("gathering", "training"):
         return []
     return [Start(worker) for worker in sorted(state.wanted - state.joined)]
+
+
+def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
+    """Why a run cannot have so many workers; empty if it can."""
+    most = job.per_commit.micro_batches
+    key = "sync.participants" if job.sync.participants else "train.micro_batches"
+    if not 1 <= workers <= most:
+        return (
+            f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
+            f"most, since {key} = {most}."
+        )
+    if not state.recovers:
+        return "the workers of this run cannot change: it computes on GPUs."
+    if not state.course:
+        return "its workers are still getting ready. Try again in a moment."
+    if state.phase not in ("gathering", "training") or state.stop:
+        return "the run is about to end."
+    return ""
 
 
 def _scaled(state: State, workers: int, now: float) -> tuple[State, list[Action]]:
@@ -383,9 +402,9 @@ def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]
     worker, code, member = event.worker, event.code, state.member(event.worker)
     if worker in state.done and state.phase == "training":
         return state.move(worker, Phase.ENDED), []  # it had finished
-    replaced = member.phase is Phase.ABSENT or (state.recovers and member.word is None)
+    replaced = member.phase is Phase.ABSENT or (state.recovers and member.last_message is None)
     reads = is_reading(event.place) and not event.place.ahead
-    by_a_read = reads and member.word is None  # native code may call exit()
+    by_a_read = reads and member.last_message is None  # native code may call exit()
     if code == PeerError.exit_code and replaced and not by_a_read:
         event, code = replace(event, code=None), None  # it lost its master, or was refused
     unexplained = code is None or code < 0 or by_a_read
@@ -407,10 +426,10 @@ def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]
 def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action]]:
     """A member was lost: start another in its place, unless that has not helped before."""
     worker = event.worker
-    state, word, ends = crash_loop.judge(state, event)
+    state, failure, ends = crash_loop.judge(state, event)
     if ends:
-        return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, word), now)
-    log = Log("worker_lost", {"worker": worker, "step": word.step, "cause": word.cause})
+        return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, failure), now)
+    log = Log("worker_lost", {"worker": worker, "step": failure.step, "cause": failure.cause})
     if state.phase == "training" and worker not in state.group and not state.changing:
         return _lose(state, worker), [log, Start(worker)]  # the others train on
     waiting = state.phase == "gathering" or not state.course
@@ -418,7 +437,7 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
         _lose(state, worker),
         phase="gathering",
         since=state.since if waiting else now,
-        why=f"{state.member(worker).role} {worker} was lost: {word.cause}",
+        why=f"{state.member(worker).role} {worker} was lost: {failure.cause}",
         changing=False,
         broken=0,
         apart=None,
@@ -434,7 +453,9 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
 def _lose(state: State, worker: int) -> State:
     """Forget a process; if it was in a group, it may have begun what others must not repeat."""
     alone = state.member(worker).phase in IN_A_GROUP
-    return replace(state.move(worker, Phase.ABSENT), from_origin=state.from_origin and not alone)
+    return replace(
+        state.move(worker, Phase.ABSENT), from_checkpoint=state.from_checkpoint and not alone
+    )
 
 
 def _recall(state: State) -> tuple[State, list[Action]]:
@@ -445,7 +466,7 @@ def _recall(state: State) -> tuple[State, list[Action]]:
             state = state.move(worker, Phase.ABSENT)
             starts += [Start(worker)] if worker in state.wanted else []
         else:
-            state = state.note(worker, word=None)
+            state = state.note(worker, last_message=None)
     return state, starts
 
 
@@ -467,27 +488,27 @@ def _silent(state: State, event: Silent, now: float) -> tuple[State, list[Action
     going_on = state.phase in ("gathering", "training")
     if event.worker not in state.living or state.recovers or not going_on:
         return state, []
-    word = endings.failed("silent", event.cause, event.step, event.phase)
-    return endings.fail(state, Blame(event.worker, word), now)
+    failure = endings.failed("silent", event.cause, event.step, event.phase)
+    return endings.fail(state, Blame(event.worker, failure), now)
 
 
 # ---- last words
 
 
-def _last_word(
-    state: State, worker: int, word: Done | Failed, now: float
+def _last_message(
+    state: State, worker: int, message: Done | Failed, now: float
 ) -> tuple[State, list[Action]]:
-    if isinstance(word, Failed):
-        state, blame = state.note(worker, word=word), Blame(worker, word)
-        may_follow = word.kind == PeerError.__name__  # from another worker's failure
+    if isinstance(message, Failed):
+        state, blame = state.note(worker, last_message=message), Blame(worker, message)
+        may_follow = message.kind == PeerError.__name__  # from another worker's failure
         return (endings.suspect if may_follow else endings.fail)(state, blame, now)
-    if word.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
+    if message.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
         return state, []  # it has to finish again with the others, or sends it again
     state.expect(worker, *IN_A_GROUP, Phase.ENDED, to="Done")
-    state = state.note(worker, word=word)
+    state = state.note(worker, last_message=message)
     if state.phase != "training" or not state.done.keys() >= set(state.group):
         return state, []
-    return replace(state, phase="releasing", deadline=now + endings.FAREWELL_S), []
+    return replace(state, phase="releasing", deadline=now + endings.EXIT_S), []
 
 
 # ---- stops, and time

@@ -1,7 +1,7 @@
 """How a run fails and ends: which worker is blamed, and when the run is over.
 
 A failure that may follow from another one (a broken collective, an exit without a last
-message) is held back for `SECOND_THOUGHT_S`, so that the error names the cause. A part of
+message) is held back for `BETTER_CAUSE_S`, so that the error names the cause. A part of
 the decisions in `decide.py`, and as pure.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from instep.comm.messages import TOLD, Failed, Whereabouts
+from instep.comm.messages import TOLD, Failed, Over, Whereabouts
 from instep.control.state import Action, Blame, Finish, KillAll, Log, Phase, State
 from instep.data.samples.last_read import describe_read, is_reading
 from instep.errors import DIVERGED, INTERRUPTED, PeerError, WorkerError
 
-SECOND_THOUGHT_S = 1.0
+BETTER_CAUSE_S = 1.0
 """How long a failure that may follow from another one is held back."""
 
-FAREWELL_S = 5.0
+EXIT_S = 5.0
 """How long processes may take to end after they were released or killed."""
 
 UNSEEN = 256
@@ -31,25 +31,25 @@ def suspect(state: State, blame: Blame, now: float) -> tuple[State, list[Action]
         return state, []
     if state.suspect is not None:
         # a worker that ended without a message is a likelier cause than a broken connection
-        silent = blame.failed.kind == "exit" and state.member(blame.worker).word is None
+        silent = blame.failed.kind == "exit" and state.member(blame.worker).last_message is None
         if not silent or state.suspect.failed.kind != PeerError.__name__:
             return state, []
-    return replace(state, suspect=blame, deadline=now + SECOND_THOUGHT_S), []
+    return replace(state, suspect=blame, deadline=now + BETTER_CAUSE_S), []
 
 
 def fail(state: State, blame: Blame, now: float) -> tuple[State, list[Action]]:
     """A worker has failed, and the run with it."""
     if state.phase == "ending":
         return state, []
-    word = blame.failed
+    failure = blame.failed
     names = ("step", "phase", "kind", "cause", "where", "line")
-    fields = {"worker": blame.worker, **{name: getattr(word, name) for name in names}}
+    fields = {"worker": blame.worker, **{name: getattr(failure, name) for name in names}}
     return end(replace(state, blame=blame), now, Log("worker_failed", fields))
 
 
 def end(state: State, now: float, *before: Action) -> tuple[State, list[Action]]:
     """Kill the processes that are left; the run is over once all of them have ended."""
-    ending = replace(state, phase="ending", deadline=now + FAREWELL_S)
+    ending = replace(state, phase="ending", deadline=now + EXIT_S)
     ending, last = (ending, []) if state.living else finish(ending)
     return ending, [*before, KillAll(), *last]
 
@@ -72,20 +72,32 @@ def finish(state: State) -> tuple[State, list[Action]]:
 def finish_of(state: State) -> Finish:
     """How a run ended."""
     if state.blame is not None:
-        word = state.blame.failed
-        committed = max(word.step - 1, 0)  # it failed in the step after
-        return Finish("failed", word.kind, committed, word.exit_code)
+        failure = state.blame.failed
+        committed = max(failure.step - 1, 0)  # it failed in the step after
+        return Finish("failed", failure.kind, committed, failure.exit_code)
     done = state.done
-    step = max((word.step for word in done.values()), default=0)
-    rule = next((word.rule for word in done.values()), "interrupted")
+    step = max((message.step for message in done.values()), default=0)
+    rule = next((message.rule for message in done.values()), "interrupted")
     if rule == TOLD:  # by the rule that asked for it, unless a user's stop came into force sooner
         by_rule = state.stop_after is None or step > state.stop_after
         rule = state.stop if state.stop and by_rule else "interrupted"
     if rule == "interrupted" or not done.keys() >= set(state.group):
         return Finish("interrupted", "interrupted", step, INTERRUPTED)
-    code = 0 if all(word.finite for word in done.values()) else DIVERGED
+    code = 0 if all(message.finite for message in done.values()) else DIVERGED
     completed = rule in ("epochs", "steps", "own loop")
     return Finish("completed" if completed else "stopped", rule, step, code)
+
+
+def over(finish: Finish, blame: Blame | None) -> Over:
+    """The message to the client about the end."""
+    return Over(
+        outcome=finish.outcome,
+        rule=finish.rule,
+        step=finish.step,
+        exit_code=finish.exit_code,
+        worker=blame.worker if blame else None,
+        failed=blame.failed if blame else None,
+    )
 
 
 def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:

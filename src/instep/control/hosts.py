@@ -19,6 +19,7 @@ from instep.comm.channel import Peer
 from instep.control.state import Role
 from instep.control.watch import away_s
 from instep.system.limits import FLOOR_S
+from instep.system.processes import Watched
 
 GATHER_S = 10.0
 """How long the first workers wait for hosts that have not come."""
@@ -38,11 +39,19 @@ LAST_S = 30.0
 BACK_S = 2.0
 """How long a host must be there before workers of another one are given up."""
 
+REPLACED_S = 1.0
+"""How long the spare of a host that was lost may take to connect, before a new one is started."""
+
+RETRY_S = 4.0
+"""After how much longer a host on another machine is started again."""
+
 
 class Process(Protocol):
     """A worker's process, as the master sees it."""
 
     pid: int
+    host: int
+    """The number of its host."""
 
     @property
     def ended(self) -> bool:
@@ -66,7 +75,7 @@ class _Host:
     peer: Peer
     pid: int
     since: float
-    heard: float
+    last_heartbeat: float
     stopped: Collection[int] = ()
     """Its processes that were stopped, by its last heartbeat."""
 
@@ -77,7 +86,7 @@ class Hosts:
     Args:
         count: how many it has; 0 where all workers are on this machine.
         send: sends a message to one of them.
-        gather_s: how long the first that comes waits for the others.
+        gather_s: how long the first that connects waits for the others.
     """
 
     def __init__(
@@ -89,11 +98,12 @@ class Hosts:
     ) -> None:
         self.count, self._send, self._gather_s = count, send, gather_s
         self._there: dict[int, _Host] = {}
-        self._underway: dict[int, int] = {}  # worker to the host that was told to start it
-        self._spoke: set[tuple[int, int]] = set()  # host and pid: those that say they live
-        self._given_up: set[tuple[int, int]] = set()  # host and pid
+        self._underway: dict[int, int] = {}  # worker to the host that was asked to start it
+        self._beating: set[tuple[int, int]] = set()  # host and pid: those with heartbeats
+        self._abandoned: set[tuple[int, int]] = set()  # host and pid
         self._left: dict[int, float] = {}  # when a host that is not there was lost
-        self._failed: set[int] = set()  # who has ended by itself, and not come since
+        self._failed: set[int] = set()  # those that exited, and have not connected since
+        self._missing_since: dict[int, float] = {}
         self._first: float | None = None
         self._ready = False
         self._now = 0.0
@@ -108,27 +118,35 @@ class Hosts:
         """Numbers of the hosts that are not connected."""
         return [number for number in range(max(1, self.count)) if number not in self._there]
 
+    def to_start(self, now: float) -> list[int]:
+        """Hosts that have been missing for too long, and are to be started; each once a while."""
+        since = {number: self._missing_since.get(number, now) for number in self.missing}
+        late = [number for number, lost in since.items() if now - lost > REPLACED_S]
+        again = now + (RETRY_S if self.several else 0.0)
+        self._missing_since = since | dict.fromkeys(late, again)
+        return late
+
     @property
     def now(self) -> float:
         """The time of the last turn."""
         return self._now
 
-    # ---- who comes, speaks and goes
+    # ---- connections and heartbeats
 
     def turn(self, now: float) -> list[Peer]:
         """Let time pass; returns connections that have been silent for too long."""
         away, self._now = away_s(self._now or None, now), now
         for host in self._there.values():
-            host.heard += away
+            host.last_heartbeat += away
         if not self.several:
             return []
         return [
             host.peer
             for number, host in self._there.items()
-            if now - host.heard > (FLOOR_S if self._speaks(number) else FIRST_HEARTBEAT_S)
+            if now - host.last_heartbeat > (FLOOR_S if self._beats(number) else FIRST_HEARTBEAT_S)
         ]
 
-    def comes(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
+    def joins(self, peer: Peer, number: int, pid: int, now: float) -> Peer | None:
         """A host has connected; it kills what was given up meanwhile.
 
         Returns:
@@ -140,9 +158,9 @@ class Hosts:
         before = self._there.get(number)
         self._there[number] = _Host(peer, pid, now, now)
         self._forget_starts(number)  # it may not have got what was sent on a lost connection
-        for host, given_up in self._given_up:
+        for host, abandoned in self._abandoned:
             if host == number:
-                self._send(peer, m.Signal(pid=given_up, signals=[signal.SIGKILL]))
+                self._send(peer, m.Signal(pid=abandoned, signals=[signal.SIGKILL]))
         return before.peer if before is not None and before.pid == pid else None
 
     def fails(self, number: int) -> bool:
@@ -150,14 +168,14 @@ class Hosts:
         self._failed.add(number)
         return len(self._failed) >= max(1, self.count)
 
-    def hears(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
+    def heartbeat(self, number: int, peer: Peer, now: float, stopped: Collection[int] = ()) -> None:
         """A heartbeat of a host, with its processes that were stopped."""
         host = self._there.get(number)
         if host is not None and host.peer is peer:
-            host.heard, host.stopped = now, stopped
-            self._spoke.add((number, host.pid))
+            host.last_heartbeat, host.stopped = now, stopped
+            self._beating.add((number, host.pid))
 
-    def goes(self, number: int, peer: Peer) -> bool:
+    def leaves(self, number: int, peer: Peer) -> bool:
         """A host's connection is lost; whether there is no other with its number."""
         host = self._there.get(number)
         if host is None or host.peer is not peer:
@@ -170,9 +188,9 @@ class Hosts:
     def _forget_starts(self, number: int) -> None:
         self._underway = {w: h for w, h in self._underway.items() if h != number}
 
-    def _speaks(self, number: int) -> bool:
+    def _beats(self, number: int) -> bool:
         """Whether a host's process has sent a heartbeat before, on any connection."""
-        return (number, self._there[number].pid) in self._spoke
+        return (number, self._there[number].pid) in self._beating
 
     # ---- where workers are
 
@@ -249,9 +267,9 @@ class Hosts:
         return host in self._there and pid in self._there[host].stopped
 
     def is_quiet(self, number: int) -> bool:
-        """Whether a host is not there, or has just not been heard from."""
+        """Whether a host is not there, or its heartbeat is late."""
         host = self._there.get(number)
-        return host is None or (self._speaks(number) and self._now - host.heard > QUIET_S)
+        return host is None or (self._beats(number) and self._now - host.last_heartbeat > QUIET_S)
 
     def is_gone(self, number: int) -> bool:
         """Whether a host has not been there for so long that it will hardly be in a moment."""
@@ -268,17 +286,25 @@ class Hosts:
         living = [n for n in self._there if not self.is_quiet(n)]
         return any(self._now - self._there[number].since > BACK_S for number in living)
 
-    def give_up(self, host: int, pid: int) -> None:
+    def abandon(self, host: int, pid: int) -> None:
         """Continue without this process; it is killed once its host can be reached."""
-        self._given_up.add((host, pid))
+        self._abandoned.add((host, pid))
         self.signal(host, pid, signal.SIGKILL)
 
-    def gave_up(self, host: int, pid: int) -> bool:
+    def is_abandoned(self, host: int, pid: int) -> bool:
         """Whether the run has continued without this process."""
-        return (host, pid) in self._given_up
+        return (host, pid) in self._abandoned
 
 
-class Far:
+class LocalProcess(Watched):
+    """A process of the master's machine."""
+
+    def __init__(self, host: int, pid: int) -> None:
+        super().__init__(pid)
+        self.host = host
+
+
+class RemoteProcess:
     """A process of another machine, reached through its host only."""
 
     def __init__(self, hosts: Hosts, host: int, pid: int) -> None:

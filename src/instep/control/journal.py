@@ -17,7 +17,7 @@ import msgspec
 from instep.control.state import Event, State
 from instep.errors import RunError
 from instep.plain_file import check_plain
-from instep.store.folder import Origin, gone
+from instep.store.folder import StartPoint, gone
 
 FILE = "journal.sqlite"
 """In the run folder; of the latest session."""
@@ -28,7 +28,7 @@ class Begin(msgspec.Struct, frozen=True):
 
     started: float
     """Unix seconds at which the user's command began."""
-    origin: Origin
+    start_point: StartPoint
 
 
 class Journal:

@@ -26,25 +26,32 @@ from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control import crash_loop, endings
-from instep.control import state as mind
-from instep.control.decide import decide
-from instep.control.hosts import BACK_S, GATHER_S, LAST_S, Far, Hosts, Process
+from instep.control import state as s
+from instep.control.decide import decide, refuse_scale
+from instep.control.hosts import (
+    BACK_S,
+    GATHER_S,
+    LAST_S,
+    Hosts,
+    LocalProcess,
+    Process,
+    RemoteProcess,
+)
 from instep.control.journal import Journal
 from instep.control.keys import Keys
-from instep.control.lease import NOBODY, Lease, SignsOfLife
-from instep.control.questions import Questions
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
-from instep.control.silence import Silence
+from instep.control.stack_requests import StackRequests
 from instep.control.verdicts import Verdicts, found_wrong
 from instep.control.watch import Watch
 from instep.errors import InstepError, PeerError
 from instep.report.terminal.live import View
 from instep.spec import JobSpec, as_table
-from instep.store.folder import BEGINNING, Origin, resume_hint
+from instep.store.folder import BEGINNING, StartPoint, resume_hint
 from instep.store.run_folder import RunFolder
 from instep.sync import servers_of
 from instep.system.causes import sentence
+from instep.system.lease import NO_WATCHDOG, Lease, SignsOfLife
 from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched, has_ended, machine
 
@@ -54,11 +61,8 @@ TICK_S = 0.1
 ATTACH_S = 2.0
 """How long a process may take to find a new master."""
 
-PARENT_S = 1.0
-"""How long a host may take to report a worker's end, or another host to replace it."""
-
-RETRY_S = 4.0
-"""After how much longer a host on another machine is started again."""
+REPORT_S = 1.0
+"""How long a host may take to report a worker's end."""
 
 MOST_UNUSABLE = 3
 """A process that sends so many messages that cannot be used is not asked to send them again."""
@@ -69,14 +73,14 @@ ASKED_TICK_S = 0.01
 _CONFIRMED = 64
 """At the latest after so many messages an acknowledgement is sent."""
 
-_STRANGE_S = 5.0
+_HELLO_S = 5.0
 """How long a connection may stay without a `Hello`."""
 
 
 class Outcome(Exception):
     """How a run ended; raised inside the shell to leave its loop, returned by `serve`."""
 
-    def __init__(self, finish: mind.Finish, blame: mind.Blame | None) -> None:
+    def __init__(self, finish: s.Finish, blame: s.Blame | None) -> None:
         super().__init__(finish.outcome)
         self.finish, self.blame = finish, blame
 
@@ -107,7 +111,7 @@ class Master:
         hosted: whether a host starts the workers, and replaces them.
         started: Unix seconds at which the user's command began.
         about: further fields of the `run_started` event.
-        origin: where this session begins.
+        start_point: where this session begins.
         journal: keeps the decisions; if it has some already, this master replaces a lost one.
         signs: written to at each turn, for the process that watches this one.
         why: how the lost master ended.
@@ -123,39 +127,36 @@ class Master:
         hosted: bool,
         started: float,
         about: Mapping[str, Any],
-        origin: Origin = BEGINNING,
+        start_point: StartPoint = BEGINNING,
         journal: Journal | None = None,
-        signs: SignsOfLife = NOBODY,
+        signs: SignsOfLife = NO_WATCHDOG,
         why: str = "",
     ) -> None:
         self._job, self._run, self._hosted = job, run, hosted
-        self._started, self._origin, self._journal = started, origin, journal
+        self._started, self._start_point, self._journal = started, start_point, journal
         self._signs, self._why = signs, why
         self._hub, self._token = switchboard.hub, switchboard.endpoint.token
         self._machine = machine()
-        self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, origin.heard)
-        self._keys, self._questions = Keys(), Questions(run)
-        self._watch, self._silence = Watch(), Silence()
+        self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
+        self._keys, self._stack_requests = Keys(), StackRequests(run)
+        self._watch = Watch()
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
         self._peers: dict[int, Peer] = {}
-        self._processes: dict[int, Process] = {}
-        self._places: dict[int, int] = {}  # the number of its host
+        self._processes: dict[int, Process] = {}  # under `instep.join`: of this machine only
         self._homes: dict[int, int] = {}  # of the host where its memory lies, also once it ended
         self._pids: dict[int, int] = {}
         self._nodes: dict[int, str] = {}  # the name of its machine
-        self._joined: dict[int, Watched] = {}  # of this machine, started by other programs
         self._last_heartbeat: dict[int, tuple[float, m.Heartbeat | None]] = {}
         self._absent: dict[int, float] = {}  # since when it lives without a connection
         self._seen_ended: dict[int, float] = {}
         self._ready: set[int] = set()
         self._began = False  # whether all were ready at one time
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
-        self._no_host: dict[int, float] = {}  # since when the host of this number is missing
         self._gathered = False  # whether workers may be started
         self._unusable: dict[tuple[str, int], int] = {}  # such messages, by role and number
         self._ignored: set[str] = set()
-        self.stale: Watched | None = None
+        self.stale: Process | None = None
         """A silent process of this machine, to be killed last: this one may end with it."""
         self._interrupts: list[str] = []
         known = journal.last() if journal is not None else None
@@ -170,34 +171,34 @@ class Master:
             self._take_over(known)
 
     def _begin(self, about: Mapping[str, Any]) -> None:
-        now, limit_s, origin = time.monotonic(), self._job.stop.time_limit_s, self._origin
+        now, limit_s, start_point = time.monotonic(), self._job.stop.time_limit_s, self._start_point
         servers = servers_of(self._job.sync)
-        self._state = mind.State(
-            members=mind.first_members(self._job.workers, servers),
+        self._state = s.State(
+            members=s.first_members(self._job.workers, servers),
             drains=self._job.sync.own_state,
             recovers=self._hosted,
             parted=self._hosts.several,
             skips=self._job.data.unreadable == "skip",
             since=now,
-            generation=origin.generations,
-            origin=str(origin.checkpoint or ""),
-            time_limit=mind.TimeLimit(limit_s, now, origin.spent_s) if limit_s else None,
+            generation=start_point.generations,
+            checkpoint=str(start_point.checkpoint or ""),
+            time_limit=s.TimeLimit(limit_s, now, start_point.spent_s) if limit_s else None,
         )
-        resumed = {"resumed_step": origin.step} if origin.generations else {}
+        resumed = {"resumed_step": start_point.step} if start_point.generations else {}
         self._recorder.emit("run_started", {"job": as_table(self._job), **about, **resumed})
         if self._hosted or self._journal is not None:
             self._recorder.emit("master_started", {"pid": os.getpid(), "again": False})
-        self._warn(*origin.warnings)
+        self._warn(*start_point.warnings)
         self._recorder.show_ledger()
 
-    def _take_over(self, known: mind.State) -> None:
+    def _take_over(self, known: s.State) -> None:
         """Continue where a master was lost; the processes are about to connect again."""
         assert self._journal is not None
         self._state, now = known, time.monotonic()
         for key, value in [] if known.recovers else self._journal.kept():
             self._keys.leave(key, value)
-        checkpoint = Path(known.origin) if known.origin else None
-        self._origin = replace(self._origin, checkpoint=checkpoint)
+        checkpoint = Path(known.checkpoint) if known.checkpoint else None
+        self._start_point = replace(self._start_point, checkpoint=checkpoint)
         folder = RunFolder(self._run)
         for event in folder.named("worker_joined"):  # the newest process of each number
             if event["time"] >= self._started:
@@ -211,19 +212,19 @@ class Master:
             self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
         ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
         self._ready |= {int(event["worker"]) for event in ready}
-        again = known.generation > self._origin.generations + 1
+        again = known.generation > self._start_point.generations + 1
         self._began = again or (known.course > 0 and self._ready >= set(known.group))
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._recorder.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, now)
-        for worker in known.living:
-            self._silence.hears(worker, now)
+        for worker in [] if known.recovers else known.living:  # none may stay away
+            self._watch.begins(worker, now)
         self._verdicts.take_over(folder)
         if (step := found_wrong(folder.events)) is not None:
             self._roll_back(folder, step)
-        for fired in self._verdicts.fired_after(folder, self._origin.step):
-            self._think(fired)  # the lost master may not have decided on it
-        self._think(mind.Restarted())
+        for fired in self._verdicts.fired_after(folder, self._start_point.step):
+            self._observe(fired)  # the lost master may not have decided on it
+        self._observe(s.Restarted())
 
     def interrupt(self, by: str) -> None:
         """Ask for a stop; may be called from a signal handler or another thread."""
@@ -240,15 +241,18 @@ class Master:
             finish = outcome.finish
             fields = {"outcome": finish.outcome, "rule": finish.rule, "step": finish.step}
             self._recorder.emit("run_finished", {**fields, "seconds": time.time() - self._started})
-            deadline = time.monotonic() + endings.FAREWELL_S
+            deadline = time.monotonic() + endings.EXIT_S
             followed = self._hosted or self._journal is not None
             while followed and self._client is None and time.monotonic() < deadline:
                 self._turn()  # it may be about to connect again
             if followed:
-                self._act(mind.KillAll())  # processes that have come since
+                self._act(s.KillAll())  # processes that have come since
             # before `Over`, at which the client ends this process, and prints itself
             self._recorder.show(lambda view: view.close())
-            self._tell_clients(outcome)
+            over = endings.over(finish, outcome.blame)
+            for peer, connection in self._connections.items():
+                if connection.role == "client":
+                    self._hub.send(peer, over)
             return outcome
         finally:
             self._close()
@@ -261,7 +265,7 @@ class Master:
 
     def _turn(self) -> None:
         self._signs.show()
-        for peer, message in self._hub.receive(ASKED_TICK_S if self._questions else TICK_S):
+        for peer, message in self._hub.receive(ASKED_TICK_S if self._stack_requests else TICK_S):
             if message is None:
                 self._closed(peer)
             elif isinstance(message, m.Hello):
@@ -276,21 +280,21 @@ class Master:
                 self._hub.drop(peer)  # no `Hello`
         while self._interrupts:
             by = self._interrupts.pop(0)
-            self._think(mind.Interrupted(by, self._began, self._recorder.committed))
+            self._observe(s.Interrupted(by, self._began, self._recorder.committed))
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
         for peer in self._hub.peers():
-            if peer not in self._connections and time.monotonic() - peer.since > _STRANGE_S:
+            if peer not in self._connections and time.monotonic() - peer.since > _HELLO_S:
                 self._hub.drop(peer)
-        self._think(mind.Tick(self._recorder.committed))
+        self._observe(s.Tick(self._recorder.committed))
         self._recorder.show(lambda view: view.tick(time.monotonic()))
 
     def _close(self) -> None:
         self._recorder.close()
         if self._journal is not None:
             self._journal.close()
-        for process in (*self._processes.values(), *self._joined.values()):
+        for process in self._processes.values():
             process.close()
 
     def _warn(self, *texts: str) -> None:
@@ -312,7 +316,7 @@ class Master:
             self._hub.drop(peer)
             return
         self._connections[peer] = _Connection(hello.role, hello.number, hello.resends)
-        checkpoint = self._origin.checkpoint
+        checkpoint = self._start_point.checkpoint
         self._hub.send(
             peer,
             m.Welcome(
@@ -334,17 +338,17 @@ class Master:
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
         self._recorder.emit("host_joined", {"pid": hello.pid, "host": number})
-        before = self._hosts.comes(peer, number, hello.pid, now)
+        before = self._hosts.joins(peer, number, hello.pid, now)
         if before is not None:
             self._connections.pop(before, None)
             self._hub.drop(before)
         if hello.machine == self._machine:  # its first imports may take long
             self._connections[peer].lease = Lease(hello.pid, now, first_s=math.inf)
-        there = [n for n in self._processes if n in self._peers and self._places[n] == number]
-        if there:
-            self._hub.send(peer, m.Adopt(workers=[(n, self._processes[n].pid) for n in there]))
+        own = [(n, process.pid) for n, process in self._processes.items() if process.host == number]
+        if there := [(worker, pid) for worker, pid in own if worker in self._peers]:
+            self._hub.send(peer, m.Adopt(workers=there))
         self._gathered = self._hosts.ready(now)
-        self._think(mind.HostJoined())
+        self._observe(s.HostJoined())
 
     def _welcome_worker(self, peer: Peer, hello: m.Hello) -> None:
         number, state, now = hello.number, self._state, time.monotonic()
@@ -352,25 +356,24 @@ class Master:
         self._absent.pop(number, None)
         self._last_heartbeat[number] = now, None
         self._hosts.started(number, hello.host)
-        far, known = self._is_far(hello), self._processes.get(number)
-        same = known is not None and known.pid == hello.pid and isinstance(known, Far) == far
-        if self._hosted and not same:
+        far, known = self._is_remote(hello), self._processes.get(number)
+        same = (
+            known is not None and known.pid == hello.pid and isinstance(known, RemoteProcess) == far
+        )
+        if not same if self._hosted else hello.machine == self._machine and known is None:
             self._watch_process(number, hello.pid, hello.host, far=far)
         self._pids[number], self._nodes[number] = hello.pid, hello.node
-        if not self._hosted and hello.machine == self._machine and number not in self._joined:
-            self._joined[number] = Watched(hello.pid)
         self._watch.begins(number, now, ready=number in state.ready)
-        self._silence.hears(number, now)
         if number in state.joined:
-            self._think(mind.Reconnected(number, hello.generation or 0))
-            if self._hosts.several and state.member(number).phase is mind.Phase.FORMING:
+            self._observe(s.Reconnected(number, hello.generation or 0))
+            if self._hosts.several and state.member(number).phase is s.Phase.FORMING:
                 # the answers to what it asked of its group are lost with the connection
-                self._think(mind.Broke(number, state.generation))
+                self._observe(s.Broke(number, state.generation))
             return
         role = state.member(number).role
         fields = {"worker": number, "role": role, "pid": hello.pid, "host": hello.host}
         self._recorder.emit("worker_joined", {**fields, "seconds": time.time() - self._started})
-        self._think(mind.Joined(number))
+        self._observe(s.Joined(number))
 
     def _may_come(self, peer: Peer, hello: m.Hello) -> bool:
         """Whether the run needs a process: one for each worker's number, once."""
@@ -380,12 +383,12 @@ class Master:
             return True
         number, state = hello.number, self._state
         process = self._processes.get(number)
-        if self._hosts.gave_up(hello.host, hello.pid) or _is_given_up(process):
+        if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
             return False
         if number in state.joined:  # the same process, whose connection or master was lost
             same = self._pids.get(number) == hello.pid
-            same &= process is not None or not self._hosted
-            same &= self._places.get(number, 0) == hello.host
+            if self._hosted:
+                same &= process is not None and process.host == hello.host
             if same and (before := self._peers.pop(number, None)) is not None:
                 self._connections.pop(before, None)
                 self._hub.drop(before)
@@ -393,10 +396,10 @@ class Master:
         if hello.generation is not None:  # the run has continued without it
             return False
         # it may have ended before the master read its `Hello`
-        ended = self._hosted and not self._is_far(hello) and has_ended(hello.pid)
+        ended = self._hosted and not self._is_remote(hello) and has_ended(hello.pid)
         return number in state.wanted and number not in self._peers and not ended
 
-    def _is_far(self, hello: m.Hello) -> bool:
+    def _is_remote(self, hello: m.Hello) -> bool:
         """Whether a process is on another machine, as far as signals and its end are concerned."""
         return self._hosts.several and hello.machine != self._machine
 
@@ -406,14 +409,16 @@ class Master:
         if number in self._processes:
             self._processes.pop(number).close()
         far = self._hosts.several if far is None else far  # not known until it connects
-        self._processes[number] = Far(self._hosts, host, pid) if far else Watched(pid)
-        self._places[number] = self._homes[number] = host
+        self._processes[number] = (
+            RemoteProcess(self._hosts, host, pid) if far else LocalProcess(host, pid)
+        )
+        self._homes[number] = host
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
         role = self._state.member(number).role
         log = str(self._run / "logs" / f"{role}-{number}.log")
-        placed = [self._places[n] for n in self._processes]
+        placed = [process.host for process in self._processes.values()]
         owns = self._state.drains or role == "server"
         home = self._homes.get(number) if owns else None
         self._hosts.start(number, log, placed, role, home=home)
@@ -434,9 +439,9 @@ class Master:
             how = f"sent a message that the master cannot use, {times} times ({what}),"
             step = self._recorder.in_flight(number)
             if self._state.recovers:
-                self._think(mind.Hung(number, step, "its messages", how))
+                self._observe(s.Hung(number, step, "its messages", how))
             else:
-                self._think(mind.LastWord(number, endings.failed("error", f"it {how}", step)))
+                self._observe(s.LastMessage(number, endings.failed("error", f"it {how}", step)))
 
     def _wrong_with(self, peer: Peer, message: m.AnyMessage) -> str:
         """Handle a message; why it cannot be used, if it cannot."""
@@ -489,17 +494,17 @@ class Master:
                 verdict = m.Verdict(step=message.step, rule=rule, number=message.number)
                 self._hub.send(peer, verdict)
             case m.Built(recovers=recovers):
-                self._decide(mind.Built(number, recovers))
+                self._decide(s.Built(number, recovers))
             case m.Formed(generation=generation):
-                self._decide(mind.Formed(number, generation))
+                self._decide(s.Formed(number, generation))
             case m.Broken(generation=generation, cause=cause, mine=mine):
-                self._decide(mind.Broke(number, generation, cause, mine))
+                self._decide(s.Broke(number, generation, cause, mine))
             case m.Notice():
-                self._decide(mind.Noticed(number))
+                self._decide(s.Noticed(number))
             case m.Done() | m.Failed():
-                self._decide(mind.LastWord(number, message))
+                self._decide(s.LastMessage(number, message))
             case m.Exited(number=worker, pid=0, error=error) if error:
-                self._decide(mind.StartFailed(worker, error))
+                self._decide(s.StartFailed(worker, error))
             case m.Exited(number=worker, pid=pid, code=code, place=place):
                 self._exited(worker, pid, code, host=number, place=place)
             case _:
@@ -511,49 +516,32 @@ class Master:
         number, now = connection.number, time.monotonic()
         connection.heartbeat = heartbeat.number
         if connection.role == "host":
-            self._hosts.hears(number, peer, now, heartbeat.stopped)
+            self._hosts.heartbeat(number, peer, now, heartbeat.stopped)
             if connection.lease is not None:
-                connection.lease.hears(now)
+                connection.lease.renew(now)
         else:
             self._last_heartbeat[number] = now, heartbeat
-            self._silence.hears(number, now)
-            self._watch.hears(number, msgspec.structs.replace(heartbeat, number=0), now)
+            self._watch.heartbeat(number, msgspec.structs.replace(heartbeat, number=0), now)
 
     def _handle_client(self, peer: Peer, message: m.AnyMessage) -> None:
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has handled it
-                    self._decide(mind.Interrupted(by, self._began, self._recorder.committed))
+                    self._decide(s.Interrupted(by, self._began, self._recorder.committed))
             case m.HostEnded(code=code, detail=detail, number=number):
                 if self._hosts.fails(number):
-                    self._decide(mind.HostLost(code, detail))
+                    self._decide(s.HostLost(code, detail))
                 else:
                     host = self._job.launch.hosts[number]
                     text = f"host {number} ({host}) ended with code {code}; it is tried again. "
                     self._warn(f"{text}{detail}".strip())
             case m.Scale(workers=workers):
-                refusal = self._refusal_of(workers)
+                refusal = refuse_scale(self._state, self._job, workers)
                 self._hub.send(peer, m.Answer(refusal=refusal))
                 if not refusal:
-                    self._decide(mind.Scaled(workers))
+                    self._decide(s.Scaled(workers))
             case _:
                 raise TypeError(message)
-
-    def _refusal_of(self, workers: int) -> str:
-        most = self._job.per_commit.micro_batches
-        key = "sync.participants" if self._job.sync.participants else "train.micro_batches"
-        if not 1 <= workers <= most:
-            return (
-                f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
-                f"most, since {key} = {most}."
-            )
-        if not self._state.recovers:
-            return "the workers of this run cannot change: it computes on GPUs."
-        if not self._state.course:
-            return "its workers are still getting ready. Try again in a moment."
-        if self._state.phase not in ("gathering", "training") or self._state.stop:
-            return "the run is about to end."
-        return ""
 
     def _confirm(self, peer: Peer, message: m.AnyMessage) -> None:
         """Count a message that has taken effect, and acknowledge it now and then."""
@@ -561,7 +549,7 @@ class Master:
         if connection is None:
             return
         is_worker = connection.role == "worker"
-        if is_worker and _is_given_up(self._processes.get(connection.number)):
+        if is_worker and _is_abandoned(self._processes.get(connection.number)):
             return  # its lease is to run out
         if not isinstance(message, m.Heartbeat):
             connection.handled += 1
@@ -574,7 +562,7 @@ class Master:
     def _handle_event(self, connection: _Connection, name: str, fields: Mapping[str, Any]) -> None:
         """A worker reports an event for the log."""
         clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
-        if not self._recorder.hear(name, fields, again=connection.resends > 0):
+        if not self._recorder.record_event(name, fields, again=connection.resends > 0):
             return
         if name == "worker_ready":
             self._ready.add(connection.number)
@@ -587,9 +575,9 @@ class Master:
         if not self._verdicts.evaluates:
             return
         self._verdicts.roll_back(folder, step)
-        events: list[mind.Event] = [*self._verdicts.fired_after(folder, step - 1)]
-        for event in events or [mind.RolledBack(step)]:  # the worker that asked may be lost
-            self._think(event)
+        events: list[s.Event] = [*self._verdicts.fired_after(folder, step - 1)]
+        for event in events or [s.RolledBack(step)]:  # the worker that asked may be lost
+            self._observe(event)
 
     # ---- processes that end
 
@@ -603,7 +591,7 @@ class Master:
     ) -> None:
         """A worker's process has ended."""
         process = self._processes.get(worker)
-        if process is not None and (process.pid, self._places[worker]) != (pid, host):
+        if process is not None and (process.pid, process.host) != (pid, host):
             return  # it never had this number
         if process is None and pid and (host, pid) in self._gone and worker in self._state.joined:
             return  # reported twice, as by a fork server and by the one that replaced it
@@ -623,16 +611,15 @@ class Master:
             self._peers.pop(worker, None)
         if process is not None:
             self._processes.pop(worker).close()
-        for hung in self._questions.close(worker):  # it may have crashed when it was asked
-            self._think(hung)
-        for known in (self._seen_ended, self._absent, self._last_heartbeat, self._places):
+        for hung in self._stack_requests.close(worker):  # it may have crashed when it was asked
+            self._observe(hung)
+        for known in (self._seen_ended, self._absent, self._last_heartbeat):
             known.pop(worker, None)
         self._unusable.pop(("worker", worker), None)
         self._watch.leaves(worker)
-        self._silence.leaves(worker)
         self._recorder.emit("process_ended", {"worker": worker, "pid": pid, "code": code})
         step = (place.step if place is not None else 0) or self._recorder.in_flight(worker)
-        self._think(mind.Ended(worker, code, step, self._recorder.reached, place))
+        self._observe(s.Ended(worker, code, step, self._recorder.reached, place))
 
     def _closed(self, peer: Peer) -> None:
         """A connection is closed."""
@@ -640,21 +627,21 @@ class Master:
         if connection is None:
             return
         number = connection.number
-        if connection.role == "host" and self._hosts.goes(number, peer) and self._hosts.several:
+        if connection.role == "host" and self._hosts.leaves(number, peer) and self._hosts.several:
             self._host_lost(number, "it hung up")
         if connection.role == "worker" and self._peers.get(number) is peer:
             self._peers.pop(number)
             self._absent[number] = time.monotonic()
             if not self._hosted:  # no host reports its end
                 self._absent.pop(number)
-                self._silence.leaves(number)
+                self._watch.leaves(number)
                 code = 0 if number in self._state.done else endings.UNSEEN
-                self._think(mind.Ended(number, code, self._recorder.in_flight(number)))
+                self._observe(s.Ended(number, code, self._recorder.in_flight(number)))
 
     def _host_lost(self, number: int, why: str) -> None:
         """One of several hosts is gone: another starts what it was to start."""
         self._recorder.emit("host_lost", {"host": number, "why": why})
-        self._think(mind.HostJoined())
+        self._observe(s.HostJoined())
 
     def _watch_processes(self) -> None:
         """Processes whose end no host reports, or that do not connect again."""
@@ -666,8 +653,8 @@ class Master:
             absent_s = now - self._absent.get(worker, now)
             if process.ended:
                 since = self._seen_ended.setdefault(worker, now)
-                if not hosts or now - since > PARENT_S:
-                    self._exited(worker, process.pid, None, self._places[worker])
+                if not hosts or now - since > REPORT_S:
+                    self._exited(worker, process.pid, None, process.host)
             elif self._state.recovers and absent_s > self._timeout_s(worker, process):
                 process.signal(signal.SIGKILL)
         for worker in self._state.joined - self._processes.keys():  # of which no process is known
@@ -684,14 +671,10 @@ class Master:
 
     def _want_hosts(self, now: float) -> None:
         """Ask the client for hosts that are missing."""
-        self._no_host = {number: self._no_host.get(number, now) for number in self._hosts.missing}
-        training = self._state.phase in ("gathering", "training")
-        wanted = [number for number, since in self._no_host.items() if now - since > PARENT_S]
-        if not wanted or not training:
+        if self._state.phase not in ("gathering", "training"):
             return
-        again = now + (RETRY_S if self._hosts.several else 0.0)
-        self._no_host |= dict.fromkeys(wanted, again)
-        if self._client is not None:
+        wanted = self._hosts.to_start(now)
+        if wanted and self._client is not None:
             self._hub.send(self._client, m.HostWanted(numbers=wanted))
 
     # ---- processes that are silent, or hang
@@ -702,17 +685,17 @@ class Master:
         for peer in self._hosts.turn(now):
             number = self._connections.pop(peer).number
             self._hub.drop(peer)
-            if self._hosts.goes(number, peer):
+            if self._hosts.leaves(number, peer):
                 self._host_lost(number, f"it gave no sign of life for {FLOOR_S:g} s")
         for peer, connection in list(self._connections.items()):
             if connection.lease is not None and (how := connection.lease.turn(now)):
                 self._end_host(peer, connection.lease.pid, how)
         if not self._gathered and self._hosts.ready(now):
             self._gathered = True
-            self._think(mind.HostJoined())
+            self._observe(s.HostJoined())
         for worker, process in list(self._processes.items()):
-            if isinstance(process, Far):
-                self._watch_far(worker, process, now)
+            if isinstance(process, RemoteProcess):
+                self._watch_remote(worker, process, now)
         if self._hosts.several:
             self._spread()
 
@@ -725,7 +708,7 @@ class Master:
         self._hub.drop(peer)
         self._closed(peer)
 
-    def _watch_far(self, worker: int, process: Far, now: float) -> None:
+    def _watch_remote(self, worker: int, process: RemoteProcess, now: float) -> None:
         last, heartbeat = self._last_heartbeat.setdefault(worker, (now, None))
         silent_s = now - last
         if heartbeat is not None and worker in self._state.ready:
@@ -737,10 +720,10 @@ class Master:
         if silent and self._hosts.can_do_without and process.killed_at is None:
             step, phase = (heartbeat.step, heartbeat.phase) if heartbeat else (0, "building")
             how = f"gave no sign of life for {silent_s:.1f} s, nor did its host"
-            self._think(mind.Hung(worker, step, phase, how))
+            self._observe(s.Hung(worker, step, phase, how))
             process.signal(signal.SIGKILL)
         if process.is_lost(now, silent_s):
-            self._hosts.give_up(process.host, process.pid)
+            self._hosts.abandon(process.host, process.pid)
             self._exited(worker, process.pid, None, process.host)
 
     def _is_another_holder(self, worker: int, now: float) -> bool:
@@ -757,67 +740,67 @@ class Master:
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
         if calm and settled and state.complete:
-            placed = {w: self._places[w] for w in members}
+            placed = {w: self._processes[w].host for w in members}
             worker = self._hosts.crowded(placed, stay=state.servers)
             if worker is not None:
-                self._think(mind.Noticed(worker))
+                self._observe(s.Noticed(worker))
 
     def _watch_progress(self) -> None:
         """Kill workers that hang, after asking them for their stack."""
         now, state = time.monotonic(), self._state
+        self._watch.turn(now)
         if not state.recovers:
             self._watch_silence(now)
             return
-        self._watch.turn(now)
         last = self._recorder.committed
         if state.phase in ("gathering", "training"):
             often = {worker: times for worker, (step, times) in state.hangs.items() if step >= last}
             for hang in self._watch.hangs(now, often, self._is_stopped):
                 process = self._processes.get(hang.worker)
-                if process is None or hang.worker in self._questions:
+                if process is None or hang.worker in self._stack_requests:
                     continue
-                if isinstance(process, Far) and self._hosts.is_quiet(process.host):
+                if isinstance(process, RemoteProcess) and self._hosts.is_quiet(process.host):
                     continue  # its host is the cause
-                self._questions.ask(mind.Hung(*hang[:4], loops=hang.loops), process, now)
+                self._stack_requests.ask(s.Hung(*hang[:4], loops=hang.loops), process, now)
         if state.phase == "training":
             seconds = self._watch.stuck_s(state.group, now, state.broken)
             if seconds and not self._hosts.all_quiet:
-                self._think(mind.Stuck(state.generation, seconds, last))
-        for hung in self._questions.answered(now):
-            self._think(hung)
+                self._observe(s.Stuck(state.generation, seconds, last))
+        for hung in self._stack_requests.answered(now):
+            self._observe(hung)
 
     def _watch_silence(self, now: float) -> None:
         """End a run whose workers cannot be replaced, if one gives no sign of life."""
-        silent = self._silence.turn(now)
+        silent = self._watch.silent(now)
         if silent is None or (len(self._state.wanted) == 1 and not self._hosted):
             return  # no other worker waits for it
         worker = silent.worker
         pid, node = self._pids.get(worker, 0), self._nodes.get(worker, "")
-        process = (self._processes if self._hosted else self._joined).get(worker)
+        process = self._processes.get(worker)
         stopped = process is not None and process.stopped
         cause = silent.cause(pid, node, stopped=stopped, joined=not self._hosted)
         _, last = self._last_heartbeat.get(worker, (now, None))
         step, phase = (last.step, last.phase) if last else (self._recorder.in_flight(worker), "")
         if not silent.all and not self._hosted:
-            self.stale = self._joined.pop(worker, None)
-        self._think(mind.Silent(worker, step, phase, cause))
+            self.stale = self._processes.pop(worker, None)
+        self._observe(s.Silent(worker, step, phase, cause))
 
     def _is_stopped(self, worker: int) -> bool:
         return worker in self._processes and self._processes[worker].stopped
 
     # ---- what follows
 
-    def _think(self, event: mind.Event) -> None:
-        """Decide on what the master itself has seen; an impossible event is reported once."""
+    def _observe(self, event: s.Event) -> None:
+        """Decide on what the master itself has observed; an impossible event is reported once."""
         try:
             self._decide(event)
-        except mind.TransitionError as error:
+        except s.TransitionError as error:
             text = f"{type(event).__name__} was ignored: {error}. This is an error of instep."
             if text not in self._ignored:
                 self._ignored.add(text)
                 self._warn(text)
 
-    def _decide(self, event: mind.Event) -> None:
+    def _decide(self, event: s.Event) -> None:
         """Decide on an event, keep the decision, act on it.
 
         Raises:
@@ -832,27 +815,27 @@ class Master:
         for action in actions:
             self._act(action)
 
-    def _act(self, action: mind.Action) -> None:
+    def _act(self, action: s.Action) -> None:
         match action:
-            case mind.Send(worker, message):
+            case s.Send(worker, message):
                 self._send(worker, message)
-            case mind.Log(name, fields):
+            case s.Log(name, fields):
                 if name == "generation_started":  # the keys of the one before are not needed
                     self._keys.clear()
                     if self._journal is not None and not self._state.recovers:
                         self._journal.forget()
                 self._recorder.emit(name, fields)
-            case mind.Kill(worker):
+            case s.Kill(worker):
                 if worker in self._processes:
                     self._processes[worker].signal(signal.SIGKILL)
-            case mind.KillAll():
+            case s.KillAll():
                 self._kill_all()
-            case mind.GoBack():
+            case s.GoBack():
                 self._go_back()
-            case mind.Start(worker):
+            case s.Start(worker):
                 self._ready.discard(worker)
                 self._start_worker(worker)
-            case mind.Finish():
+            case s.Finish():
                 raise Outcome(action, self._state.blame)
 
     def _send(self, worker: int, message: m.AnyMessage) -> None:
@@ -877,34 +860,20 @@ class Master:
                 self._hub.send(peer, refused)  # else it would connect again
                 self._hub.drop(peer)
                 self._closed(peer)
-        for process in self._processes.values():
+        for process in self._processes.values() if self._hosted else ():
             process.signal(signal.SIGKILL)
 
     def _go_back(self) -> None:
         """Begin again from the newest checkpoint: no worker holds more."""
-        self._origin = go_back(self._run, self._job)
-        self._verdicts = Verdicts(self._job, self._origin.heard)
-        self._recorder.go_back(self._origin.step)
-        path = str(self._origin.checkpoint or "")
-        self._recorder.emit("went_back", {"resumed_step": self._origin.step, "path": path})
-        self._warn(*self._origin.warnings)
-        self._think(mind.WentBack(path, self._origin.step))
-
-    def _tell_clients(self, outcome: Outcome) -> None:
-        finish, blame = outcome.finish, outcome.blame
-        over = m.Over(
-            outcome=finish.outcome,
-            rule=finish.rule,
-            step=finish.step,
-            exit_code=finish.exit_code,
-            worker=blame.worker if blame else None,
-            failed=blame.failed if blame else None,
-        )
-        for peer, connection in self._connections.items():
-            if connection.role == "client":
-                self._hub.send(peer, over)
+        self._start_point = go_back(self._run, self._job)
+        self._verdicts = Verdicts(self._job, self._start_point.figures)
+        self._recorder.go_back(self._start_point.step)
+        path = str(self._start_point.checkpoint or "")
+        self._recorder.emit("went_back", {"resumed_step": self._start_point.step, "path": path})
+        self._warn(*self._start_point.warnings)
+        self._observe(s.WentBack(path, self._start_point.step))
 
 
-def _is_given_up(process: Process | None) -> bool:
+def _is_abandoned(process: Process | None) -> bool:
     """Whether a process of another machine is being killed, and gets no more answers."""
-    return isinstance(process, Far) and process.killed_at is not None
+    return isinstance(process, RemoteProcess) and process.killed_at is not None

@@ -21,8 +21,8 @@ from typing import Any
 from instep import spec_file
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
+from instep.control.hosts import Process
 from instep.control.journal import Journal
-from instep.control.lease import SignsOfLife
 from instep.control.master import Master
 from instep.errors import InstepError
 from instep.plain_file import plain
@@ -31,8 +31,9 @@ from instep.report.terminal.live import View, make_view
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.system import causes
+from instep.system.lease import SignsOfLife
 from instep.system.output import Output
-from instep.system.processes import Watched, die_with_parent
+from instep.system.processes import die_with_parent
 
 FLUSH_S = 1.0
 """How long the last messages may take to be sent."""
@@ -53,11 +54,11 @@ def main() -> int:
     try:
         stale = _serve(run, note, board, signs)
     except InstepError as error:
-        _note(run)
-        _tell(board, error)
+        _log_error(run)
+        _refuse(board, error)
         return error.exit_code
     except BaseException:
-        _note(run)
+        _log_error(run)
         return 1
     finally:
         _flush(board)
@@ -69,7 +70,7 @@ def main() -> int:
 
 def _serve(
     run: Path, note: dict[str, Any], board: Switchboard, signs: SignsOfLife
-) -> Watched | None:
+) -> Process | None:
     """Returns a process of this machine that cannot end by itself."""
     job = spec_file.load(run / "job.toml")
     views = _views(job, run, note)
@@ -83,7 +84,7 @@ def _serve(
             hosted=note["hosted"],
             started=journal.begin.started,
             about=note["about"],
-            origin=journal.begin.origin,
+            start_point=journal.begin.start_point,
             journal=journal,
             signs=signs,
             why=note["why"],
@@ -108,20 +109,20 @@ def _views(job: JobSpec, run: Path, note: dict[str, Any]) -> list[View]:
     return views
 
 
-def _note(run: Path) -> None:
+def _log_error(run: Path) -> None:
     with contextlib.suppress(OSError), open(run / "logs" / "master.log", "a", opener=plain) as log:
         traceback.print_exc(file=log)
 
 
-def _tell(board: Switchboard, error: InstepError) -> None:
+def _refuse(board: Switchboard, error: InstepError) -> None:
     """Have the client end with an error of this process, also if it has yet to connect."""
     refused = causes.refused(error)
-    told: set[Peer] = set()
+    sent: set[Peer] = set()
     deadline = time.monotonic() + FLUSH_S
     while time.monotonic() < deadline:
         for peer in board.hub.peers():
-            if peer not in told:
-                told.add(peer)
+            if peer not in sent:
+                sent.add(peer)
                 board.hub.send(peer, refused)
         for _ in board.hub.receive(0.05):
             pass

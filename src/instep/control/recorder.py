@@ -53,7 +53,7 @@ class Recorder:
         self._log = EventLog(run / "events.jsonl")
         cut_torn_record(run / "steps.bin", STEPS)
         self._steps = Appender(run / "steps.bin")
-        self._told: deque[str] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[str] = deque(maxlen=_REMEMBERED)
         self._last_step: dict[int, int] = {}
         self._last_begin: dict[int, float] = {}
 
@@ -73,7 +73,7 @@ class Recorder:
                 self._last_step[worker] = int(mine["step"][-1])
                 self._last_begin[worker] = float(mine["begin"].max())
         for event in folder.events[-_REMEMBERED:]:
-            self._told.append(_as_told(event))
+            self._recent.append(_as_sent(event))
         return _pace(folder.steps[-_LATELY:]) if len(folder.steps) else None
 
     # ---- steps
@@ -126,17 +126,17 @@ class Recorder:
         event = self._log.emit(name, **fields)
         self.show(lambda view: view.event(event))
 
-    def hear(self, name: str, fields: Mapping[str, Any], *, again: bool) -> bool:
+    def record_event(self, name: str, fields: Mapping[str, Any], *, again: bool) -> bool:
         """Write a worker's event, unless it is there already; whether it was new.
 
         Args:
             name, fields: the event.
             again: whether another master may have written it.
         """
-        told = _as_told({"event": name, **fields})
-        if again and told in self._told:
+        sent = _as_sent({"event": name, **fields})
+        if again and sent in self._recent:
             return False
-        self._told.append(told)
+        self._recent.append(sent)
         self.emit(name, fields)
         return True
 
@@ -170,7 +170,7 @@ def _pace(timed: Records) -> Pace:
     return Pace(len(timed), step_s, float(np.mean(timed["load_s"])))
 
 
-def _as_told(event: Mapping[str, Any]) -> str:
+def _as_sent(event: Mapping[str, Any]) -> str:
     """An event as a worker sends it, without the time at which it was written."""
     plain = {key: value for key, value in event.items() if key != "time"}
     return json.dumps(plain, default=str, sort_keys=True)

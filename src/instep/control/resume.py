@@ -27,7 +27,7 @@ from instep.plain_file import plain
 from instep.spec import JobSpec, as_table
 from instep.state.intact import discard_newer, newest_intact
 from instep.state.manifest import Manifest, read_manifest
-from instep.store.folder import ID, Origin, lock, numbered, run_id, unlock
+from instep.store.folder import ID, StartPoint, lock, numbered, run_id, unlock
 from instep.store.ledger import check_reaches, cut_back
 from instep.store.run_folder import RunFolder
 from instep.units import readable_seconds
@@ -130,7 +130,9 @@ def _shown(value: Any) -> str:
     return "not set" if plain is None else repr(plain)
 
 
-def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool = False) -> Origin:
+def prepare(
+    folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool = False
+) -> StartPoint:
     """Choose the checkpoint to resume from, and undo what was committed after it.
 
     The caller holds the folder. From here on the folder is that of `job`.
@@ -151,20 +153,20 @@ def prepare(folder: Path, job: JobSpec, *, recipe_sha256: str, at_its_end: bool 
     run = RunFolder(folder)
     _check_time(run, job)
     before = run.last("run_started").get("recipe_sha256")
-    origin = go_back(folder, job, check=_check_stop if at_its_end else _check_ahead)
-    warnings = list(origin.warnings)
+    start_point = go_back(folder, job, check=_check_stop if at_its_end else _check_ahead)
+    warnings = list(start_point.warnings)
     if before and before != recipe_sha256:
         warnings.append(
             f"{job.recipe.rpartition(':')[0]} has changed since the run was started; "
             "it goes on with what it is now."
         )
     _replace(folder / "job.toml", spec_file.dump(job))
-    return replace(origin, warnings=tuple(warnings))
+    return replace(start_point, warnings=tuple(warnings))
 
 
 def go_back(
     folder: Path, job: JobSpec, check: Callable[[RunFolder, JobSpec, int], None] = lambda *_: None
-) -> Origin:
+) -> StartPoint:
     """Go back to the newest sound checkpoint: the ledger ends with its step again.
 
     The model of an earlier end of the run is moved away.
@@ -180,7 +182,7 @@ def go_back(
         CheckpointError: there are checkpoints, and none is sound.
         SpecError: the checkpoint is of a job that cannot become this one.
     """
-    with _nobody_writes(folder / "ledger.bin"):
+    with _no_other_writer(folder / "ledger.bin"):
         run = RunFolder(folder)
         checkpoint, refused = newest_intact(folder / "checkpoints", partial(check_own, folder))
         step = size_bytes = 0
@@ -205,12 +207,12 @@ def go_back(
             "removed. The report will tell of what follows, and of what the ledger has."
         )
     watched = job.stop.by_step or job.stop.by_metric
-    heard = tuple(recorded(run.steps, run.validations, step)) if watched else ()
-    return Origin(step, checkpoint, len(run.generations), tuple(warnings), heard, run.seconds)
+    figures = tuple(recorded(run.steps, run.validations, step)) if watched else ()
+    return StartPoint(step, checkpoint, len(run.generations), tuple(warnings), figures, run.seconds)
 
 
 def _take_model_away(run: RunFolder, step: int) -> list[str]:
-    """While a run goes on it has no model: the one there is that of an end which is none any more.
+    """Remove the model of an earlier end: while a run trains it has none.
 
     It is deleted where the checkpoint of `step` has the same, else given another name.
 
@@ -306,7 +308,7 @@ def _check_time(run: RunFolder, job: JobSpec) -> None:
 
 
 @contextmanager
-def _nobody_writes(ledger: Path) -> Iterator[None]:
+def _no_other_writer(ledger: Path) -> Iterator[None]:
     """Wait for a worker that outlives its master by a moment, and lock the ledger."""
     if not ledger.exists():
         yield

@@ -74,11 +74,11 @@ class Broke:
 
 
 @dataclass(frozen=True)
-class LastWord:
+class LastMessage:
     """A member has finished, or has failed."""
 
     worker: int
-    word: Done | Failed
+    message: Done | Failed
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ Event: TypeAlias = (
     | Built
     | Formed
     | Broke
-    | LastWord
+    | LastMessage
     | Ended
     | StartFailed
     | HostLost
@@ -301,7 +301,7 @@ class Phase(StrEnum):
     LEFT = "left"
     """It has left its last group, and waits for the next `Form`."""
     RELEASED = "released"
-    """It was told to end, and its process may still be there."""
+    """It was sent `Release`, and its process may still be there."""
     ENDED = "ended"
     """Its process has ended, and is not replaced."""
 
@@ -341,7 +341,7 @@ class Member:
     phase: Phase = Phase.ABSENT
     formed: int = 0
     """The newest generation whose group it was in; 0 for none."""
-    word: Done | Failed | None = None
+    last_message: Done | Failed | None = None
     """Its last message: it has finished, or failed."""
     hung: str = ""
     """How it hangs, where it is being killed for that."""
@@ -349,7 +349,7 @@ class Member:
     """Whether it hangs in a read that keeps a processor busy."""
 
 
-NOBODY = Member()
+_UNKNOWN = Member()
 
 # ---- the run
 
@@ -405,16 +405,16 @@ class State:
     timeout_s: float = 0.0
     """How long the members of the present generation may take to connect."""
     changing: bool = False
-    """Whether its members were told to leave it at the next commit."""
+    """Whether its members were asked to leave it at the next commit."""
     since: float = 0.0
     """When the master began to gather members for the next generation."""
     why: str = "start"
     """Why the next generation is needed."""
-    origin: str = ""
+    checkpoint: str = ""
     """The checkpoint that a generation begins from where no member holds state."""
-    origin_step: int = 0
+    checkpoint_step: int = 0
     """The last step that it holds, where the run went back to it."""
-    from_origin: bool = True
+    from_checkpoint: bool = True
     """Whether the next generation begins there."""
     course: int = 0
     """The first generation since the run began, or went back; 0 before it."""
@@ -452,7 +452,7 @@ class State:
 
     def member(self, number: int) -> Member:
         """The record of a number."""
-        return self.members.get(number, NOBODY)
+        return self.members.get(number, _UNKNOWN)
 
     # ---- changes
 
@@ -464,7 +464,7 @@ class State:
         """
         member = self.expect(number, *(phase for phase in Phase if to in NEXT[phase]), to=to)
         if to is Phase.ABSENT:
-            member = Member(member.wanted, member.role)  # the next process begins anew
+            member = Member(member.wanted, member.role)  # for the next process
         return self._with(number, replace(member, phase=to))
 
     def note(self, number: int, **facts: Any) -> State:
@@ -532,12 +532,12 @@ class State:
     @property
     def done(self) -> dict[int, Done]:
         """Members of the present generation that have finished, with their last message."""
-        said = {n: member.word for n, member in self.members.items()}
+        said = {n: member.last_message for n, member in self.members.items()}
         generation = self.generation
         return {
-            n: word
-            for n, word in said.items()
-            if isinstance(word, Done) and word.generation == generation
+            n: last_message
+            for n, last_message in said.items()
+            if isinstance(last_message, Done) and last_message.generation == generation
         }
 
     @property

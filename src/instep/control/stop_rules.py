@@ -1,6 +1,6 @@
 """The rules of `[stop]`: when a run has trained enough, or too badly to continue.
 
-`Rules.hear` gets the figures of each committed step and each validation, in order, and
+`Rules.evaluate` gets the figures of each committed step and each validation, in order, and
 returns the rule that fires, if any. Its state follows from these figures alone, without
 clock, socket or worker. So a rule fires at the same step with any number of workers, and
 after a restart the run's own records are evaluated again (`recorded`, `Rules.replay`).
@@ -61,7 +61,7 @@ class Rules:
         self._best: tuple[float, int] | None = None  # value of the metric, and its step
         self._waited = 0  # validations since
 
-    def hear(self, figures: Figures) -> Fired | None:
+    def evaluate(self, figures: Figures) -> Fired | None:
         """Evaluate the figures of a step or a validation; returns the rule that fires first."""
         causes = []
         if figures.loss is not None:
@@ -74,7 +74,7 @@ class Rules:
 
     def replay(self, figures: Iterable[Figures]) -> list[Fired | None]:
         """Evaluate earlier figures again, in order; returns the rule that each of them fires."""
-        return [self.hear(each) for each in figures]
+        return [self.evaluate(each) for each in figures]
 
     # ---- of a step
 
@@ -147,16 +147,16 @@ class Judge:
 
     Args:
         spec: the rules.
-        heard: earlier figures of the run, in order.
+        earlier: earlier figures of the run, in order.
     """
 
-    def __init__(self, spec: StopSpec, heard: Iterable[Figures] = ()) -> None:
-        heard, self._rules, self._by_metric = list(heard), Rules(spec), spec.by_metric
-        told = list(zip(heard, self._rules.replay(heard), strict=True))
+    def __init__(self, spec: StopSpec, earlier: Iterable[Figures] = ()) -> None:
+        earlier, self._rules, self._by_metric = list(earlier), Rules(spec), spec.by_metric
+        before = list(zip(earlier, self._rules.replay(earlier), strict=True))
         # a step's figures, and those of its validation, may be sent again
-        self._judged = {(each.step, each.loss is None): fired for each, fired in told[-2:]}
+        self._judged = {(each.step, each.loss is None): fired for each, fired in before[-2:]}
 
-    def hear(self, figures: Figures, *, again: bool) -> Fired | None:
+    def evaluate(self, figures: Figures, *, again: bool) -> Fired | None:
         """Let the rules decide on committed figures.
 
         Args:
@@ -169,7 +169,7 @@ class Judge:
         asked = figures.step, figures.loss is None
         older = again and asked < max(self._judged, default=asked)  # long answered
         if asked not in self._judged and not older:
-            self._judged[asked] = self._rules.hear(figures)
+            self._judged[asked] = self._rules.evaluate(figures)
         fired = self._judged.get(asked) or self._at_once(figures)
         for old in [each for each in self._judged if each[0] < figures.step - 1]:
             del self._judged[old]
@@ -204,11 +204,11 @@ def recorded(
     """
     _, one_each = np.unique(steps["step"], return_index=True)
     found = {v["step"]: v["metrics"] for v in validations if v.get("scheduled", True)}
-    heard = []
+    figures = []
     for record in steps[one_each][: np.searchsorted(steps["step"][one_each], until, "right")]:
         step, norm = int(record["step"]), float(record["gradient_norm"])
         known = None if math.isnan(norm) else norm
-        heard.append(Figures(step=step, loss=float(record["loss"]), gradient_norm=known))
+        figures.append(Figures(step=step, loss=float(record["loss"]), gradient_norm=known))
         if step in found:
-            heard.append(Figures(step=step, metrics=found[step]))
-    return heard
+            figures.append(Figures(step=step, metrics=found[step]))
+    return figures

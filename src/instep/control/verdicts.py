@@ -33,7 +33,7 @@ class Verdicts:
         void_in, step = self._void
         if figures.step > step and generation <= void_in:
             return None
-        return self._judge.hear(figures, again=again)
+        return self._judge.evaluate(figures, again=again)
 
     def take_over(self, folder: RunFolder) -> None:
         """Evaluate the records of a master that was lost."""

@@ -1,11 +1,18 @@
 """Finds workers that hang, by timeouts learnt from their heartbeats: no user sets any.
 
 A heartbeat says a few times a second what a worker is doing, how much it has done, and
-for how long a processor was busy with it. A worker hangs when it falls silent (stopped, or
+for how long a processor was busy with it. A worker hangs when its heartbeats stop (SIGSTOP, or
 inside native code), or when its heartbeats show no progress (an endless loop, a read that
 never ends). The timeouts follow from how long steps take, and how long the same activity
 took before. A worker that waits for others, or for a disk, does not hang; a read that keeps
-a processor busy does not wait for a disk. Pure: times are given, and no action is taken.
+a processor busy does not wait for a disk.
+
+Under `instep.join`, and on GPUs, workers cannot be replaced, and one that hangs ends the run:
+the others would wait for it without end. There the timeouts are longer, and only silence
+counts (`Watch.silent`): a loop of the user's own may compute, compile or download for any
+time. Where all are silent at once, as after Ctrl-Z, a user may wake them.
+
+Processes of other roles have a `lease.py`. Pure: times are given, and no action is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +23,8 @@ from functools import partial
 from typing import NamedTuple
 
 from instep.comm.messages import READING, Heartbeat
-from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.limits import BUSY, FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
+from instep.units import readable_seconds
 
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
@@ -43,10 +51,18 @@ FORGET_BUSY = 0.9995
 """The same, of the longest busy time: one slow sample in a thousand steps is remembered."""
 
 
+SILENT_S = 60.0
+"""How long a worker that cannot be replaced may be silent while another is not: a call that keeps
+the interpreter's lock, such as a compilation, makes it so."""
+
+ALL_SILENT_S = 600.0
+"""How long all workers may be silent, where none can be replaced."""
+
+
 def away_s(before: float | None, now: float) -> float:
     """How long the watchdog itself did not run since its last look; 0.0 for a moment."""
     gap_s = now - before if before is not None else 0.0
-    return gap_s if gap_s > FLOOR_S / 4 else 0.0
+    return gap_s if gap_s > LOOK_S else 0.0
 
 
 def _done(heartbeat: Heartbeat) -> tuple[int, str, int]:
@@ -69,11 +85,41 @@ class Hang(NamedTuple):
     """Whether it keeps a processor busy with a read."""
 
 
+class Silent(NamedTuple):
+    """A worker that cannot be replaced, and was silent for too long."""
+
+    worker: int
+    seconds: float
+    """Since its last heartbeat."""
+    all: bool
+    """Whether all other workers were silent too."""
+
+    def cause(self, pid: int, node: str, *, stopped: bool, joined: bool) -> str:
+        """The cause to report.
+
+        Args:
+            pid: of its process; 0 if it is not known.
+            node: the name of its machine; empty if it is not known.
+            stopped: whether the system says that its process does not run.
+            joined: whether another program than instep started it.
+        """
+        where = f" (pid {pid}{f' on {node}' if node else ''})" if pid else ""
+        long = readable_seconds(self.seconds)
+        how = f"its process{where} gave no sign of life for {long}"
+        how += ", nor did any other worker" if self.all else " while others did"
+        how += (
+            ": it was stopped (SIGSTOP, Ctrl-Z)"
+            if stopped
+            else ": it may be stopped, or native code keeps the interpreter's lock"
+        )
+        return f"{how}. It cannot be replaced {'under instep.join' if joined else 'on GPUs'}."
+
+
 @dataclass
 class _Seen:
     """What is known of a worker."""
 
-    heard: float
+    last_heartbeat: float
     """When its last heartbeat came."""
     since: float
     """When it made progress last, as far as is known."""
@@ -84,8 +130,10 @@ class _Seen:
     """That its process has committed."""
     ready: bool = True
     """Whether it is built."""
-    given_up_s: float = 0.0
+    blamed_s: float = 0.0
     """How long it had been busy with a read when it was found to hang; 0.0 if it was not."""
+    alone_s: float = 0.0
+    """How long it was silent while another was not."""
 
     @property
     def busy_s(self) -> float:
@@ -119,18 +167,23 @@ class Watch:
     _stretches: dict[str, float] = field(default_factory=dict)
     _busy: dict[str, float] = field(default_factory=dict)
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _given_up: dict[int, tuple[int, str]] = field(default_factory=dict)
+    _blamed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Step and phase of a busy read with which a worker was lost; until it commits."""
     _now: float | None = None
     _all_still: bool = False
     """Whether all ready workers were stopped at once at the last look."""
+    _all_silent_s: float = 0.0
+    """How long all workers have been silent."""
+    _passed_s: float = 0.0
+    """How long the watchdog has seen them since the look before."""
 
     def turn(self, now: float) -> None:
         """Let time pass; where the watchdog itself did not run for long, no worker is blamed."""
         away = away_s(self._now, now)
+        self._passed_s = min(now - self._now, LOOK_S) if self._now is not None else 0.0
         self._now = now
         for seen in self._seen.values():
-            seen.heard += away
+            seen.last_heartbeat += away
             seen.since += away
 
     def begins(self, worker: int, now: float, *, ready: bool = True) -> None:
@@ -141,40 +194,42 @@ class Watch:
     def forms(self, worker: int, now: float) -> None:
         """A worker was sent `Form`; the time of its last heartbeat stays."""
         before = self._seen.get(worker, _Seen(now, now))
-        self._seen[worker] = _Seen(before.heard, now, cpu_s=before.cpu_s, steps=before.steps)
+        self._seen[worker] = _Seen(
+            before.last_heartbeat, now, cpu_s=before.cpu_s, steps=before.steps
+        )
 
     def leaves(self, worker: int) -> None:
         """Expect no more of a worker; a read during which it was lost is learnt from."""
         seen = self._seen.pop(worker, None)
-        if seen is None or seen.heartbeat is None or not seen.given_up_s:
+        if seen is None or seen.heartbeat is None or not seen.blamed_s:
             return
         phase = seen.heartbeat.phase
-        self._given_up[worker] = seen.heartbeat.step, phase
+        self._blamed[worker] = seen.heartbeat.step, phase
         if phase == READING or phase in self._busy:
-            _raise_to(self._busy, phase, min(seen.given_up_s, BLAMED_S))
+            _raise_to(self._busy, phase, min(seen.blamed_s, BLAMED_S))
 
-    def hears(self, worker: int, heartbeat: Heartbeat, now: float) -> None:
+    def heartbeat(self, worker: int, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat has come."""
         seen = self._seen.get(worker)
         if seen is None:
             return
-        before, silent = seen.heartbeat, now - seen.heard
+        before, silent = seen.heartbeat, now - seen.last_heartbeat
         goes_on = silent > STILL_S or before is None or _done(before) != _done(heartbeat)
         if self._all_still and goes_on:  # the first to wake up is not ahead of the others
             self._all_still = False
             seen.since += silent
             for other in self._seen.values():
                 if other is not seen:
-                    other.heard = other.since = now
-        seen.heard = now
+                    other.last_heartbeat = other.since = now
+        seen.last_heartbeat, seen.alone_s, self._all_silent_s = now, 0.0, 0.0
         if before is None or _done(before) != _done(heartbeat):
             first = before is not None and before.phase in OF_A_STEP and not seen.steps
             if before is not None and before.phase not in WAITING and not first:
                 _raise_to(self._stretches, before.phase, now - seen.since)
-                again = self._given_up.get(worker) == (before.step, before.phase)
+                again = self._blamed.get(worker) == (before.step, before.phase)
                 if seen.steps or again:  # else it may open what all later reads use
                     _raise_to(self._busy, before.phase, seen.busy_s)
-            seen.since, seen.cpu_s, seen.given_up_s = now, heartbeat.cpu_s, 0.0
+            seen.since, seen.cpu_s, seen.blamed_s = now, heartbeat.cpu_s, 0.0
         seen.heartbeat = heartbeat
 
     def commits(self, worker: int, steps: int, seconds: float, load_s: float = 0.0) -> None:
@@ -185,7 +240,7 @@ class Watch:
         fade, slowly = FORGET**steps, FORGET_BUSY**steps
         self._stretches = {phase: s * fade for phase, s in self._stretches.items()}
         self._busy = {phase: s * slowly for phase, s in self._busy.items()}
-        self._given_up.pop(worker, None)
+        self._blamed.pop(worker, None)
         if worker in self._seen:
             self._seen[worker].steps += steps
 
@@ -200,7 +255,7 @@ class Watch:
         seen_before = seen.has_read if phase == READING else self.step_s and seen.steps
         usual = max(usual, FLOOR_S if known and seen_before else UNKNOWN_S)
         if phase == READING and now - seen.since > FLOOR_S / 2:
-            long = times > 0 or usual >= UNKNOWN_S  # it is given enough, whoever else computes
+            long = times > 0 or usual >= UNKNOWN_S  # it gets enough, also if all others compute
             least = FLOOR_S / 2 if long else usual / 2
             if seen.busy_s >= max(least, BUSY * (now - seen.since)):
                 return max(UNKNOWN_S, usual) if times else usual
@@ -225,10 +280,12 @@ class Watch:
         found: list[Hang] = []
         excused: list[Hang] = []  # where all stop at once, the cause is hardly one of them
         loops: dict[int, float] = {}  # one that keeps a processor busy is not stopped
-        still = {worker for worker, seen in self._seen.items() if now - seen.heard > STILL_S}
+        still = {
+            worker for worker, seen in self._seen.items() if now - seen.last_heartbeat > STILL_S
+        }
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
-            silent, idle = now - seen.heard, now - seen.since
+            silent, idle = now - seen.last_heartbeat, now - seen.since
             at = seen.heartbeat or (_UNHEARD if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how = f"gave no sign of life for {silent:.1f} s"
@@ -249,7 +306,7 @@ class Watch:
             named = [hang for hang in all_of_them if hang in found or hang.worker == longest]
         self._all_still = bool(all_of_them) and not named
         for worker in loops.keys() & {hang.worker for hang in named}:
-            self._seen[worker].given_up_s = now - self._seen[worker].since
+            self._seen[worker].blamed_s = now - self._seen[worker].since
         return named
 
     def _may_hang(self, seen: _Seen, at: Heartbeat) -> bool:
@@ -279,3 +336,19 @@ class Watch:
             waits.append(now - each.since)
         limit_s = max(FLOOR_S, STEPS * self.step_s) * 2 ** min(times, 6)
         return min(waits) if min(waits) > limit_s else 0.0
+
+    def silent(self, now: float) -> Silent | None:
+        """A worker that was silent for too long, where none can be replaced."""
+        silent = {n: seen for n, seen in self._seen.items() if now - seen.last_heartbeat > FLOOR_S}
+        if len(silent) == len(self._seen):
+            self._all_silent_s += self._passed_s if silent else 0.0
+        else:
+            self._all_silent_s = 0.0
+            for seen in silent.values():
+                seen.alone_s += self._passed_s
+        everybody = self._all_silent_s > ALL_SILENT_S
+        late = [n for n, seen in silent.items() if everybody or seen.alone_s > SILENT_S]
+        if not late:
+            return None
+        first = min(late, key=lambda worker: (silent[worker].last_heartbeat, worker))
+        return Silent(first, now - silent[first].last_heartbeat, everybody)

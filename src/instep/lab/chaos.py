@@ -36,7 +36,7 @@ from instep.store.run_folder import RunFolder
 from instep.system.processes import on_signals
 
 STUCK_S = 120.0
-"""Seconds without a step after which a run is given up, unless the undisturbed one took longer."""
+"""Seconds without a step after which a run hangs, unless the undisturbed one took longer."""
 
 GRACE_S = 15.0
 """How long a run may take to stop after each signal, before the next one; the last is SIGKILL."""
@@ -94,7 +94,7 @@ def break_again(
     for text in changes_since(undisturbed, undisturbed.last_step):
         say(f"note: {text}")
     injections = _drawn(plan, undisturbed)
-    say(f"running the job again, to break it {plan.injections} times")
+    say(f"running the job again, with {plan.injections} faults")
     with ExitStack() as stack:
         plain, network = job, None
         if plan.partitions:

@@ -28,7 +28,7 @@ from instep.state.compare import checkpoint_of
 from instep.state.export import check_target, copy_own, writing_to
 from instep.state.intact import check
 from instep.state.manifest import published
-from instep.store.folder import Origin
+from instep.store.folder import StartPoint
 from instep.store.run_folder import RunFolder
 
 
@@ -64,11 +64,11 @@ def replay(
     check_step(run, step)
     warnings = changes_since(run, step)
     with folder_for_runs("instep-replay-") as folder:
-        origin, refused = _origin(run, step, folder)
-        computed, at = [], origin
-        for number, stretch in enumerate(stretches(run, origin.step, step)):
+        start_point, refused = _start_point(run, step, folder)
+        computed, at = [], start_point
+        for number, stretch in enumerate(stretches(run, start_point.step, step)):
             while at.step < stretch.last:
-                say(_progress(at.step, stretch.last, origin))
+                say(_progress(at.step, stretch.last, start_point))
                 done = _computed(stretch, at, folder / f"{number}-{at.step}", say)
                 if done.last_step <= at.step:
                     raise RunError(
@@ -76,13 +76,15 @@ def replay(
                         f"ended ({done.outcome}) before it."
                     )
                 computed.append(done)
-                at = Origin(done.last_step, checkpoint_of(done.path, done.last_step))
-        if origin.checkpoint is None:
+                at = StartPoint(done.last_step, checkpoint_of(done.path, done.last_step))
+        if start_point.checkpoint is None:
             warnings += _other_start(run, computed[0])
         if to is not None:
             with writing_to(to):
                 copy_own(computed[-1].path / "model.safetensors", to)
-        found = judge(run, computed, step, checkpoint=origin.checkpoint, after=origin.step)
+        found = judge(
+            run, computed, step, checkpoint=start_point.checkpoint, after=start_point.step
+        )
         return replace(found, warnings=(*refused, *warnings, *found.warnings), model=to)
 
 
@@ -154,7 +156,7 @@ def _job(run: RunFolder, started: dict[str, Any]) -> JobSpec:
     )
 
 
-def _origin(run: RunFolder, step: int, folder: Path) -> tuple[Origin, list[str]]:
+def _start_point(run: RunFolder, step: int, folder: Path) -> tuple[StartPoint, list[str]]:
     """The newest intact checkpoint before a step, and what is wrong with newer ones."""
     refused = []
     for number, checkpoint in published(run.path / "checkpoints"):
@@ -166,8 +168,8 @@ def _origin(run: RunFolder, step: int, folder: Path) -> tuple[Origin, list[str]]
         except CheckpointError as error:
             refused.append(f"{error} An earlier one is used.")
         else:
-            return Origin(number, kept.resolve()), refused
-    return Origin(0, None), refused
+            return StartPoint(number, kept.resolve()), refused
+    return StartPoint(0, None), refused
 
 
 def _copy_of(checkpoint: Path, folder: Path) -> Path:
@@ -178,18 +180,20 @@ def _copy_of(checkpoint: Path, folder: Path) -> Path:
         raise CheckpointError(f"{checkpoint} cannot be copied: {error}.") from None
 
 
-def _computed(stretch: Stretch, at: Origin, runs: Path, say: Callable[[str], None]) -> RunFolder:
+def _computed(
+    stretch: Stretch, at: StartPoint, runs: Path, say: Callable[[str], None]
+) -> RunFolder:
     last, job = stretch.last, stretch.job
     train = msgspec.structs.replace(job.train, stop_after_steps=last, validate_every=last)
     return run_quietly(
-        msgspec.structs.replace(job, train=train), runs, watch=Progress(say, last), origin=at
+        msgspec.structs.replace(job, train=train), runs, watch=Progress(say, last), start_point=at
     )
 
 
-def _progress(step: int, last: int, origin: Origin) -> str:
-    if step > origin.step:
+def _progress(step: int, last: int, start_point: StartPoint) -> str:
+    if step > start_point.step:
         where = f"step {step}"
-    elif origin.checkpoint is None:
+    elif start_point.checkpoint is None:
         where = "the beginning"
     else:
         where = f"the checkpoint of step {step}"

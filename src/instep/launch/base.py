@@ -1,4 +1,4 @@
-"""What a launcher is: it brings up host processes, and ends whatever it brought up."""
+"""What a launcher is: it starts host processes, and ends what it started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.comm.endpoint import Endpoint
 
 
 class Launcher(Protocol):
-    """Starts a host on each machine; it starts the workers there, at the master's word."""
+    """Starts a host on each machine; it starts the workers there, as the master asks."""
 
     def start(self, endpoint: Endpoint, logs: Path) -> None:
         """Bring up the host of number `endpoint.host`. Returns at once; it calls the master itself.

@@ -1,4 +1,4 @@
-"""The fork server of a machine: imports torch once, then forks a worker at every word.
+"""The fork server of a machine: imports torch once, then forks a worker at each request.
 
 Importing torch takes seconds, a fork takes milliseconds. Whatever a fork
 would break must not exist here: no thread, no store, no CUDA context. The
@@ -7,9 +7,9 @@ paid once; if that leaves threads or CUDA behind, the server starts itself
 again and leaves that import to the workers.
 
 It may be killed: a spare that it forked first, and that waits until then,
-takes its place at once, and watches over the workers that are there. The two look after
-each other: one that was stopped, or does not go on, is killed by the other. Both end,
-and end all workers, when the client has them, or once no master can come any more.
+takes its place at once, and watches the workers that are there. The two watch each other:
+one that was stopped, or hangs, is killed by the other. Both end, and end all workers, when
+the client ends them, or once there can be no master any more.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from instep.comm.messages import (
     StartWorker,
     Welcome,
 )
-from instep.control.lease import Lease
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
 from instep.system.environment import END, SETTINGS
+from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
@@ -64,23 +64,23 @@ from instep.system.processes import (
 from instep.system.stacks import send
 
 _NO_PRELOAD = "INSTEP_NO_PRELOAD"
-_SEAT = "INSTEP_SEAT"
+_ENDPOINT = "INSTEP_ENDPOINT"
 
 MOST_PAGES = 256
-"""Workers of one host that leave word of where they are, and whose memory is kept."""
+"""Workers of one host that can note where they are, and whose memory is kept."""
 
 PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4)
 """How long to wait before each further attempt at a fork that failed."""
 
 ADOPTED_S = 0.05
-"""How often a server looks after workers that it did not start itself."""
+"""Seconds between two looks at workers that this server did not start."""
 
 
 def main() -> None:
     """Serve one run."""
     began = time.time()
     die_with_parent(END)
-    note = os.environ.pop(_SEAT, "") or sys.stdin.readline()
+    note = os.environ.pop(_ENDPOINT, "") or sys.stdin.readline()
     seen = json.loads(note)
     endpoint = Endpoint(Address(seen["host"], seen["port"]), seen["token"], seen["number"])
     _settle(seen["folder"])
@@ -146,12 +146,12 @@ def _preload(recipe: Path) -> bool:
 
 
 def _start_again(note: str) -> NoReturn:
-    environment = {**os.environ, _NO_PRELOAD: "1", _SEAT: note}
+    environment = {**os.environ, _NO_PRELOAD: "1", _ENDPOINT: note}
     command = [sys.executable, "-P", "-m", "instep.launch.fork_server"]
     os.execve(sys.executable, command, environment)
 
 
-class _Late(NamedTuple):
+class _Retry(NamedTuple):
     """A worker that could not be forked yet."""
 
     order: StartWorker
@@ -160,15 +160,15 @@ class _Late(NamedTuple):
 
 
 class Server:
-    """Forks, reaps, reports; and has a spare of itself.
+    """Forks, reaps and reports workers; and keeps a spare of itself.
 
     Args:
         connection: to the master.
         endpoint: where that is, for the workers.
         phases: seconds that parts of the start took.
-        several: whether it is one of several hosts, which may lose the master from sight.
+        several: whether it is one of several hosts, whose connection to the master may break.
         left: number and handle by process, of the server whose place this one takes.
-        pages: where workers leave word of where they are; shared with a spare.
+        pages: where workers note where they are; shared with a spare.
         memory_files: files that outlive a worker; shared with a spare.
     """
 
@@ -192,21 +192,21 @@ class Server:
             several,
         )
         self._workers: dict[int, int] = {}
-        self._given_up: set[int] = set()  # workers that are being ended
+        self._killed: set[int] = set()  # workers that are being ended
         self._adopted = dict(left)
         for pid, (number, _) in left.items():
             self._memory_files.adopt(number, pid)
-        self._late: dict[int, _Late] = {}  # by number, workers that could not be forked yet
+        self._retries: dict[int, _Retry] = {}  # by number, workers that could not be forked yet
         self._wake_read, self._wake_write = _wake_pipe()
         self._ending = False
-        self._life = -1  # open as long as this server lives; its workers are told there
+        self._life = -1  # open as long as this server lives; it sends its spare the workers
         self._spare = 0
         self._spare_stopped_at: float | None = None
         self._shown_at = 0.0
 
     def serve(self) -> None:
         """Until no master can come any more."""
-        self._have_a_spare()
+        self._fork_spare()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(END, self._end)
@@ -217,11 +217,11 @@ class Server:
         try:
             while not self._ending:
                 self._reap()
-                self._look_after_adopted()
-                self._look_after_spare()
-                self._fork_late()
+                self._watch_adopted()
+                self._watch_spare()
+                self._retry_forks()
                 self._connection.show(self._heartbeat)
-                self._obey()  # before waiting: messages may have come together with the welcome
+                self._receive()  # before waiting: messages may have come together with the welcome
                 self._wait()
         except PeerError:
             pass
@@ -232,12 +232,12 @@ class Server:
         return Heartbeat(stopped=[*filter(is_stopped, (*self._workers, *self._adopted))])
 
     def _wait(self) -> None:
-        """For a message, a signal, or the time to look after something."""
-        tick_s = ADOPTED_S if self._adopted or self._late else HEARTBEAT_S / 2
+        """For a message, a signal, or the next look."""
+        tick_s = ADOPTED_S if self._adopted or self._retries else HEARTBEAT_S / 2
         ends = [end for end in (self._connection.fileno(), self._wake_read) if end >= 0]
         wait_readable(ends, tick_s)
 
-    def _have_a_spare(self) -> None:
+    def _fork_spare(self) -> None:
         """Fork one that sleeps until this process has ended, and then serves in its place."""
         theirs, self._life = os.pipe()
         server, self._spare_stopped_at = os.getpid(), None
@@ -261,7 +261,7 @@ class Server:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._connection.close()
             name = name_process(SPARE)
-            left = _hear_of_workers(theirs, server)
+            left = _wait_for_end(theirs, server)
             os.close(theirs)
             name_process(name)
             for each in (self._wake_read, self._wake_write):
@@ -280,7 +280,7 @@ class Server:
         finally:
             os._exit(0)
 
-    def _look_after_spare(self) -> None:
+    def _watch_spare(self) -> None:
         """Show it that this process lives; end it where it was stopped, for another to be forked.
 
         It only waits, so it can hang in no other way.
@@ -295,7 +295,7 @@ class Server:
         elif self._spare_stopped_at is None:
             self._spare_stopped_at = now
         elif now - self._spare_stopped_at > FLOOR_S:
-            os.kill(self._spare, signal.SIGKILL)  # our child, which nobody has reaped yet
+            os.kill(self._spare, signal.SIGKILL)  # our child, not reaped yet
 
     def _tell_spare(self, pid: int, number: int) -> None:
         """Have the spare know of a worker; of one that has ended, by the number `_GONE`."""
@@ -305,12 +305,12 @@ class Server:
     def _end(self, *_: object) -> None:
         self._ending = True
 
-    def _obey(self) -> None:
+    def _receive(self) -> None:
         while (message := self._connection.poll()) is not None:
             match message:
                 case StartWorker(number=number):
                     there = self._workers.items()
-                    if number not in {n for pid, n in there if pid not in self._given_up}:
+                    if number not in {n for pid, n in there if pid not in self._killed}:
                         self._fork(message)
                 case Signal(pid=pid, signals=signals):
                     self._signal(pid, signals)
@@ -337,7 +337,7 @@ class Server:
             elif pid in self._adopted:
                 self._adopted[pid][1].signal(number)
             if number == signal.SIGKILL:
-                self._given_up.add(pid)
+                self._killed.add(pid)
 
     def _fork(self, order: StartWorker) -> None:
         forked, page = time.time(), self._pages.free()
@@ -351,7 +351,7 @@ class Server:
         except OSError as error:  # no memory, or no process, for the moment
             self._try_again(order, error)
             return
-        self._late.pop(order.number, None)
+        self._retries.pop(order.number, None)
         if pid:
             self._pages.assign(page, pid)
             self._workers[pid] = order.number
@@ -384,26 +384,26 @@ class Server:
 
     def _try_again(self, order: StartWorker, error: OSError) -> None:
         """Have a worker forked once more, after a pause that grows; give it up in the end."""
-        tries = self._late[order.number].tries + 1 if order.number in self._late else 1
+        tries = self._retries[order.number].tries + 1 if order.number in self._retries else 1
         if tries > len(PAUSES_S):
-            del self._late[order.number]
+            del self._retries[order.number]
             why = f"{error.strerror}, tried {tries} times"
             self._connection.send(Exited(number=order.number, pid=0, code=None, error=why))
             return
         pause_s = PAUSES_S[tries - 1]
-        self._late[order.number] = _Late(order, tries, time.monotonic() + pause_s)
+        self._retries[order.number] = _Retry(order, tries, time.monotonic() + pause_s)
         text = (
             f"worker {order.number} could not be forked ({error.strerror}); it is tried again "
             f"in {pause_s:g} s."
         )
         self._connection.send(Emit(name="warning", fields={"text": text}))
 
-    def _fork_late(self) -> None:
+    def _retry_forks(self) -> None:
         """Those that could not be forked, and whose pause is over."""
         now = time.monotonic()
-        for late in list(self._late.values()):
-            if now >= late.due:
-                self._fork(late.order)
+        for retry in list(self._retries.values()):
+            if now >= retry.due:
+                self._fork(retry.order)
 
     def _reap(self) -> None:
         while wait_readable([self._wake_read], 0):
@@ -416,14 +416,14 @@ class Server:
             if not pid:
                 return
             number = self._workers.pop(pid, None)
-            self._given_up.discard(pid)
+            self._killed.discard(pid)
             if number is not None:
                 self._tell_end(number, pid, os.waitstatus_to_exitcode(status))
             elif pid == self._spare and not self._ending:
                 os.close(self._life)
-                self._have_a_spare()
+                self._fork_spare()
 
-    def _look_after_adopted(self) -> None:
+    def _watch_adopted(self) -> None:
         for pid, (number, process) in list(self._adopted.items()):
             if process.ended:
                 del self._adopted[pid]
@@ -431,14 +431,14 @@ class Server:
                 self._tell_end(number, pid, None)
 
     def _tell_end(self, number: int, pid: int, code: int | None) -> None:
-        """To the master first: where this server is killed in between, its spare tells again."""
+        """To the master first: if this server is killed in between, its spare reports it again."""
         place = self._pages.collect(pid)
         self._memory_files.ended(number)
         self._connection.send(Exited(number=number, pid=pid, code=code, place=place))
         self._tell_spare(pid, _GONE)
 
     def _kill_all(self, *, wait: bool = True) -> None:
-        self._late.clear()
+        self._retries.clear()
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
         for _, process in self._adopted.values():
@@ -454,10 +454,10 @@ class Server:
 
 
 _WORKER, _GONE = struct.Struct("ii"), -1
-"""What a server tells its spare: a process, and the number of the worker that it is."""
+"""What a server sends its spare: a pid, and the number of its worker."""
 
 
-def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
+def _wait_for_end(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
     """Wait until the server at the other end has ended; its workers then, by process.
 
     With handles made at that moment: until a master answers, a number may be another's. A
@@ -473,7 +473,7 @@ def _hear_of_workers(pipe: int, server: int) -> dict[int, tuple[int, Watched]]:
         data = os.read(pipe, 512 * _WORKER.size)
         if not data:
             break
-        lease.hears(time.monotonic())
+        lease.renew(time.monotonic())
         for pid, number in _WORKER.iter_unpack(data):
             workers[pid] = number
     return {pid: (n, Watched(pid)) for pid, n in workers.items() if n != _GONE}

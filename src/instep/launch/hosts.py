@@ -38,7 +38,7 @@ class HostsLauncher:
         self._each[host].end_if_stopped()
 
     def stop(self) -> None:
-        """End all; those that cannot be reached end once they find nobody to call."""
+        """End all; those that cannot be reached end once no master answers them."""
         for each in self._each:
             each.ask_to_stop()
         for each in self._each:

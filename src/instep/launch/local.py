@@ -1,4 +1,4 @@
-"""Processes on this machine: one fork server, told by the master whom to fork."""
+"""Processes on this machine: one fork server, which forks the workers that the master asks for."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def spare_dynamo() -> None:
 
 
 class _StandIn(ModuleType):
-    """`torch._dynamo` while nobody compiles."""
+    """`torch._dynamo` while nothing compiles."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -49,7 +49,7 @@ class _StandIn(ModuleType):
         return getattr(self._give_way(), name)
 
     def _give_way(self) -> ModuleType:
-        """Load the real module; it decides anew about what was spared so far."""
+        """Load the real module; it decides about what was left out so far."""
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]
         for fn in self._spared:

@@ -71,7 +71,7 @@ def try_validation(forward: Forward, loader: Loader, samples: int) -> None:
         return
     try:
         model = copy.deepcopy(forward.model)
-    except Exception:  # whatever a user's module cannot be copied for: then the validation tells
+    except Exception:  # the module cannot be copied: then the first validation decides
         return
     with preserved(), forward.on(model.eval(), forward.precision):
         forward.measure(read.batch, read.size)

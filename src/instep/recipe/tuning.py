@@ -61,7 +61,7 @@ def begin(start: StartSpec, model: nn.Module, *, load: bool) -> Loaded | None:
     """Load the file that a job starts from, and freeze what it wants frozen.
 
     A module all of whose parameters are frozen by the job stays in eval mode,
-    whoever calls `train()`: its running statistics keep the values of the
+    whatever calls `train()`: its running statistics keep the values of the
     file, and it computes the same for a sample in training as in validation.
 
     Args:

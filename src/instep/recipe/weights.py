@@ -214,7 +214,7 @@ def derive(
 
     Returns:
         Names from `DERIVED`; none where the model or the loss is of another kind. None where
-        this batch does not tell, as its loss is not finite.
+        this batch cannot show it, as its loss is not finite.
     """
     if not _of_hugging_face(model) or not isinstance(batch, Mapping) or "labels" not in batch:
         return set()

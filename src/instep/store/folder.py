@@ -25,7 +25,7 @@ from instep.spec import JobSpec
 
 
 @dataclass(frozen=True)
-class Origin:
+class StartPoint:
     """Where a run starts: its beginning, or a checkpoint."""
 
     step: int
@@ -34,14 +34,14 @@ class Origin:
     generations: int = 0
     """Generations that the run has had."""
     warnings: tuple[str, ...] = ()
-    heard: tuple[Figures, ...] = ()
+    figures: tuple[Figures, ...] = ()
     """Figures that the rules of `[stop]` got up to that step, if there are any rules."""
     spent_s: float = 0.0
     """Seconds that the earlier sessions took."""
 
 
-BEGINNING = Origin(0, None)
-"""The origin of a new run."""
+BEGINNING = StartPoint(0, None)
+"""The start_point of a new run."""
 
 
 ID = "run.id"

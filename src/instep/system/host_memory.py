@@ -69,7 +69,7 @@ class HostMemory:
         # its own descriptor: `give_back` still needs the one that this process was given
         given = os.dup(_given) if descriptor is None and _given >= 0 else descriptor
         self.outlives = given is not None and given >= 0
-        """Whether somebody else keeps the file too, so that it outlives this process."""
+        """Whether another process keeps the file too, so that it outlives this process."""
         self._file = given if given is not None and given >= 0 else os.memfd_create("instep-alone")
         self._close_file = weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < mmap.PAGESIZE:
@@ -236,7 +236,7 @@ def _size(head: bytes, layout: Mapping[str, TensorSpec]) -> int:
 
 
 def _encoded(layout: Mapping[str, TensorSpec]) -> bytes:
-    """A layout as it stands in front of its tensors."""
+    """A layout as it is written before its tensors."""
     rows = [
         (name, str(dtype).removeprefix("torch."), shape) for name, (shape, dtype) in layout.items()
     ]
@@ -277,6 +277,6 @@ def give(descriptor: int) -> None:
 
 
 def give_back() -> None:
-    """This process ends well: nobody is to take up what it leaves."""
+    """This process exits normally: no other is to take up its state."""
     if _given >= 0:
         os.pwrite(_given, bytes(STAMPS), 0)

@@ -2,7 +2,7 @@
 
 All are made, empty, before the first fork, so that the spare has the same ones. A file belongs to
 a worker's number: the process that replaces a killed one gets the file that this one left. The
-number stands in the file itself, so that a fork server that was started anew finds the files of
+number stands in the file itself, so that a fork server that was restarted finds the files of
 living workers again. A file vanishes with the last process that has it open. What else is in a
 file is the business of `host_memory.py`.
 """
@@ -74,5 +74,5 @@ class MemoryFiles:
 
 
 def _owner(file: int) -> int:
-    """The number of the worker whose file it is, plus 1; 0 if it is nobody's."""
+    """The number of the worker whose file it is, plus 1; 0 if no worker has it."""
     return int.from_bytes(os.pread(file, _NUMBER.size, STAMPS), "little")

@@ -3,7 +3,7 @@
 `Output` takes what the master prints at once and writes it in a thread, so that a paused
 pager or a terminal after Ctrl-S does not stop the run. `drop_unwritable_output` makes a
 worker drop what it cannot write to its log: Python would raise in the middle of the user's
-code, for a line that perhaps nobody reads. What is printed is not known here.
+code, for a line that may never be read. What is printed is not known here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 MOST_CHARACTERS = 1 << 20
-"""What is kept for a reader that pauses; what comes after that is lost."""
+"""Bytes that are kept for a reader that pauses; what follows is lost."""
 
 
 class Output(io.TextIOBase):
@@ -53,7 +53,7 @@ class Output(io.TextIOBase):
                 self._changed.wait_for(lambda: self._texts)
                 text = "".join(self._texts)
                 self._texts.clear()
-            with suppress(OSError, ValueError):  # nobody reads it any more
+            with suppress(OSError, ValueError):  # the reader is gone
                 self._stream.write(text)
                 self._stream.flush()
             with self._changed:

@@ -182,7 +182,7 @@ def wait_readable(descriptors: Sequence[int], timeout_s: float) -> list[int]:
 
 
 class Watched:
-    """A process of this machine, perhaps not a child of ours: whether it lives, and signals to it.
+    """A process of this machine, a child or not: whether it lives, and signals to it.
 
     On Linux a pidfd identifies it, which cannot come to mean another process; elsewhere
     its pid has to do.

@@ -41,7 +41,7 @@ def test_a_bucket_keeps_its_limit_unless_one_tensor_alone_is_larger(tensors, lim
         assert sum(t.nbytes for t in filled) <= limit or sum(t.nbytes > 0 for t in filled) == 1
 
 
-def test_what_is_written_to_a_view_stands_in_the_flat_tensor():
+def test_what_is_written_to_a_view_is_in_the_flat_tensor():
     (bucket,) = lay_out([torch.zeros(2), torch.zeros(3)], [1000], spare=2)
     bucket.views[0].fill_(1)
     bucket.spare.fill_(7)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from helpers import random_bytes
-from instep.comm.channel import LARGEST, MOST_STRANGERS, Address, Channel, Hub, _Frames, frame
+from instep.comm.channel import LARGEST, MOST_UNTRUSTED, Address, Channel, Hub, _Frames, frame
 from instep.comm.messages import Done, Emit, Release, Stop, StoreSet
 from instep.errors import PeerError
 
@@ -106,7 +106,7 @@ def test_a_message_larger_than_any_buffer_arrives_while_others_are_served(hub, c
     other.close()
 
 
-def test_a_peer_that_hangs_up_is_told_of_as_none(hub, channel):
+def test_a_closed_connection_is_reported_as_none(hub, channel):
     channel.send(Release())
     ((peer, _),) = heard(hub, 1)
     channel.close()
@@ -126,7 +126,7 @@ def test_a_peer_that_hangs_up_is_told_of_as_none(hub, channel):
     ],
     ids=["too long", "far too long", "no message", "empty", "zeros", "a browser"],
 )
-def test_who_does_not_speak_the_protocol_is_hung_up_on(hub, channel, data):
+def test_a_peer_that_does_not_speak_the_protocol_is_disconnected(hub, channel, data):
     with raw(hub) as stranger:
         stranger.sendall(data)
         ((_, message),) = heard(hub, 1)
@@ -136,7 +136,7 @@ def test_who_does_not_speak_the_protocol_is_hung_up_on(hub, channel, data):
     assert [m for _, m in heard(hub, 1)] == [Release()]
 
 
-def test_a_good_message_before_nonsense_in_one_packet_does_not_save_who_sent_it(hub):
+def test_a_valid_message_before_nonsense_in_one_packet_does_not_keep_the_connection(hub):
     with raw(hub) as stranger:
         stranger.sendall(frame(Release()) + b"\xff" * 50)
         arrived = heard(hub, 1)
@@ -144,7 +144,7 @@ def test_a_good_message_before_nonsense_in_one_packet_does_not_save_who_sent_it(
             arrived += heard(hub, 1)
 
 
-def test_a_thousand_strings_of_random_bytes_disturb_nobody(hub, channel):
+def test_a_thousand_strings_of_random_bytes_disturb_no_other_connection(hub, channel):
     """Each stranger sends nonsense and hangs up; the worker beside them is served throughout."""
     gone = 0
     for start in range(0, NONSENSE, 50):
@@ -201,7 +201,7 @@ def test_a_master_that_is_gone_raises_peer_error(hub, channel):
         send_many(channel)
 
 
-def test_a_channel_to_nobody_raises_peer_error_with_the_address():
+def test_a_channel_without_a_listener_raises_peer_error_with_the_address():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(PeerError, match=f"no master answers at 127.0.0.1:{port}"):
@@ -233,19 +233,19 @@ def calls(hub, count):
     return [raw(hub) for _ in range(count)]
 
 
-def test_strangers_make_way_for_one_another_and_not_those_who_are_trusted():
+def test_new_connections_replace_unauthenticated_ones_and_never_trusted_ones():
     hub = Hub()
     known = Channel.connect(hub.address)
     known.send(Release())
     [(peer, _)] = heard(hub, 1)
     hub.trust(peer)
-    strangers = calls(hub, 3 * MOST_STRANGERS)
+    strangers = calls(hub, 3 * MOST_UNTRUSTED)
     late = Channel.connect(hub.address)
     late.send(Stop(rule="late"))
     known.send(Stop(rule="known"))
     said = [message.rule for _, message in heard(hub, 2)]
     assert sorted(said) == ["known", "late"]
-    assert len(hub.peers()) == MOST_STRANGERS + 1
+    assert len(hub.peers()) == MOST_UNTRUSTED + 1
     assert peer in hub.peers()
     for each in (*strangers, known, late):
         each.close()
@@ -288,7 +288,7 @@ print(time.monotonic() < deadline)
 
 
 @pytest.mark.process
-def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_who_is_there():
+def test_a_process_that_can_open_no_more_files_does_not_spin_and_serves_its_connections():
     done = subprocess.run(
         [sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60, check=False
     )

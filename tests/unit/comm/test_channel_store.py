@@ -57,7 +57,7 @@ def leave(member):
     member.close()
 
 
-def test_a_value_that_one_leaves_is_found_by_the_others_whoever_comes_first(run):
+def test_a_value_that_one_sets_is_found_by_the_others_in_any_order(run):
     first, second = members(run(2), 2)
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(second.store().get, "early")
@@ -106,7 +106,7 @@ def test_a_master_that_hangs_up_ends_the_wait_for_a_key():
 
 
 @pytest.mark.parametrize("word", [Form(generation=2, rank=0, members=[0]), Release()])
-def test_a_newer_generation_ends_the_wait_for_a_key_and_is_heard_of_afterwards(word):
+def test_a_newer_generation_ends_the_wait_for_a_key_and_its_message_is_kept(word):
     hub = Hub()
     try:
         connection = MasterConnection(hub.address, HELLO)

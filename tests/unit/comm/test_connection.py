@@ -79,7 +79,7 @@ def emit(number):
     return Emit(name="warning", fields={"text": str(number)})
 
 
-def test_what_no_master_has_heard_is_said_again_to_the_next_in_order(masters, connection):
+def test_unacknowledged_messages_are_sent_again_to_the_next_master_in_order(masters, connection):
     for number in range(3):
         connection.send(emit(number))
     assert masters.heard(4)[0] == [HELLO, *map(emit, range(3))]
@@ -91,7 +91,7 @@ def test_what_no_master_has_heard_is_said_again_to_the_next_in_order(masters, co
     assert again[1:] == [*map(emit, range(3))]
 
 
-def test_what_was_heard_is_not_said_again(masters, connection):
+def test_acknowledged_messages_are_not_sent_again(masters, connection):
     for number in range(3):
         connection.send(emit(number))
     _, peer = masters.heard(4)
@@ -113,7 +113,7 @@ def test_what_was_heard_is_not_said_again(masters, connection):
     assert masters.heard(2)[0][1:] == [emit(3)]
 
 
-def test_a_question_without_an_answer_is_asked_again_also_if_it_was_heard(masters, connection):
+def test_an_unanswered_request_is_sent_again_also_if_it_was_acknowledged(masters, connection):
     connection.send(emit(0))
     connection.question = StoreGet(key="a")
     connection.send(connection.question)
@@ -138,9 +138,7 @@ def test_a_question_without_an_answer_is_asked_again_also_if_it_was_heard(master
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_last_word_waits_for_the_next_master_to_hear_it_and_not_for_ever(
-    masters, connection, listens
-):
+def test_a_last_message_waits_for_the_next_master_up_to_a_timeout(masters, connection, listens):
     if listens:
         connection.listen(Heartbeat, lambda message: None)
     connection.send(emit(0))
@@ -181,7 +179,7 @@ def test_a_process_that_waits_waits_for_the_next_master_too(masters, connection)
     assert got == [Release()]
 
 
-def test_with_nobody_to_call_the_tie_comes_apart(masters, connection):
+def test_without_a_listener_the_connection_ends(masters, connection):
     masters.heard(1)
     masters.close()
     with pytest.raises(PeerError, match="no master answers"):
@@ -200,7 +198,7 @@ def test_a_tie_that_does_not_last_ends_with_its_master(masters):
     connection.close()
 
 
-def test_a_master_that_refuses_a_process_that_comes_back_ends_the_tie(masters, connection):
+def test_a_master_that_refuses_a_reconnecting_process_ends_its_connection(masters, connection):
     _, peer = masters.heard(1)
     masters.hub.send(peer, WELCOME)
     assert connection.welcome() == WELCOME
@@ -214,7 +212,7 @@ def test_a_master_that_refuses_a_process_that_comes_back_ends_the_tie(masters, c
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, connection, loses):
+def test_a_busy_process_sends_heartbeats_and_receives_at_once(masters, connection, loses):
     arrived = []
     connection.listen(lambda: Heartbeat(step=7, phase="forward", progress=1), arrived.append)
     _, peer = masters.heard(1)
@@ -235,7 +233,7 @@ def test_a_busy_process_shows_that_it_lives_and_hears_at_once(masters, connectio
     assert connection.poll() == Stop(rule="a")
 
 
-def test_one_that_sends_while_another_listens_loses_nothing_over_many_masters(masters, connection):
+def test_sending_while_another_thread_receives_loses_nothing_over_many_masters(masters, connection):
     connection.listen(lambda: Heartbeat(step=0, phase="", progress=0), lambda _: None)
     count, seen = 200, []
 
@@ -331,7 +329,7 @@ def test_a_lease_lasts_while_pulses_are_answered_and_runs_out_once_they_are_not(
     until(lambda: not connection.lapsed)
 
 
-def test_an_answer_that_comes_late_counts_from_when_its_pulse_was_sent(masters, connection):
+def test_a_late_answer_extends_the_lease_from_when_its_heartbeat_was_sent(masters, connection):
     connection.keep(0.5)
     connection.listen(Heartbeat, lambda _: None)
     heartbeats, peers = [], []
@@ -347,7 +345,7 @@ def test_an_answer_that_comes_late_counts_from_when_its_pulse_was_sent(masters, 
     assert connection.lapsed
 
 
-def test_where_nobody_answers_another_call_is_made_and_what_was_not_heard_is_said_again(
+def test_without_an_answer_the_process_reconnects_and_sends_unacknowledged_messages_again(
     answers, masters, connection
 ):
     connection.keep(0.3)
@@ -359,7 +357,9 @@ def test_where_nobody_answers_another_call_is_made_and_what_was_not_heard_is_sai
     until(lambda: not connection.lapsed)
 
 
-def test_one_that_is_refused_when_it_calls_again_is_told_and_stays_lapsed(answers, connection):
+def test_a_process_that_is_refused_when_it_reconnects_learns_so_and_its_lease_stays_lapsed(
+    answers, connection
+):
     lapses = []
     connection.keep(0.3)
     answers.answering, answers.refuses = False, True

@@ -95,7 +95,7 @@ def test_a_process_that_gets_no_more_memory_says_that_it_is_the_cause_itself():
     assert said == "True the group of 1 workers did not form: Resource temporarily unavailable\n"
 
 
-def test_a_member_that_never_comes_is_no_fault_of_whoever_waits():
+def test_a_member_that_never_connects_is_not_blamed_on_those_that_wait():
     with pytest.raises(PeerError, match="did not form") as caught:
         TorchComm(HashStore(), 0, 2, timeout_s=0.2)
     assert not caught.value.mine

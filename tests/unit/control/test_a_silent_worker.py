@@ -13,9 +13,10 @@ from instep import spec_file
 from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
-from instep.control import endings, silence
+from instep.control import endings, watch
 from instep.control.master import Master
 from instep.errors import PeerError
+from instep.system.limits import FLOOR_S
 from instep.system.processes import machine
 from instep.worker.member import Member
 
@@ -77,8 +78,8 @@ def introduce(run, number, pid):
     return channel
 
 
-def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
-    with patch.object(silence, "SILENT_S", 0.5), Run(tmp_path) as run:
+def test_a_stopped_worker_ends_the_run_and_is_killed_last(tmp_path, sleeper):
+    with patch.object(watch, "SILENT_S", 0.5), Run(tmp_path) as run:
         member = Member(run.board.endpoint, 0)
         member.show_itself()
         silent = introduce(run, 1, sleeper.pid)
@@ -100,13 +101,13 @@ def test_one_that_was_stopped_ends_the_run_and_is_ended_last(tmp_path, sleeper):
         silent.close()
 
 
-def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_one(
+def test_where_groups_cannot_form_again_all_workers_of_a_host_end_with_the_silent_one(
     tmp_path, sleeper
 ):
     """As on GPUs: the master may kill all of them."""
     living = subprocess.Popen(["sleep", "1000"])
-    short = patch.object(endings, "FAREWELL_S", 0.2)  # no host is there to tell of their ends
-    with short, patch.object(silence, "SILENT_S", 0.5), Run(tmp_path, hosted=True) as run:
+    short = patch.object(endings, "EXIT_S", 0.2)  # no host is there to tell of their ends
+    with short, patch.object(watch, "SILENT_S", 0.5), Run(tmp_path, hosted=True) as run:
         channels = [introduce(run, 0, living.pid), introduce(run, 1, sleeper.pid)]
         for channel in channels:
             channel.send(m.Built(recovers=False))
@@ -121,12 +122,12 @@ def test_where_groups_cannot_be_made_anew_a_host_s_workers_end_with_the_silent_o
             channel.close()
 
 
-def test_workers_that_show_themselves_are_left_alone(tmp_path):
-    with patch.object(silence, "SILENT_S", 0.5), Run(tmp_path) as run:
+def test_workers_that_send_heartbeats_are_left_alone(tmp_path):
+    with patch.object(watch, "SILENT_S", 0.5), Run(tmp_path) as run:
         members = [Member(run.board.endpoint, number) for number in (0, 1)]
         for member in members:
             member.show_itself()
-        deadline = time.monotonic() + silence.LIVES_S + 1.0
+        deadline = time.monotonic() + FLOOR_S + 1.0
         while time.monotonic() < deadline:
             assert run.outcome is None
             assert run._thread.is_alive()
@@ -135,9 +136,9 @@ def test_workers_that_show_themselves_are_left_alone(tmp_path):
             member.close()
 
 
-def test_all_that_are_silent_at_once_are_waited_for_longer_and_not_killed(tmp_path, sleeper):
+def test_workers_that_are_all_silent_get_a_longer_timeout_and_are_not_killed(tmp_path, sleeper):
     short = {"SILENT_S": 0.1, "ALL_SILENT_S": 1.0}
-    with patch.multiple(silence, **short), Run(tmp_path) as run:
+    with patch.multiple(watch, **short), Run(tmp_path) as run:
         silent = [introduce(run, number, sleeper.pid) for number in (0, 1)]
         began = time.monotonic()
         word = run.end().blame.failed
@@ -148,10 +149,10 @@ def test_all_that_are_silent_at_once_are_waited_for_longer_and_not_killed(tmp_pa
             channel.close()
 
 
-def test_one_that_trains_alone_keeps_nobody_waiting(tmp_path, sleeper):
+def test_a_single_worker_may_be_silent_without_limit(tmp_path, sleeper):
     short = {"SILENT_S": 0.1, "ALL_SILENT_S": 0.1}
-    with patch.multiple(silence, **short), Run(tmp_path, workers=1) as run:
+    with patch.multiple(watch, **short), Run(tmp_path, workers=1) as run:
         silent = introduce(run, 0, sleeper.pid)
-        run._thread.join(silence.LIVES_S + 0.5)
+        run._thread.join(FLOOR_S + 0.5)
         assert run.outcome is None
         silent.close()

@@ -1,4 +1,4 @@
-"""Members that come, go and hang while a run goes on: news, and what follows from it."""
+"""Members that come, go and hang while a run goes on: events, and what follows from it."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from instep.control.state import (
     Joined,
     Kill,
     KillAll,
-    LastWord,
+    LastMessage,
     Log,
     Noticed,
     Reconnected,
@@ -37,32 +37,32 @@ from instep.errors import PeerError
 
 
 class Story:
-    """A run of so many workers, and what its master's mind made of the news."""
+    """A run of so many workers, and what its master's mind made of the events."""
 
     def __init__(self, workers, servers=0):
         self.state = State(members=first_members(workers, servers), recovers=True)
         self.now = 0.0
         self.actions = []
-        self.hears(HostJoined())
+        self.happens(HostJoined())
         self.come(*range(workers + servers))
         self.form()
         self.actions = []
 
-    def hears(self, *news):
-        for piece in news:
+    def happens(self, *events):
+        for piece in events:
             self.state, follows = decide(self.state, piece, self.now)
             self.actions += follows
 
     def come(self, *workers):
-        self.hears(*(n for w in workers for n in (Joined(w), Built(w))))
+        self.happens(*(n for w in workers for n in (Joined(w), Built(w))))
 
     def form(self):
         generation = self.state.generation
-        self.hears(*(Formed(worker, generation) for worker in self.state.group))
+        self.happens(*(Formed(worker, generation) for worker in self.state.group))
 
     def leave(self, *workers):
         generation = self.state.generation
-        self.hears(*(Broke(worker, generation) for worker in workers or self.state.group))
+        self.happens(*(Broke(worker, generation) for worker in workers or self.state.group))
 
     def new(self, kind):
         """The actions of a kind since they were asked for last."""
@@ -79,7 +79,7 @@ class Story:
         return [log.fields for log in self.actions if isinstance(log, Log) and log.name == name]
 
 
-def test_a_host_that_comes_is_told_to_start_whoever_is_not_there():
+def test_a_host_that_connects_starts_the_missing_workers():
     state = State(members=first_members(3), recovers=True)
     state, _ = decide(state, Joined(1), 0.0)
     assert decide(state, HostJoined(), 0.0)[1] == [Start(0), Start(2)]
@@ -87,7 +87,7 @@ def test_a_host_that_comes_is_told_to_start_whoever_is_not_there():
 
 def test_newcomers_get_ready_while_the_others_train_and_all_change_at_one_commit():
     story = Story(2)
-    story.hears(Scaled(4))
+    story.happens(Scaled(4))
     assert story.new(Start) == [Start(2), Start(3)]
     story.come(2)
     assert story.told(Regroup) == []
@@ -102,26 +102,26 @@ def test_newcomers_get_ready_while_the_others_train_and_all_change_at_one_commit
     assert story.state.begins_at is None
 
 
-def test_who_is_not_wanted_any_more_is_released_at_the_commit_and_its_end_is_no_loss():
+def test_a_worker_that_is_no_longer_wanted_is_released_at_the_commit_and_its_exit_is_no_failure():
     story = Story(3)
-    story.hears(Scaled(1))
+    story.happens(Scaled(1))
     assert story.told(Regroup) == [0, 1, 2]
     story.leave()
     assert story.told(Form) == [0]
     assert story.told(Release) == []
     story.form()
     assert story.told(Release) == [1, 2]
-    story.hears(Ended(1, 0, 5, 5), Ended(2, -9, 5, 5))
+    story.happens(Ended(1, 0, 5, 5), Ended(2, -9, 5, 5))
     assert story.new(Start) == []
     assert (story.state.phase, story.state.joined) == ("training", {0})
 
 
-def test_a_second_wish_waits_for_the_first_change():
+def test_a_second_scaling_waits_for_the_first():
     story = Story(2)
-    story.hears(Scaled(3))
+    story.happens(Scaled(3))
     story.come(2)
     assert story.told(Regroup) == [0, 1]
-    story.hears(Scaled(1))
+    story.happens(Scaled(1))
     assert story.told(Regroup) == []
     story.leave()
     assert story.state.group == (0,)
@@ -130,13 +130,13 @@ def test_a_second_wish_waits_for_the_first_change():
 def test_the_same_number_again_changes_nothing():
     story = Story(2)
     before = story.state
-    story.hears(Scaled(2))
+    story.happens(Scaled(2))
     assert (story.state, story.actions) == (before, [])
 
 
 def test_a_worker_with_notice_has_a_successor_before_it_leaves():
     story = Story(2)
-    story.hears(Noticed(0))
+    story.happens(Noticed(0))
     assert story.new(Start) == [Start(2)]
     assert story.told(Regroup) == []
     story.come(2)
@@ -149,15 +149,15 @@ def test_a_worker_with_notice_has_a_successor_before_it_leaves():
     assert log == {"worker": 0, "successor": 2}
 
 
-def test_notice_given_twice_is_heard_once():
+def test_a_second_notice_for_the_same_worker_changes_nothing():
     story = Story(2)
-    story.hears(Noticed(0), Noticed(0))
+    story.happens(Noticed(0), Noticed(0))
     assert story.new(Start) == [Start(2)]
 
 
 def test_the_only_holder_hands_over_in_a_generation_of_both_before_it_leaves():
     story = Story(1)
-    story.hears(Noticed(0))
+    story.happens(Noticed(0))
     story.come(1)
     story.leave()
     assert story.state.group == (0, 1)
@@ -174,9 +174,9 @@ def test_the_only_holder_hands_over_in_a_generation_of_both_before_it_leaves():
 
 def test_a_worker_that_is_killed_before_its_successor_is_there_is_not_started_again():
     story = Story(2)
-    story.hears(Noticed(0))
+    story.happens(Noticed(0))
     assert story.new(Start) == [Start(2)]
-    story.hears(Ended(0, -9, 5, 4))
+    story.happens(Ended(0, -9, 5, 4))
     assert story.new(Start) == []
     story.come(2)
     assert story.state.group == (1, 2)
@@ -184,31 +184,31 @@ def test_a_worker_that_is_killed_before_its_successor_is_there_is_not_started_ag
 
 def test_a_loss_in_the_middle_of_a_change_ends_in_one_generation_of_all_that_are_wanted():
     story = Story(2)
-    story.hears(Scaled(3))
+    story.happens(Scaled(3))
     story.come(2)
     story.leave(0)
-    story.hears(Ended(1, -9, 5, 4))
+    story.happens(Ended(1, -9, 5, 4))
     story.come(1)
     assert story.state.group == (0, 1, 2)
     assert not story.state.changing
 
 
-def test_a_newcomer_that_is_lost_before_the_change_is_started_again_and_nobody_waits():
+def test_a_newcomer_that_is_lost_before_the_change_is_started_again_while_the_others_train():
     story = Story(2)
-    story.hears(Scaled(3))
-    story.hears(Joined(2))
+    story.happens(Scaled(3))
+    story.happens(Joined(2))
     story.new(Start)
-    story.hears(Ended(2, -9, 0, 4))
+    story.happens(Ended(2, -9, 0, 4))
     assert story.new(Start) == [Start(2)]
 
 
 def test_a_run_that_ends_while_a_newcomer_gets_ready_ends_with_it():
     story = Story(2)
-    story.hears(Scaled(3), Joined(2))
-    words = [LastWord(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
-    story.hears(*words)
+    story.happens(Scaled(3), Joined(2))
+    words = [LastMessage(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
+    story.happens(*words)
     assert story.told(Release) == [0, 1, 2]
-    story.hears(*(Ended(w, 0, 9, 9) for w in (0, 1, 2)))
+    story.happens(*(Ended(w, 0, 9, 9) for w in (0, 1, 2)))
     assert story.state.phase == "ended"
 
 
@@ -219,63 +219,63 @@ HANG = Hung(1, 8, "forward", "got nothing done for 2.0 s", "a.py:3 in f")
 
 def test_a_worker_that_hangs_is_killed_and_its_loss_says_how_and_where_it_hung():
     story = Story(2)
-    story.hears(HANG)
+    story.happens(HANG)
     assert story.new(Kill) == [Kill(1)]
     assert story.logged("worker_hung")[0]["where"] == "a.py:3 in f"
-    story.hears(Ended(1, -9, 8, 7))
+    story.happens(Ended(1, -9, 8, 7))
     assert story.new(Start) == [Start(1)]
     (lost,) = story.logged("worker_lost")
     assert lost["cause"] == "it got nothing done for 2.0 s in forward at step 8 (a.py:3 in f)."
 
 
-def test_a_worker_that_is_woken_and_refused_before_it_is_killed_is_replaced_all_the_same():
+def test_a_hung_worker_that_is_refused_before_it_is_killed_is_replaced():
     story = Story(2)
-    story.hears(HANG, Ended(1, PeerError.exit_code, 8, 7))
+    story.happens(HANG, Ended(1, PeerError.exit_code, 8, 7))
     assert story.new(Start) == [Start(1)]
     assert story.logged("worker_lost")[0]["cause"].startswith("it got nothing done for 2.0 s")
 
 
-def test_a_hang_is_heard_once_for_one_process():
+def test_a_hang_counts_once_for_one_process():
     story = Story(2)
-    story.hears(HANG, HANG)
+    story.happens(HANG, HANG)
     assert story.new(Kill) == [Kill(1)]
-    story.hears(Ended(1, -9, 8, 7))
+    story.happens(Ended(1, -9, 8, 7))
     story.come(1)
-    story.hears(HANG)
+    story.happens(HANG)
     assert story.new(Kill) == [Kill(1)]
 
 
-def test_a_worker_that_hangs_again_and_again_at_one_place_ends_the_run_with_the_line():
+def test_a_worker_that_hangs_repeatedly_at_one_place_ends_the_run_with_the_line():
     story = Story(2)
     for _ in range(MOST_HANGS - 1):
-        story.hears(HANG, Ended(1, -9, 8, 7))
+        story.happens(HANG, Ended(1, -9, 8, 7))
         story.come(1)
         story.form()
-    story.hears(HANG, Ended(1, -9, 8, 7))
+    story.happens(HANG, Ended(1, -9, 8, 7))
     (failed,) = story.logged("worker_failed")
     assert failed["kind"] == "hang"
     assert "a.py:3 in f" in failed["cause"]
     assert f"It happened {MOST_HANGS} times" in failed["cause"]
 
 
-def test_an_exchange_that_does_not_move_is_given_up_and_the_same_members_form_again():
+def test_an_exchange_without_progress_is_abandoned_and_the_same_members_form_again():
     story = Story(3)
-    story.hears(Stuck(1, 2.5))
+    story.happens(Stuck(1, 2.5))
     assert story.told(Form) == [0, 1, 2]
     assert story.state.generation == 2
     assert "made no progress" in story.logged("generation_started")[0]["reason"]
-    story.hears(Stuck(1, 2.5))
+    story.happens(Stuck(1, 2.5))
     assert story.state.generation == 2
 
 
 def test_an_exchange_that_never_moves_ends_the_run_and_one_that_moves_meanwhile_does_not():
     story = Story(2)
     for n in range(MOST_APART):
-        story.hears(Stuck(story.state.generation, 2.5, n))
+        story.happens(Stuck(story.state.generation, 2.5, n))
         story.form()
     assert story.logged("worker_failed") == []
     for _ in range(MOST_APART - 1):
-        story.hears(Stuck(story.state.generation, 2.5, MOST_APART - 1))
+        story.happens(Stuck(story.state.generation, 2.5, MOST_APART - 1))
         story.form()
     (failed,) = story.logged("worker_failed")
     assert (failed["kind"], failed["step"]) == ("group", MOST_APART)
@@ -292,81 +292,81 @@ def two():
 
 
 def test_a_master_that_takes_over_while_all_train_changes_nothing(two):
-    two.hears(Restarted())
+    two.happens(Restarted())
     assert two.actions == []
-    two.hears(Reconnected(0, 1), Reconnected(1, 1))
+    two.happens(Reconnected(0, 1), Reconnected(1, 1))
     assert two.actions == []
 
 
-def test_a_master_that_takes_over_while_a_group_forms_has_it_form_anew(two):
-    two.hears(Ended(1, -9, 5, 4))
+def test_a_master_that_takes_over_while_a_group_forms_has_it_form_again(two):
+    two.happens(Ended(1, -9, 5, 4))
     two.come(1)
-    two.hears(Formed(0, 2))
+    two.happens(Formed(0, 2))
     two.new(Send)
-    two.hears(Restarted())
+    two.happens(Restarted())
     assert two.state.generation == 3
     assert two.told(Form) == [0, 1]
 
 
-def test_a_worker_that_calls_again_is_told_what_it_has_missed(two):
-    two.hears(Interrupted("SIGINT"), Ended(1, -9, 5, 4))
+def test_a_worker_that_reconnects_gets_the_messages_it_missed(two):
+    two.happens(Interrupted("SIGINT"), Ended(1, -9, 5, 4))
     two.come(1)
     two.new(Send)
-    two.hears(Reconnected(0, 1))
+    two.happens(Reconnected(0, 1))
     words = [send.message for send in two.new(Send)]
     assert [type(word) for word in words] == [Form, Stop]
     assert (words[0].generation, words[0].rank, words[0].members) == (2, 0, [0, 1])
-    two.hears(Reconnected(0, 2))
+    two.happens(Reconnected(0, 2))
     assert [type(send.message) for send in two.new(Send)] == [Stop]
 
 
 def test_a_change_that_was_asked_for_is_asked_for_again(two):
-    two.hears(Scaled(3))
+    two.happens(Scaled(3))
     two.come(2)
     two.new(Send)
-    two.hears(Restarted(), Reconnected(0, 1))
+    two.happens(Restarted(), Reconnected(0, 1))
     assert two.told(Regroup) == [0]
 
 
-def test_who_was_started_by_a_lost_master_and_did_not_come_is_started_again(two):
-    two.hears(Ended(1, -9, 5, 4))
+def test_a_worker_that_a_lost_master_started_and_that_never_joined_is_started_again(two):
+    two.happens(Ended(1, -9, 5, 4))
     two.new(Start)
-    two.hears(Restarted())
+    two.happens(Restarted())
     assert two.new(Start) == [Start(1)]
 
 
-def test_a_release_that_may_be_lost_is_given_again(two):
-    words = [LastWord(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
-    two.hears(*words)
+def test_a_release_that_may_be_lost_is_sent_again(two):
+    words = [LastMessage(w, Done(generation=1, step=9, rule="steps")) for w in (0, 1)]
+    two.happens(*words)
     two.new(Send)
-    two.hears(Restarted(), Reconnected(1, 1))
+    two.happens(Restarted(), Reconnected(1, 1))
     assert two.told(Release) == [1]
 
 
 def test_processes_that_were_to_be_killed_are_killed_again(two):
-    two.hears(Interrupted("SIGINT"), Interrupted("SIGINT"))
+    two.happens(Interrupted("SIGINT"), Interrupted("SIGINT"))
     two.new(KillAll)
-    two.hears(Restarted())
+    two.happens(Restarted())
     assert two.new(KillAll) == [KillAll()]
 
 
-def test_a_change_in_which_a_word_was_lost_with_the_master_ends_all_the_same(two):
-    two.hears(Scaled(3))
+def test_a_change_of_members_completes_although_a_message_was_lost_with_the_master(two):
+    two.happens(Scaled(3))
     two.come(2)
     two.leave(0)
-    two.hears(Restarted())
+    two.happens(Restarted())
     two.now += 60.0
-    two.hears(Tick(step=5))
+    two.happens(Tick(step=5))
     assert two.state.group == (0, 1, 2)
 
 
-def test_plain_losses_do_not_make_the_master_patient_with_hangs():
+def test_killed_workers_do_not_lengthen_the_timeout_of_hangs():
     story = Story(2)
-    story.hears(Ended(1, -9, 8, 7))
+    story.happens(Ended(1, -9, 8, 7))
     story.come(1)
     story.form()
     assert story.state.hangs == {}
-    story.hears(HANG, Ended(1, -9, 8, 7))
+    story.happens(HANG, Ended(1, -9, 8, 7))
     assert (story.state.hangs, story.state.lost) == ({1: (7, 1)}, {1: (7, 1)})
 
 
@@ -386,7 +386,7 @@ def drained(story):
 
 
 def test_a_member_that_leaves_has_one_generation_to_hand_over_before_it_is_released(three):
-    three.hears(Scaled(2))
+    three.happens(Scaled(2))
     three.leave()
     assert drained(three) == [([0, 1, 2], (2,))]
     three.form()
@@ -399,7 +399,7 @@ def test_a_member_that_leaves_has_one_generation_to_hand_over_before_it_is_relea
 
 
 def test_a_member_whose_successor_is_ready_hands_over_to_it(three):
-    three.hears(Noticed(0))
+    three.happens(Noticed(0))
     three.come(3)
     three.leave()
     assert drained(three) == [([0, 1, 2, 3], (0,))]
@@ -409,28 +409,28 @@ def test_a_member_whose_successor_is_ready_hands_over_to_it(three):
 
 
 def test_a_member_whose_group_breaks_while_it_drains_drains_again(three):
-    three.hears(Scaled(2))
+    three.happens(Scaled(2))
     three.leave()
     three.form()
     three.new(Send)
-    three.hears(Ended(0, -9, 5, 4))
+    three.happens(Ended(0, -9, 5, 4))
     three.come(0)
     assert drained(three) == [([0, 1, 2], (2,))]
 
 
 def test_a_member_that_is_killed_while_it_drains_is_not_waited_for(three):
-    three.hears(Scaled(2))
+    three.happens(Scaled(2))
     three.leave()
     three.form()
     three.new(Send)
-    three.hears(Ended(2, -9, 5, 4))
+    three.happens(Ended(2, -9, 5, 4))
     assert three.new(Start) == []
     assert drained(three) == [([0, 1], ())]
 
 
 def test_without_own_state_a_member_leaves_at_once():
     story = Story(3)
-    story.hears(Scaled(2))
+    story.happens(Scaled(2))
     story.leave()
     assert drained(story) == [([0, 1], ())]
 
@@ -438,9 +438,9 @@ def test_without_own_state_a_member_leaves_at_once():
 # ---- servers
 
 
-def test_servers_have_the_last_ranks_and_every_member_is_told_its_role():
+def test_servers_have_the_last_ranks_and_every_member_gets_its_role():
     story = Story(2, servers=1)
-    story.hears(Scaled(3))
+    story.happens(Scaled(3))
     story.come(3)
     story.leave()
     forms = [send.message for send in story.new(Send) if isinstance(send.message, Form)]
@@ -456,7 +456,7 @@ def test_servers_have_the_last_ranks_and_every_member_is_told_its_role():
 
 def test_a_lost_server_is_replaced_and_no_worker_is_ended_or_started_for_it():
     story = Story(2, servers=2)
-    story.hears(Ended(3, -9, 5, 4))
+    story.happens(Ended(3, -9, 5, 4))
     assert story.new(Start) == [Start(3)]
     assert story.told(Form) == []
     story.come(3)
@@ -466,19 +466,19 @@ def test_a_lost_server_is_replaced_and_no_worker_is_ended_or_started_for_it():
 
 def test_servers_do_not_go_on_without_a_worker_that_gets_ready():
     story = Story(1, servers=1)
-    story.hears(Ended(0, -9, 5, 4))
-    story.hears(Joined(0))
+    story.happens(Ended(0, -9, 5, 4))
+    story.happens(Joined(0))
     story.leave(1)
     story.now += BUILDING_S + 1
-    story.hears(Tick(4))
+    story.happens(Tick(4))
     assert (story.told(Form), story.state.phase) == ([], "gathering")
-    story.hears(Built(0))
+    story.happens(Built(0))
     assert story.told(Form) == [0, 1]
 
 
 def test_scaling_changes_the_workers_and_leaves_the_servers():
     story = Story(3, servers=1)
-    story.hears(Scaled(1))
+    story.happens(Scaled(1))
     story.leave()
     assert story.state.group == (0, 3)
 
@@ -486,7 +486,7 @@ def test_scaling_changes_the_workers_and_leaves_the_servers():
 def test_a_server_with_notice_stays_since_its_memory_is_of_its_number():
     story = Story(1, servers=1)
     before = story.state
-    story.hears(Noticed(1))
+    story.happens(Noticed(1))
     assert story.state == before
 
 
@@ -500,12 +500,12 @@ def test_a_server_with_notice_stays_since_its_memory_is_of_its_number():
         Built(7),
         Formed(7, 1),
         Broke(7, 1),
-        LastWord(7, Done(generation=1, step=9, rule="steps")),
+        LastMessage(7, Done(generation=1, step=9, rule="steps")),
     ],
 )
 def test_an_event_that_cannot_happen_to_a_member_in_its_phase_is_refused(event):
     story = Story(2)
     before = story.state
     with pytest.raises(TransitionError, match=r"member \d is (inside|absent) in generation 1"):
-        story.hears(event)
+        story.happens(event)
     assert story.state == before

@@ -1,4 +1,4 @@
-"""The master's mind: every story of a run as a line of news, and what follows from it."""
+"""The master's mind: every story of a run as a line of events, and what follows from it."""
 
 import signal
 from dataclasses import replace
@@ -18,7 +18,7 @@ from instep.control.crash_loop import (
     OUT_OF_SYSTEM,
 )
 from instep.control.decide import BROKEN_S, BUILDING_S, FIRST_MEETING_S, MEETING_S, decide
-from instep.control.endings import FAREWELL_S, SECOND_THOUGHT_S, UNSEEN
+from instep.control.endings import BETTER_CAUSE_S, EXIT_S, UNSEEN
 from instep.control.state import (
     Broke,
     Built,
@@ -32,7 +32,7 @@ from instep.control.state import (
     Joined,
     Kill,
     KillAll,
-    LastWord,
+    LastMessage,
     Log,
     Phase,
     Restarted,
@@ -62,14 +62,14 @@ NO_THREAD = "the group of 2 workers did not form: can't start new thread."
 ECHO = failed("PeerError", "another worker went away in the middle of a collective.")
 
 
-def after(*news, workers=2, time_limit=None, recovers=False):
-    """State and actions after pieces of news; a number lets that many seconds pass.
+def after(*events, workers=2, time_limit=None, recovers=False):
+    """State and actions after pieces of events; a number lets that many seconds pass.
 
     A worker that joins is built at once, and one that is told to form a group does.
     """
     state = State(members=first_members(workers), time_limit=time_limit, recovers=recovers)
     now, actions = 0.0, []
-    for piece in news:
+    for piece in events:
         if isinstance(piece, (int, float)):
             now += piece
             piece = Tick(step=5)
@@ -97,19 +97,19 @@ def everybody_joined(workers=2):
 
 
 def everybody_done(workers=2, rule="epochs", step=9):
-    return [LastWord(n, Done(generation=1, step=step, rule=rule)) for n in range(workers)]
+    return [LastMessage(n, Done(generation=1, step=step, rule=rule)) for n in range(workers)]
 
 
 def everybody_ended(workers=2, code=0, step=9):
     return [Ended(n, code, step) for n in range(workers)]
 
 
-def test_nobody_forms_a_group_before_all_have_joined():
+def test_no_group_forms_before_all_have_joined():
     state, actions = after(Joined(1))
     assert (state.phase, actions) == ("gathering", [])
 
 
-def test_once_all_have_joined_each_is_told_its_rank_in_order_of_numbers():
+def test_once_all_have_joined_ranks_follow_the_order_of_numbers():
     state, actions = after(Joined(2), Joined(0), Joined(1), workers=3)
     assert state.phase == "training"
     assert [a.worker for a in actions if isinstance(a, Send)] == [0, 1, 2]
@@ -131,18 +131,20 @@ def test_a_worker_that_joins_twice_is_refused():
             after(*joined, Joined(0))
 
 
-def test_nobody_is_released_before_all_are_done():
-    _, actions = after(*everybody_joined(), LastWord(1, Done(generation=1, step=9, rule="epochs")))
+def test_no_worker_is_released_before_all_are_done():
+    _, actions = after(
+        *everybody_joined(), LastMessage(1, Done(generation=1, step=9, rule="epochs"))
+    )
     assert Send(1, Release()) not in actions
 
 
 def test_when_all_are_done_all_are_released_and_the_run_is_over_when_they_have_ended():
-    news = [*everybody_joined(), *everybody_done()]
-    state, actions = after(*news)
+    events = [*everybody_joined(), *everybody_done()]
+    state, actions = after(*events)
     assert state.phase == "releasing"
     assert [Send(0, Release()), Send(1, Release())] == actions[-2:]
-    assert ends(after(*news, Ended(0, 0, 9))[1]) == []
-    state, actions = after(*news, *everybody_ended())
+    assert ends(after(*events, Ended(0, 0, 9))[1]) == []
+    state, actions = after(*events, *everybody_ended())
     assert state.phase == "ended"
     assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
 
@@ -159,93 +161,102 @@ def test_when_all_are_done_all_are_released_and_the_run_is_over_when_they_have_e
     ],
 )
 def test_the_rule_by_which_workers_stopped_decides_the_outcome(rule, finish):
-    news = [*everybody_joined(), *everybody_done(rule=rule), *everybody_ended()]
-    assert ends(after(*news)[1]) == [finish]
+    events = [*everybody_joined(), *everybody_done(rule=rule), *everybody_ended()]
+    assert ends(after(*events)[1]) == [finish]
 
 
-def test_a_released_worker_that_does_not_end_is_killed_after_a_farewell():
-    news = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9)]
-    assert ends(after(*news, FAREWELL_S * 0.99)[1]) == []
-    _, actions = after(*news, FAREWELL_S)
+def test_a_released_worker_that_does_not_exit_is_killed_after_a_timeout():
+    events = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9)]
+    assert ends(after(*events, EXIT_S * 0.99)[1]) == []
+    _, actions = after(*events, EXIT_S)
     assert actions[-2:] == [KillAll(), Finish("completed", "epochs", 9, 0)]
 
 
 def test_a_released_worker_that_is_killed_changes_nothing():
-    news = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9), Ended(1, -9, 9)]
-    assert ends(after(*news)[1]) == [Finish("completed", "epochs", 9, 0)]
+    events = [*everybody_joined(), *everybody_done(), Ended(0, 0, 9), Ended(1, -9, 9)]
+    assert ends(after(*events)[1]) == [Finish("completed", "epochs", 9, 0)]
 
 
 def test_a_failure_kills_the_others_at_once_and_ends_the_run_when_they_are_gone():
-    news = [*everybody_joined(), LastWord(1, failed())]
-    state, actions = after(*news)
+    events = [*everybody_joined(), LastMessage(1, failed())]
+    state, actions = after(*events)
     assert (state.phase, actions[-1]) == ("ending", KillAll())
     assert [fields["worker"] for fields in blamed(actions)] == [1]
-    _, actions = after(*news, *everybody_ended(code=-9))
+    _, actions = after(*events, *everybody_ended(code=-9))
     assert ends(actions) == [Finish("failed", "error", 3, 5)]
     assert len(blamed(actions)) == 1
 
 
 def test_the_exit_code_of_a_run_is_that_of_the_error_that_ended_it():
-    news = [*everybody_joined(), LastWord(0, failed("DataError", exit_code=4)), *everybody_ended()]
-    assert ends(after(*news)[1])[0].exit_code == 4
+    events = [
+        *everybody_joined(),
+        LastMessage(0, failed("DataError", exit_code=4)),
+        *everybody_ended(),
+    ]
+    assert ends(after(*events)[1])[0].exit_code == 4
 
 
 def test_a_worker_that_fails_before_all_have_joined_ends_the_run():
     _, actions = after(
-        Joined(0), LastWord(0, failed("RecipeError", step=0, exit_code=3)), Ended(0, 1, 0)
+        Joined(0), LastMessage(0, failed("RecipeError", step=0, exit_code=3)), Ended(0, 1, 0)
     )
     assert ends(actions) == [Finish("failed", "RecipeError", 0, 3)]
 
 
-def test_an_echo_that_comes_before_its_cause_waits_and_the_cause_is_named():
-    news = [*everybody_joined(), LastWord(0, ECHO), SECOND_THOUGHT_S / 2, LastWord(1, failed())]
-    _, actions = after(*news)
+def test_a_broken_connection_reported_before_its_cause_waits_and_the_cause_is_named():
+    events = [
+        *everybody_joined(),
+        LastMessage(0, ECHO),
+        BETTER_CAUSE_S / 2,
+        LastMessage(1, failed()),
+    ]
+    _, actions = after(*events)
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "error")]
 
 
-def test_an_echo_that_comes_before_a_kill_waits_and_the_signal_is_named():
-    _, actions = after(*everybody_joined(), LastWord(0, ECHO), Ended(0, 1, 3), Ended(1, -11, 3))
+def test_a_broken_connection_reported_before_a_kill_waits_and_the_signal_is_named():
+    _, actions = after(*everybody_joined(), LastMessage(0, ECHO), Ended(0, 1, 3), Ended(1, -11, 3))
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "killed")]
     assert "SIGSEGV" in blamed(actions)[0]["cause"]
 
 
-def test_an_echo_without_a_cause_is_named_after_a_second_thought():
-    news = [*everybody_joined(), LastWord(0, ECHO)]
-    assert blamed(after(*news, SECOND_THOUGHT_S * 0.99)[1]) == []
-    _, actions = after(*news, SECOND_THOUGHT_S)
+def test_a_broken_connection_without_another_cause_is_named_after_a_second():
+    events = [*everybody_joined(), LastMessage(0, ECHO)]
+    assert blamed(after(*events, BETTER_CAUSE_S * 0.99)[1]) == []
+    _, actions = after(*events, BETTER_CAUSE_S)
     assert [f["kind"] for f in blamed(actions)] == ["PeerError"]
 
 
-def test_an_echo_after_its_cause_is_not_heard():
+def test_a_broken_connection_reported_after_its_cause_changes_nothing():
     _, actions = after(
-        *everybody_joined(), LastWord(1, failed()), LastWord(0, ECHO), *everybody_ended()
+        *everybody_joined(), LastMessage(1, failed()), LastMessage(0, ECHO), *everybody_ended()
     )
     assert [f["worker"] for f in blamed(actions)] == [1]
 
 
-def test_an_exit_that_is_seen_before_the_last_word_waits_for_it():
-    news = [*everybody_joined(), Ended(1, 1, 3), 0.1, LastWord(1, failed()), Ended(0, -9, 3)]
-    _, actions = after(*news)
+def test_an_exit_that_is_seen_before_the_last_message_waits_for_it():
+    events = [*everybody_joined(), Ended(1, 1, 3), 0.1, LastMessage(1, failed()), Ended(0, -9, 3)]
+    _, actions = after(*events)
     assert [f["cause"] for f in blamed(actions)] == ["ValueError: no"]
     assert ends(actions) == [Finish("failed", "error", 3, 5)]
 
 
 def test_a_good_exit_that_is_seen_before_the_last_done_is_no_failure():
     first, last = everybody_done()
-    _, actions = after(*everybody_joined(), first, Ended(1, 0, 9), last, Ended(0, 0, 9), FAREWELL_S)
+    _, actions = after(*everybody_joined(), first, Ended(1, 0, 9), last, Ended(0, 0, 9), EXIT_S)
     assert blamed(actions) == []
     assert [end.outcome for end in ends(actions)] == ["completed"]
 
 
-def test_an_exit_without_a_word_is_named_with_its_code_and_last_step():
-    _, actions = after(*everybody_joined(), Ended(1, 3, 7), SECOND_THOUGHT_S)
+def test_an_exit_without_a_last_message_is_named_with_its_code_and_last_step():
+    _, actions = after(*everybody_joined(), Ended(1, 3, 7), BETTER_CAUSE_S)
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
     assert "ended with code 3 and said nothing" in fields["cause"]
 
 
-def test_an_end_that_nobody_could_see_is_given_no_code():
-    _, actions = after(*everybody_joined(), Ended(1, UNSEEN, 7), SECOND_THOUGHT_S)
+def test_an_exit_whose_code_is_unknown_is_reported_without_one():
+    _, actions = after(*everybody_joined(), Ended(1, UNSEEN, 7), BETTER_CAUSE_S)
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
     assert "went away without a message" in fields["cause"]
@@ -271,7 +282,7 @@ def test_a_worker_that_a_signal_ended_is_named_at_once_with_the_signal(number, n
     assert KillAll() in actions
 
 
-def test_a_silent_worker_ends_a_run_where_nobody_can_be_replaced():
+def test_a_silent_worker_ends_a_run_whose_workers_cannot_be_replaced():
     silent = Silent(1, 7, "exchange", "its process gave no sign of life.")
     state, actions = after(*everybody_joined(), silent)
     (fields,) = blamed(actions)
@@ -284,7 +295,7 @@ def test_a_silent_worker_ends_a_run_where_nobody_can_be_replaced():
     assert after(*everybody_joined(), stranger)[0].phase == "training"
 
 
-def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_nobody():
+def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_none():
     state, actions = after(*everybody_joined(), Interrupted("SIGINT", step=7))
     assert state.phase == "training"
     why = {"rule": "interrupted", "step": 7, "why": "SIGINT arrived"}
@@ -296,10 +307,10 @@ def test_the_first_interrupt_asks_every_worker_to_stop_and_kills_nobody():
 
 
 def test_the_second_interrupt_kills_and_ends_as_interrupted():
-    news = [*everybody_joined(), Interrupted("SIGINT"), Interrupted("SIGINT")]
-    state, actions = after(*news)
+    events = [*everybody_joined(), Interrupted("SIGINT"), Interrupted("SIGINT")]
+    state, actions = after(*events)
     assert (state.phase, actions[-1]) == ("ending", KillAll())
-    _, actions = after(*news, *everybody_ended(code=-9))
+    _, actions = after(*events, *everybody_ended(code=-9))
     assert ends(actions) == [Finish("interrupted", "interrupted", 0, INTERRUPTED)]
     assert blamed(actions) == []
 
@@ -317,13 +328,13 @@ def stops(actions):
 
 
 def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
-    news = [*everybody_joined(), REACHED]
-    state, actions = after(*news)
+    events = [*everybody_joined(), REACHED]
+    state, actions = after(*events)
     assert state.phase == "training"
     why = "accuracy 0.98 reached the target 0.97"
     assert requests(actions) == [{"by": "master", "rule": "target", "step": 8, "why": why}]
     assert stops(actions) == []  # whoever told the figures passes the verdict on
-    _, actions = after(*news, *everybody_done(rule=TOLD), *everybody_ended())
+    _, actions = after(*events, *everybody_done(rule=TOLD), *everybody_ended())
     assert ends(actions) == [Finish("stopped", "target", 9, 0)]
 
 
@@ -336,8 +347,8 @@ def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
     ],
 )
 def test_of_several_that_ask_for_a_stop_the_first_is_its_rule(asked, finish):
-    news = [*everybody_joined(), *asked, *everybody_done(rule=TOLD), *everybody_ended()]
-    assert ends(after(*news)[1]) == [finish]
+    events = [*everybody_joined(), *asked, *everybody_done(rule=TOLD), *everybody_ended()]
+    assert ends(after(*events)[1]) == [finish]
 
 
 @pytest.mark.parametrize(
@@ -350,28 +361,28 @@ def test_of_several_that_ask_for_a_stop_the_first_is_its_rule(asked, finish):
 def test_a_rule_has_not_ended_a_run_that_an_interrupt_ends_sooner(last, finish):
     """As where all had to go back, after the rule had fired and before its last step."""
     stops = [REACHED, Interrupted("SIGINT")]
-    news = [*everybody_joined(), *stops, *everybody_done(rule=TOLD, step=last)]
-    assert ends(after(*news, *everybody_ended())[1]) == [finish]
+    events = [*everybody_joined(), *stops, *everybody_done(rule=TOLD, step=last)]
+    assert ends(after(*events, *everybody_ended())[1]) == [finish]
 
 
 def test_a_rule_that_fires_when_the_run_ends_by_itself_changes_nothing():
-    news = [*everybody_joined(), REACHED, *everybody_done(), *everybody_ended()]
-    assert ends(after(*news)[1]) == [Finish("completed", "epochs", 9, 0)]
+    events = [*everybody_joined(), REACHED, *everybody_done(), *everybody_ended()]
+    assert ends(after(*events)[1]) == [Finish("completed", "epochs", 9, 0)]
     _, actions = after(*everybody_joined(), *everybody_done(), REACHED)
     assert requests(actions) == []
 
 
 @pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 30.0), (20.0, 10.0)])
-def test_when_the_time_is_up_over_all_sessions_every_worker_is_told_once(spent_s, left_s):
+def test_when_the_time_of_all_sessions_is_up_every_worker_gets_one_stop(spent_s, left_s):
     limit = TimeLimit(30.0, began=0.0, spent_s=spent_s)
-    news = [*everybody_joined(), left_s - 0.25]
-    assert requests(after(*news, time_limit=limit)[1]) == []
-    _, actions = after(*news, 0.5, 0.5, time_limit=limit)
+    events = [*everybody_joined(), left_s - 0.25]
+    assert requests(after(*events, time_limit=limit)[1]) == []
+    _, actions = after(*events, 0.5, 0.5, time_limit=limit)
     why = "the run had taken 30 s, and its limit is 30 s"
     assert requests(actions) == [{"by": "master", "rule": "time_limit", "step": 5, "why": why}]
     assert stops(actions) == [(0, "time_limit"), (1, "time_limit")]
     ending = [*everybody_done(rule=TOLD), *everybody_ended()]
-    _, actions = after(*news, 0.5, *ending, time_limit=limit)
+    _, actions = after(*events, 0.5, *ending, time_limit=limit)
     assert ends(actions) == [Finish("stopped", "time_limit", 9, 0)]
 
 
@@ -383,21 +394,21 @@ def test_a_time_limit_that_passes_before_the_group_is_there_waits_for_it():
 
 
 def test_a_time_limit_does_not_hide_a_failure():
-    news = [*everybody_joined(), LastWord(0, ECHO), 9.0, 0.1]
-    _, actions = after(*news, time_limit=TimeLimit(3.0, began=0.0))
+    events = [*everybody_joined(), LastMessage(0, ECHO), 9.0, 0.1]
+    _, actions = after(*events, time_limit=TimeLimit(3.0, began=0.0))
     assert [fields["kind"] for fields in blamed(actions)] == ["PeerError"]
 
 
 @pytest.mark.parametrize("joined", [[], [Joined(1)]])
 def test_an_interrupt_while_gathering_ends_the_run(joined):
-    _, actions = after(*joined, Interrupted("SIGTERM"), Ended(1, -9, 0), FAREWELL_S)
+    _, actions = after(*joined, Interrupted("SIGTERM"), Ended(1, -9, 0), EXIT_S)
     assert KillAll() in actions
     assert ends(actions) == [Finish("interrupted", "interrupted", 0, INTERRUPTED)]
 
 
 def test_an_interrupt_after_all_are_done_changes_nothing():
-    news = [*everybody_joined(), *everybody_done(), Interrupted("SIGINT"), Interrupted("SIGINT")]
-    _, actions = after(*news, *everybody_ended())
+    events = [*everybody_joined(), *everybody_done(), Interrupted("SIGINT"), Interrupted("SIGINT")]
+    _, actions = after(*events, *everybody_ended())
     assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
     assert KillAll() not in actions
 
@@ -405,19 +416,19 @@ def test_an_interrupt_after_all_are_done_changes_nothing():
 def test_a_failure_after_the_second_interrupt_is_not_blamed():
     twice = [Interrupted("SIGINT"), Interrupted("SIGINT")]
     _, actions = after(
-        *everybody_joined(), *twice, LastWord(0, failed()), *everybody_ended(code=-9)
+        *everybody_joined(), *twice, LastMessage(0, failed()), *everybody_ended(code=-9)
     )
     assert ends(actions)[0].outcome == "interrupted"
 
 
 def test_a_failure_after_the_first_interrupt_is_a_failure():
-    news = [
+    events = [
         *everybody_joined(),
         Interrupted("SIGINT"),
-        LastWord(0, failed()),
+        LastMessage(0, failed()),
         *everybody_ended(code=-9),
     ]
-    assert ends(after(*news)[1]) == [Finish("failed", "error", 3, 5)]
+    assert ends(after(*events)[1]) == [Finish("failed", "error", 3, 5)]
 
 
 @pytest.mark.parametrize("joined", [[], everybody_joined()])
@@ -429,17 +440,17 @@ def test_a_lost_host_ends_the_run_at_once_with_what_it_said_last(joined):
     assert ends(actions) == [Finish("failed", "host", 0, 5)]
 
 
-def test_a_host_that_is_lost_while_it_was_told_to_end_finishes_the_run():
+def test_a_host_that_is_lost_while_the_run_ends_finishes_it():
     _, actions = after(*everybody_joined(), *everybody_done(), HostLost(0))
     assert ends(actions) == [Finish("completed", "epochs", 9, 0)]
-    _, actions = after(*everybody_joined(), LastWord(0, failed()), HostLost(-9))
+    _, actions = after(*everybody_joined(), LastMessage(0, failed()), HostLost(-9))
     assert ends(actions) == [Finish("failed", "error", 3, 5)]
 
 
-def test_processes_that_do_not_end_are_given_up_after_a_farewell():
-    news = [*everybody_joined(), LastWord(0, failed()), Ended(0, 1, 4)]
-    assert ends(after(*news, FAREWELL_S * 0.99)[1]) == []
-    _, actions = after(*news, FAREWELL_S)
+def test_processes_that_do_not_exit_are_abandoned_after_a_timeout():
+    events = [*everybody_joined(), LastMessage(0, failed()), Ended(0, 1, 4)]
+    assert ends(after(*events, EXIT_S * 0.99)[1]) == []
+    _, actions = after(*events, EXIT_S)
     assert actions[-2:] == [KillAll(), Finish("failed", "error", 3, 5)]
 
 
@@ -448,22 +459,22 @@ def test_a_tick_with_nothing_to_wait_for_does_nothing():
     assert decide(state, Tick(), 1e9) == (state, [])
 
 
-def test_after_the_end_no_news_does_anything():
+def test_after_the_end_events_change_nothing():
     state, _ = after(*everybody_joined(), *everybody_done(), *everybody_ended())
-    for news in (Joined(0), LastWord(0, failed()), HostLost(1), Interrupted("SIGINT"), Tick()):
-        assert decide(state, news, 99.0) == (state, [])
+    for events in (Joined(0), LastMessage(0, failed()), HostLost(1), Interrupted("SIGINT"), Tick()):
+        assert decide(state, events, 99.0) == (state, [])
 
 
 def test_deciding_leaves_the_state_it_was_given_as_it_was():
     state = State(members=first_members(2))
     before = repr(state)
-    for news in (
+    for events in (
         Joined(0),
-        LastWord(0, Done(generation=1, step=1, rule="steps")),
+        LastMessage(0, Done(generation=1, step=1, rule="steps")),
         Ended(0, 0, 1),
         HostLost(1),
     ):
-        decide(state, news, 0.0)
+        decide(state, events, 0.0)
     assert repr(state) == before
 
 
@@ -483,10 +494,10 @@ class AnyStory(RuleBasedStateMachine):
         self.state = State(members=first_members(WORKERS), time_limit=limit, recovers=self.recovers)
         self.now, self.finishes = 0.0, 0
 
-    def hears(self, news):
+    def happens(self, events):
         generation = self.state.generation
         try:
-            self.state, actions = decide(self.state, news, self.now)
+            self.state, actions = decide(self.state, events, self.now)
         except TransitionError:  # no process can say this now: the shell drops it
             return
         self.finishes += len(ends(actions))
@@ -497,61 +508,61 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(worker=NUMBER)
     def joins(self, worker):
-        self.hears(Joined(worker))
+        self.happens(Joined(worker))
 
     @rule(worker=NUMBER)
     def is_built(self, worker):
         if worker in self.state.joined:
-            self.hears(Built(worker))
+            self.happens(Built(worker))
 
     @rule(worker=NUMBER, late=st.integers(0, 2))
     def has_formed(self, worker, late):
-        self.hears(Formed(worker, self.state.generation - late))
+        self.happens(Formed(worker, self.state.generation - late))
 
     @rule(worker=NUMBER, late=st.integers(0, 2))
     def breaks(self, worker, late):
-        self.hears(Broke(worker, self.state.generation - late))
+        self.happens(Broke(worker, self.state.generation - late))
 
     @rule(worker=NUMBER, step=st.integers(0, 5), why=RULE)
     def is_done(self, worker, step, why):
-        self.hears(LastWord(worker, Done(generation=1, step=step, rule=why)))
+        self.happens(LastMessage(worker, Done(generation=1, step=step, rule=why)))
 
     @rule(worker=NUMBER, echo=st.booleans())
     def fails(self, worker, echo):
-        self.hears(LastWord(worker, ECHO if echo else failed()))
+        self.happens(LastMessage(worker, ECHO if echo else failed()))
 
     @rule(worker=NUMBER, code=st.sampled_from([0, 1, 9, -2, -9, -11, -99]))
     def ends_its_process(self, worker, code):
-        self.hears(Ended(worker, code, 1))
+        self.happens(Ended(worker, code, 1))
 
     @rule(code=st.sampled_from([0, 1, -9]))
     def loses_the_host(self, code):
-        self.hears(HostLost(code))
+        self.happens(HostLost(code))
 
     @rule(by=st.sampled_from(["SIGINT", "SIGTERM"]))
     def is_interrupted(self, by):
-        self.hears(Interrupted(by))
+        self.happens(Interrupted(by))
 
     @rule(step=st.integers(1, 5))
     def reaches_a_target(self, step):
-        self.hears(Fired("target", step, "it was reached"))
+        self.happens(Fired("target", step, "it was reached"))
 
     @rule(seconds=st.floats(0, 3))
     def waits(self, seconds):
         self.now += seconds
-        self.hears(Tick())
+        self.happens(Tick())
 
     @invariant()
     def ends_once_at_most(self):
         assert self.finishes == (self.state.phase == "ended")
 
     def teardown(self):
-        self.hears(Interrupted("SIGINT"))
-        self.hears(Interrupted("SIGINT"))
+        self.happens(Interrupted("SIGINT"))
+        self.happens(Interrupted("SIGINT"))
         for worker in range(WORKERS):
-            self.hears(Ended(worker, 0, 1))
+            self.happens(Ended(worker, 0, 1))
         for _ in range(4):
-            self.waits(FAREWELL_S)
+            self.waits(EXIT_S)
         assert self.finishes == 1, f"all processes have ended and the run has not: {self.state}"
 
 
@@ -577,13 +588,15 @@ def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
 @pytest.mark.parametrize(
     "order",
     [
-        [LastWord(0, ECHO), Ended(1, 3, 4)],
-        [Ended(1, 3, 4), LastWord(0, ECHO)],
-        [LastWord(0, ECHO), Ended(0, 1, 4), Ended(1, 3, 4)],
+        [LastMessage(0, ECHO), Ended(1, 3, 4)],
+        [Ended(1, 3, 4), LastMessage(0, ECHO)],
+        [LastMessage(0, ECHO), Ended(0, 1, 4), Ended(1, 3, 4)],
     ],
 )
-def test_a_worker_that_ends_in_silence_is_the_cause_though_its_echo_came_first(order):
-    _, actions = after(*everybody_joined(), *order, SECOND_THOUGHT_S)
+def test_an_exit_without_a_message_is_the_cause_though_a_broken_connection_came_first(
+    order,
+):
+    _, actions = after(*everybody_joined(), *order, BETTER_CAUSE_S)
     assert [(f["worker"], f["kind"]) for f in blamed(actions)] == [(1, "exit")]
 
 
@@ -616,7 +629,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_next_generation_formed_with
     assert "worker 1 was lost: the process was killed by SIGKILL" in reasons[1]
 
 
-def test_nobody_forms_a_group_with_a_worker_that_is_not_built():
+def test_no_group_forms_with_a_worker_that_is_not_built():
     state, _ = after(*everybody_joined(), KILL, recovers=True)
     state, follows = decide(state, Joined(1), 1.0)
     assert formed(follows) == []
@@ -624,8 +637,8 @@ def test_nobody_forms_a_group_with_a_worker_that_is_not_built():
 
 
 def test_a_worker_that_is_killed_while_the_group_forms_leads_to_one_more_generation():
-    news = [*everybody_joined(), KILL, Joined(1), Ended(0, -9, 4, committed=3), Joined(0)]
-    _, actions = after(*news, recovers=True)
+    events = [*everybody_joined(), KILL, Joined(1), Ended(0, -9, 4, committed=3), Joined(0)]
+    _, actions = after(*events, recovers=True)
     assert [generation for _, generation, _ in formed(actions)] == [1, 1, 2, 2, 3, 3]
 
 
@@ -655,7 +668,7 @@ def test_the_others_train_while_a_replacement_gets_ready_and_take_it_in_at_a_com
     assert formed(actions) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
 
 
-def test_nobody_trains_without_a_replacement_where_it_takes_up_what_only_the_lost_one_had():
+def test_training_waits_for_a_replacement_that_takes_up_state_only_the_lost_worker_had():
     state, _ = after(*everybody_joined(3), KILL, workers=3, recovers=True)
     state, actions = at(replace(state, drains=True), 60.0, Joined(1), Tick(step=4))
     assert (state.phase, actions) == ("gathering", [])
@@ -674,9 +687,9 @@ def test_a_replacement_that_never_gets_ready_ends_the_run_though_the_others_comm
     assert f"It happened {MOST_LOSSES} times and it was never ready" in blamed(actions)[0]["cause"]
 
 
-def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
-    news = [piece for _ in range(MOST_LOSSES) for piece in (KILL, Joined(1))]
-    _, actions = after(*everybody_joined(), *news[:-1], recovers=True)
+def test_a_worker_that_is_lost_repeatedly_without_a_commit_ends_the_run():
+    events = [piece for _ in range(MOST_LOSSES) for piece in (KILL, Joined(1))]
+    _, actions = after(*everybody_joined(), *events[:-1], recovers=True)
     assert len(started(actions)) == MOST_LOSSES - 1
     assert (
         f"It happened {MOST_LOSSES} times and no step after 3 was committed"
@@ -684,11 +697,11 @@ def test_a_worker_that_is_lost_again_and_again_without_a_commit_ends_the_run():
     )
 
 
-def test_going_back_does_not_make_the_count_begin_anew():
-    news = []
+def test_going_back_to_a_checkpoint_does_not_reset_the_count_of_losses():
+    events = []
     for reached in (6, 0, 3, 5, 6, 2, 6, 1, 6, 6):  # it goes back to the beginning each time
-        news += [Ended(0, -9, reached + 1, committed=reached)]
-    _, actions = lost(news, workers=1)
+        events += [Ended(0, -9, reached + 1, committed=reached)]
+    _, actions = lost(events, workers=1)
     assert actions.count(GoBack()) == MOST_LOSSES - 1
     assert len(started(actions)) == MOST_LOSSES - 1
     (failed,) = blamed(actions)
@@ -703,11 +716,11 @@ def crash(worker=0, step=7, **place):
 READING = {"dataset": "training", "sample": 512, "file": "a.png"}
 
 
-def lost(news, workers=2, *, skips=False):
-    """As `after`, where each piece of news is the end of a worker that then comes again."""
+def lost(events, workers=2, *, skips=False):
+    """As `after`, where each piece of events is the end of a worker that then comes again."""
     state = State(members=first_members(workers), recovers=True, skips=skips)
     actions = []
-    for piece in [*everybody_joined(workers), *news]:
+    for piece in [*everybody_joined(workers), *events]:
         pieces = [piece]
         if isinstance(piece, Joined):
             pieces += [Built(piece.worker)]
@@ -734,18 +747,18 @@ def test_a_process_that_crashes_at_the_same_step_three_times_is_not_tried_again(
 
 
 def test_crashes_at_other_steps_or_for_other_reasons_are_not_the_same():
-    news = [crash(step=7), crash(step=8), crash(step=9), crash(step=10)]
-    assert blamed(lost(news)[1]) == []
+    events = [crash(step=7), crash(step=8), crash(step=9), crash(step=10)]
+    assert blamed(lost(events)[1]) == []
     assert blamed(lost([Ended(0, -9, 7, committed=6)] * (MAX_CRASHES + 1))[1]) == []
 
 
-def test_a_sample_that_kills_whoever_reads_it_is_the_cause():
-    news = [crash(worker, **READING) for worker in (0, 1, 0)]
-    _, actions = lost(news)
+def test_a_sample_that_kills_every_process_that_reads_it_is_the_cause():
+    events = [crash(worker, **READING) for worker in (0, 1, 0)]
+    _, actions = lost(events)
     (failed,) = blamed(actions)
     assert (failed["kind"], failed["phase"]) == ("DataError", "loading")
     assert "while it read sample 512 (a.png)" in failed["cause"]
-    state, _ = lost([*news, Ended(1, -9, 7)])
+    state, _ = lost([*events, Ended(1, -9, 7)])
     assert endings.finish_of(state).exit_code == 4
 
 
@@ -764,10 +777,10 @@ def test_a_sample_whose_read_ends_the_process_by_a_code_is_the_cause(code):
     assert f"by code {code} 3 times" in state.left_out[0].cause
 
 
-def test_an_exit_by_a_code_away_from_a_read_is_no_matter_of_a_sample():
+def test_an_exit_with_a_code_outside_a_read_blames_no_sample():
     place = Whereabouts(step=7)
     _, actions = after(
-        *everybody_joined(), Ended(1, 3, 7, place=place), SECOND_THOUGHT_S, recovers=True
+        *everybody_joined(), Ended(1, 3, 7, place=place), BETTER_CAUSE_S, recovers=True
     )
     (failed,) = blamed(actions)
     assert (failed["kind"], failed["cause"]) == (
@@ -776,26 +789,26 @@ def test_an_exit_by_a_code_away_from_a_read_is_no_matter_of_a_sample():
     )
     ahead = Whereabouts(step=7, **READING, ahead=True)
     _, actions = after(
-        *everybody_joined(), Ended(1, 3, 7, place=ahead), SECOND_THOUGHT_S, recovers=True
+        *everybody_joined(), Ended(1, 3, 7, place=ahead), BETTER_CAUSE_S, recovers=True
     )
     assert [failed["kind"] for failed in blamed(actions)] == ["exit"]
 
 
 def test_a_read_that_loops_in_several_workers_at_once_has_a_second_attempt():
     """Before the first step all of them read the same samples."""
-    news = []
+    events = []
     for worker in (0, 1, 0):
         how = "got nothing done for 30.1 s"
-        news.append(Hung(worker, 0, "loading", how, "a.py:3 in f", loops=True))
-        news.append(Ended(worker, -9, 0, place=Whereabouts(**READING)))
-    assert blamed(lost(news[:-2])[1]) == []
-    (failed,) = blamed(lost(news)[1])
+        events.append(Hung(worker, 0, "loading", how, "a.py:3 in f", loops=True))
+        events.append(Ended(worker, -9, 0, place=Whereabouts(**READING)))
+    assert blamed(lost(events[:-2])[1]) == []
+    (failed,) = blamed(lost(events)[1])
     assert "while it read sample 512 (a.png)" in failed["cause"]
 
 
 def test_a_sample_that_kills_is_left_out_by_all_in_the_next_generation():
-    news = [crash(worker, **READING) for worker in (0, 1, 0)]
-    state, actions = lost(news, skips=True)
+    events = [crash(worker, **READING) for worker in (0, 1, 0)]
+    state, actions = lost(events, skips=True)
     assert blamed(actions) == []
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     (one,), (other,) = forms[-1].marks, forms[-2].marks
@@ -827,12 +840,12 @@ def test_a_read_that_loops_a_second_time_is_the_cause():
 
 
 def test_a_worker_that_is_lost_as_often_but_with_commits_between_is_replaced_each_time():
-    news = [p for n in range(40) for p in (Ended(1, -9, n, committed=n), Joined(1))]
-    _, actions = after(*everybody_joined(), *news, recovers=True)
+    events = [p for n in range(40) for p in (Ended(1, -9, n, committed=n), Joined(1))]
+    _, actions = after(*everybody_joined(), *events, recovers=True)
     assert len(started(actions)) == 40
 
 
-def test_a_group_that_comes_apart_forms_again_when_no_process_is_found_to_have_ended():
+def test_a_group_that_breaks_forms_again_if_no_process_has_exited():
     broken = [*everybody_joined(), Broke(0, 1)]
     assert len(formed(after(*broken, BROKEN_S * 0.9, recovers=True)[1])) == 2
     _, actions = after(*broken, Broke(1, 1), BROKEN_S, recovers=True)
@@ -858,7 +871,7 @@ def apart(times, committed=lambda n: 0, cause=NO_THREAD, mine=False, parted=Fals
     return state, actions
 
 
-def test_a_group_that_never_forms_ends_the_run_with_what_a_worker_said_of_itself():
+def test_a_group_that_never_forms_ends_the_run_with_the_cause_that_a_worker_reported():
     assert blamed(apart(MOST_APART - 1, mine=True)[1]) == []
     state, actions = apart(MOST_APART, mine=True)
     (failed,) = blamed(actions)
@@ -870,7 +883,7 @@ def test_a_group_that_never_forms_ends_the_run_with_what_a_worker_said_of_itself
     assert state.blame.failed.exit_code == 5
 
 
-def test_where_no_worker_is_the_cause_what_was_said_first_is_named():
+def test_if_no_worker_is_the_cause_the_first_report_is_named():
     (failed,) = blamed(apart(MOST_APART)[1])
     assert failed["worker"] == 0
     assert failed["cause"].startswith("another worker went away. The group came apart")
@@ -889,18 +902,18 @@ def test_hosts_that_do_not_reach_each_other_are_waited_for_and_want_of_memory_is
     assert len(blamed(apart(MOST_APART, parted=True, mine=True)[1])) == 1
 
 
-def test_a_group_that_comes_apart_waits_for_the_replacement_of_who_was_killed():
-    news = [*everybody_joined(), Broke(0, 1), KILL, BROKEN_S, Joined(1)]
-    _, actions = after(*news, recovers=True)
+def test_a_group_that_breaks_waits_for_the_replacement_of_the_killed_worker():
+    events = [*everybody_joined(), Broke(0, 1), KILL, BROKEN_S, Joined(1)]
+    _, actions = after(*events, recovers=True)
     assert [generation for _, generation, _ in formed(actions)] == [1, 1, 2, 2]
 
 
-def test_word_of_an_earlier_generation_is_not_heard():
-    news = [*everybody_joined(), KILL, Joined(1), Broke(0, 1), 10 * BROKEN_S]
-    assert after(*news, recovers=True)[0].generation == 2
+def test_messages_of_an_earlier_generation_are_ignored():
+    events = [*everybody_joined(), KILL, Joined(1), Broke(0, 1), 10 * BROKEN_S]
+    assert after(*events, recovers=True)[0].generation == 2
 
 
-def test_a_worker_that_is_killed_after_its_last_word_needs_no_replacement():
+def test_a_worker_that_is_killed_after_its_last_message_needs_no_replacement():
     first, last = everybody_done()
     _, actions = after(
         *everybody_joined(), last, Ended(1, -9, 9, 9), first, Ended(0, 0, 9), recovers=True
@@ -909,47 +922,47 @@ def test_a_worker_that_is_killed_after_its_last_word_needs_no_replacement():
     assert [end.outcome for end in ends(actions)] == ["completed"]
 
 
-def test_who_had_finished_before_somebody_was_lost_must_finish_again():
+def test_workers_that_had_finished_finish_again_if_another_is_lost():
     first, _ = everybody_done()
     state, _ = after(*everybody_joined(), first, KILL, Joined(1), recovers=True)
     assert state.done == {}
     assert state.phase == "training"
 
 
-def test_a_newcomer_is_told_of_a_stop_that_was_asked_for_before_it_came():
-    news = [*everybody_joined(), Interrupted("SIGINT"), KILL, Joined(1)]
-    _, actions = after(*news, recovers=True)
+def test_a_newcomer_gets_a_stop_that_was_requested_before_it_joined():
+    events = [*everybody_joined(), Interrupted("SIGINT"), KILL, Joined(1)]
+    _, actions = after(*events, recovers=True)
     stops = [a.worker for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]
     assert stops == [0, 1, 0, 1]
 
 
-def test_an_interrupt_while_a_replacement_comes_waits_for_the_commit():
+def test_an_interrupt_while_a_replacement_starts_waits_for_the_commit():
     state, actions = after(*everybody_joined(), KILL, Interrupted("SIGINT"), recovers=True)
     assert ends(actions) == []
     assert KillAll() not in actions
     assert KillAll() in decide(state, Interrupted("SIGINT"), 9.0)[1]
 
 
-def origins(actions):
+def checkpoints(actions):
     """The checkpoint that each generation begins from."""
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     return [form.checkpoint for form in forms if form.rank == 0]
 
 
-def test_the_first_generation_begins_at_the_origin_and_later_ones_with_what_a_member_holds():
+def test_the_first_generation_begins_at_the_checkpoint_and_later_ones_with_the_state_of_a_member():
     _, actions = after(*everybody_joined(), KILL, Joined(1), recovers=True)
-    assert origins(actions) == ["", None]
+    assert checkpoints(actions) == ["", None]
     assert GoBack() not in actions
 
 
 BELOW = Fired("gradient_norm", 3, "it was below 0.5")
 
 
-def test_where_nobody_is_left_who_holds_the_state_the_run_goes_back_before_it_forms_again():
+def test_if_no_member_holds_the_state_the_run_goes_back_before_it_forms_again():
     both = [Ended(n, -9, 4, committed=3) for n in range(2)]
-    news = [*everybody_joined(), *both, Joined(0), Joined(1), WentBack("step-2")]
-    _, actions = after(*news, recovers=True)
-    assert origins(actions) == ["", "step-2"]
+    events = [*everybody_joined(), *both, Joined(0), Joined(1), WentBack("step-2")]
+    _, actions = after(*events, recovers=True)
+    assert checkpoints(actions) == ["", "step-2"]
     assert [type(a) for a in actions if isinstance(a, (GoBack, Start))] == [Start, Start, GoBack]
 
 
@@ -975,8 +988,8 @@ def test_a_run_that_goes_back_to_the_checkpoint_that_a_rule_ended_it_with_trains
     stops, step, is_the_end
 ):
     both = [Ended(n, -9, 5, committed=4) for n in range(2)]
-    news = [*everybody_joined(), *stops, *both, Joined(0), Joined(1), WentBack("a", step)]
-    state, actions = after(*news, recovers=True)
+    events = [*everybody_joined(), *stops, *both, Joined(0), Joined(1), WentBack("a", step)]
+    state, actions = after(*events, recovers=True)
     forms = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Form)]
     assert [form.ends for form in forms[-2:]] == [is_the_end] * 2
     last = None if state.asked else min(fired.after for fired in stops)
@@ -987,7 +1000,7 @@ def test_a_run_that_goes_back_to_the_checkpoint_that_a_rule_ended_it_with_trains
     ("stops", "step", "stop"),
     [
         ([BELOW], 2, ("", None)),
-        ([BELOW], 3, ("", None)),  # it is news only where no rule fired at that step
+        ([BELOW], 3, ("", None)),  # it is events only where no rule fired at that step
         ([BELOW], 4, ("gradient_norm", 3)),
         ([BELOW._replace(at_once=True)], 2, ("", None)),
         ([BELOW, Interrupted("SIGINT")], 2, ("interrupted", None)),
@@ -1004,71 +1017,71 @@ def test_a_rule_that_fired_by_figures_that_were_undone_stops_nothing(stops, step
 
 def test_a_newcomer_that_never_was_in_a_group_holds_nothing():
     state, _ = after(*everybody_joined(), KILL, recovers=True)
-    for news in (Joined(1), Built(1)):  # told to form, and has not
-        state, _ = decide(state, news, 1.0)
+    for events in (Joined(1), Built(1)):  # told to form, and has not
+        state, _ = decide(state, events, 1.0)
     assert state.holders == {0}
     state, actions = decide(state, Ended(0, -9, 4, committed=3), 2.0)
     assert actions[1:] == [Start(0)]
-    for news in (Joined(0), Built(0)):
-        state, actions = decide(state, news, 3.0)
-    assert origins(actions) == [None]  # for all we know, it may have got into the group
-    for now, news in ((3.0, Broke(0, 3)), (3.0, Broke(1, 3)), (4.0, Tick())):
-        state, actions = decide(state, news, now)
+    for events in (Joined(0), Built(0)):
+        state, actions = decide(state, events, 3.0)
+    assert checkpoints(actions) == [None]  # for all we know, it may have got into the group
+    for now, events in ((3.0, Broke(0, 3)), (3.0, Broke(1, 3)), (4.0, Tick())):
+        state, actions = decide(state, events, now)
     assert actions == [GoBack()]
 
 
-def test_who_says_that_it_holds_the_state_after_all_keeps_the_run_from_going_back():
+def test_a_member_that_reports_late_that_it_holds_the_state_keeps_the_run_from_going_back():
     state, _ = after(*everybody_joined(), KILL, recovers=True)
-    for news in (Joined(1), Built(1), Ended(0, -9, 4, committed=3), Formed(1, 2), Joined(0)):
-        state, _ = decide(state, news, 1.0)
+    for events in (Joined(1), Built(1), Ended(0, -9, 4, committed=3), Formed(1, 2), Joined(0)):
+        state, _ = decide(state, events, 1.0)
     state, actions = decide(state, Built(0), 3.0)
     assert GoBack() not in actions
-    assert origins(actions) == [None]
+    assert checkpoints(actions) == [None]
 
 
-def test_who_had_finished_and_ended_comes_anew_when_another_is_lost_before_it_had():
+def test_a_worker_that_had_finished_and_exited_starts_again_if_another_is_lost():
     first, _ = everybody_done()
     state, actions = after(*everybody_joined(), first, Ended(0, -9, 9, 9), KILL, recovers=True)
     assert started(actions) == [1, 0]
     assert state.joined == frozenset()
 
 
-def test_a_group_that_breaks_is_not_formed_again_with_who_has_ended():
+def test_a_group_that_breaks_does_not_form_again_with_an_exited_worker():
     first, _ = everybody_done()
-    news = [*everybody_joined(), first, Ended(0, 0, 9), Broke(1, 1), BROKEN_S]
-    state, actions = after(*news, recovers=True)
+    events = [*everybody_joined(), first, Ended(0, 0, 9), Broke(1, 1), BROKEN_S]
+    state, actions = after(*events, recovers=True)
     assert started(actions) == [0]
     assert state.phase == "gathering"
 
 
-def test_a_last_word_from_the_generation_before_does_not_count():
-    news = [
+def test_a_last_message_of_the_generation_before_does_not_count():
+    events = [
         *everybody_joined(),
         KILL,
         Joined(1),
-        LastWord(0, Done(generation=1, step=9, rule="steps")),
+        LastMessage(0, Done(generation=1, step=9, rule="steps")),
     ]
-    assert after(*news, recovers=True)[0].done == {}
+    assert after(*events, recovers=True)[0].done == {}
 
 
-def test_an_exit_without_a_word_is_not_forgotten_over_a_kill():
-    news = [*everybody_joined(), Ended(0, 3, 4), KILL, Joined(1), SECOND_THOUGHT_S]
-    _, actions = after(*news, recovers=True)
+def test_an_exit_without_a_message_remains_the_cause_after_a_kill():
+    events = [*everybody_joined(), Ended(0, 3, 4), KILL, Joined(1), BETTER_CAUSE_S]
+    _, actions = after(*events, recovers=True)
     assert [f["kind"] for f in blamed(actions)] == ["exit"]
 
 
 def test_a_worker_that_cannot_recover_ends_the_run_when_another_is_lost():
     state = State(members=first_members(1), recovers=True)
-    for news in (Joined(0), Built(0, recovers=False)):
-        state, _ = decide(state, news, 0.0)
+    for events in (Joined(0), Built(0, recovers=False)):
+        state, _ = decide(state, events, 0.0)
     _, actions = decide(state, Ended(0, -9, 4), 1.0)
     assert [f["kind"] for f in blamed(actions)] == ["killed"]
 
 
-def test_word_of_a_group_from_before_the_run_went_back_makes_nobody_a_holder():
+def test_a_report_of_a_group_from_before_the_run_went_back_makes_no_holder():
     both = [Ended(n, -9, 4, committed=3) for n in range(2)]
-    news = [*everybody_joined(), *both, Joined(0), Joined(1)]
-    state, _ = after(*news, recovers=True)
+    events = [*everybody_joined(), *both, Joined(0), Joined(1)]
+    state, _ = after(*events, recovers=True)
     state, _ = decide(state, WentBack(""), 1.0)
     state, _ = decide(state, Formed(0, 1), 1.0)
     assert state.holders == frozenset()
@@ -1078,10 +1091,10 @@ def test_word_of_a_group_from_before_the_run_went_back_makes_nobody_a_holder():
 # ---- what the simulation found
 
 
-def heard(state, *news, now=1.0):
+def heard(state, *events, now=1.0):
     """The state after these, and all that is to be done."""
     everything = []
-    for piece in news:
+    for piece in events:
         state, actions = decide(state, piece, now)
         everything += actions
     return state, everything
@@ -1089,28 +1102,28 @@ def heard(state, *news, now=1.0):
 
 def ready(workers=2):
     """Everybody was told to form the first group, and none has said that it has."""
-    news = [piece for n in range(workers) for piece in (Joined(n), Built(n))]
-    return heard(State(members=first_members(workers), recovers=True), *news)[0]
+    events = [piece for n in range(workers) for piece in (Joined(n), Built(n))]
+    return heard(State(members=first_members(workers), recovers=True), *events)[0]
 
 
-def test_who_may_have_formed_the_first_group_is_not_told_to_begin_again():
+def test_a_member_that_may_have_formed_the_first_group_does_not_begin_again():
     _, actions = heard(ready(), Restarted())
-    assert origins(actions) == [None]
+    assert checkpoints(actions) == [None]
 
 
-def test_a_group_in_which_nobody_held_anything_is_followed_by_a_beginning():
+def test_after_a_group_without_a_holder_the_next_begins_at_the_checkpoint():
     state, _ = heard(ready(), Restarted(), Broke(0, 2), Broke(1, 2))
     _, actions = heard(state, Tick(), now=9.0)
-    assert origins(actions) == [""]
+    assert checkpoints(actions) == [""]
     assert GoBack() not in actions
 
 
-def test_who_was_lost_before_it_could_say_that_it_had_formed_may_have_committed_something():
+def test_a_worker_that_was_lost_before_it_confirmed_its_group_may_have_committed():
     state, _ = heard(ready(1), Ended(0, -9, 1), Joined(0))
     assert heard(state, Built(0))[1] == [GoBack()]
 
 
-def test_word_of_an_earlier_group_still_makes_a_holder():
+def test_a_late_report_of_an_earlier_group_still_makes_a_holder():
     state, _ = heard(ready(), Restarted(), Formed(0, 1))
     assert (state.generation, state.holders, state.member(0).phase) == (2, {0}, Phase.FORMING)
 
@@ -1120,30 +1133,30 @@ def test_a_master_that_was_lost_while_it_went_back_goes_back_again():
     assert heard(state, Restarted())[1] == [GoBack()]
 
 
-def test_who_leaves_is_released_once_all_that_stay_hold_the_state():
+def test_a_leaving_worker_is_released_once_all_that_stay_hold_the_state():
     state, actions = heard(ready(), Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1))
     assert formed(actions) == [(0, 2, 0)]
     assert Send(1, Release()) not in actions
     assert decide(state, Formed(0, 2), 1.0)[1] == [Send(1, Release())]
 
 
-def test_who_leaves_gives_the_state_to_the_replacement_of_who_was_lost_meanwhile():
-    news = [Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1)]
-    _, actions = heard(ready(), *news, Ended(0, -9, 4, 3), Joined(0), Built(0))
+def test_a_leaving_worker_gives_the_state_to_the_replacement_of_one_lost_meanwhile():
+    events = [Formed(0, 1), Formed(1, 1), Scaled(1), Broke(0, 1), Broke(1, 1)]
+    _, actions = heard(ready(), *events, Ended(0, -9, 4, 3), Joined(0), Built(0))
     assert formed(actions)[1:] == [(0, 3, 0), (1, 3, 1)]
     assert GoBack() not in actions
 
 
-def test_who_leaves_comes_along_where_the_group_came_apart_for_it_may_have_committed_more():
-    news = [Formed(n, 1) for n in range(3)]
-    state, _ = heard(ready(3), *news, Scaled(2), Broke(2, 1), Ended(0, -9, 4, 3))
+def test_a_leaving_worker_stays_if_the_group_broke_since_it_may_have_committed_more():
+    events = [Formed(n, 1) for n in range(3)]
+    state, _ = heard(ready(3), *events, Scaled(2), Broke(2, 1), Ended(0, -9, 4, 3))
     _, actions = heard(state, Joined(0), Built(0))
     assert [worker for worker, _, _ in formed(actions)] == [0, 1, 2]
 
 
-def test_a_new_master_ends_who_was_to_be_ended():
-    news = [Formed(0, 1), Formed(1, 1), Hung(1, 4, "forward", "gave no sign of life for 2 s")]
-    state, _ = heard(ready(), *news)
+def test_a_new_master_kills_what_the_lost_one_was_killing():
+    events = [Formed(0, 1), Formed(1, 1), Hung(1, 4, "forward", "gave no sign of life for 2 s")]
+    state, _ = heard(ready(), *events)
     assert Kill(1) in heard(state, Restarted())[1]
 
 
@@ -1154,11 +1167,11 @@ def test_a_process_that_could_not_join_is_replaced_and_one_that_fails_is_not(cod
 
 
 def test_an_interrupt_before_a_newcomer_is_ready_waits_for_the_commit():
-    news = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT", ready=False)]
-    _, actions = after(*news, recovers=True)
+    events = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT", ready=False)]
+    _, actions = after(*events, recovers=True)
     assert KillAll() not in actions
 
 
 def test_what_a_worker_raises_still_ends_the_run():
-    _, actions = after(*everybody_joined(), LastWord(1, failed()), recovers=True)
+    _, actions = after(*everybody_joined(), LastMessage(1, failed()), recovers=True)
     assert blamed(actions)[0]["cause"] == "ValueError: no"

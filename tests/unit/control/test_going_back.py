@@ -80,10 +80,10 @@ def names(run):
     return [path.name for _, path in published(run / "checkpoints")]
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_and_the_ledger_ends_there(run):
-    origin = go_on(run)
-    assert (origin.step, origin.checkpoint) == (10, run / "checkpoints" / "step-00000010")
-    assert origin.warnings == ()
+def test_a_run_resumes_from_its_newest_checkpoint_and_the_ledger_ends_there(run):
+    start_point = go_on(run)
+    assert (start_point.step, start_point.checkpoint) == (10, run / "checkpoints" / "step-00000010")
+    assert start_point.warnings == ()
     assert steps_in(run) == [*range(1, 11)]
 
 
@@ -113,12 +113,12 @@ def test_a_checkpoint_of_another_run_of_the_same_job_is_refused(run):
     mixed = run / "checkpoints" / "step-00000012"
     save(other, facts_of(other, job_of(), 12), 12)
     shutil.copytree(other / "checkpoints" / mixed.name, mixed)
-    origin = go_on(run)
-    assert origin.step == 10
-    assert "is of another run" in origin.warnings[0]
+    start_point = go_on(run)
+    assert start_point.step == 10
+    assert "is of another run" in start_point.warnings[0]
 
 
-def test_a_run_goes_by_its_id_wherever_its_folder_is_moved(run, tmp_path):
+def test_a_run_keeps_its_id_wherever_its_folder_is_moved(run, tmp_path):
     moved = tmp_path / "elsewhere" / "copy"
     shutil.copytree(run, moved)
     assert go_on(moved).step == 10
@@ -137,9 +137,9 @@ def test_a_checkpoint_of_an_earlier_instep_is_refused_with_a_sentence(run, missi
 def test_a_checkpoint_beyond_the_ledger_is_skipped_and_set_aside(run):
     with (run / "ledger.bin").open("r+b") as file:
         file.truncate(LEDGER_START + 8 * LEDGER.itemsize - 3)  # as a crash of the host may leave it
-    origin = go_on(run)
-    assert origin.step == 5
-    (warning,) = origin.warnings
+    start_point = go_on(run)
+    assert start_point.step == 5
+    (warning,) = start_point.warnings
     assert "is no longer known. An earlier checkpoint is used." in warning
     assert steps_in(run) == [1, 2, 3, 4, 5]
     assert names(run) == ["step-00000005"]
@@ -191,7 +191,7 @@ def test_what_a_worker_wrote_while_it_was_waited_for_is_seen(run, monkeypatch):
     assert steps_in(run)[-1] == 15
 
 
-def test_a_ledger_that_somebody_keeps_writing_is_left_alone(run, monkeypatch):
+def test_a_ledger_that_another_process_writes_is_left_alone(run, monkeypatch):
     monkeypatch.setattr(resume, "TIMEOUT_S", 0.0)
     last = Ledger(run / "ledger.bin")
     with pytest.raises(RunError, match="another process still writes"):
@@ -224,7 +224,7 @@ def test_forks_of_a_holder_that_live_on_hold_nothing(run):
         ledger = Ledger(run / "ledger.bin")
         copies += copies_of_the_descriptors(run / "ledger.bin")
         ledger.close()
-        with resume._nobody_writes(run / "ledger.bin"):
+        with resume._no_other_writer(run / "ledger.bin"):
             copies += copies_of_the_descriptors(run / "ledger.bin")
         Ledger(run / "ledger.bin").close()
         assert len(copies) >= 3
@@ -287,14 +287,14 @@ def finish(run, step, model_step=None):
         ({"steps": None, "epochs": 1}, "40 of 10 steps.*train.epochs=8"),
     ],
 )
-def test_a_complete_run_is_told_a_length_that_would_do(run, train, advice):
+def test_the_error_for_a_complete_run_names_a_longer_length(run, train, advice):
     finish(run, 40, model_step=40)
     with pytest.raises(SpecError, match=advice):
         go_on(run, job_of(**train))
 
 
 @pytest.mark.parametrize("model_step", [None, 12])
-def test_a_run_that_was_killed_before_it_saved_its_model_goes_on_to_save_it(run, model_step):
+def test_a_run_that_was_killed_before_it_saved_its_model_resumes_to_save_it(run, model_step):
     finish(run, 40, model_step=model_step)
     assert go_on(run).step == 40
 

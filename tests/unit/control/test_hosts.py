@@ -6,7 +6,14 @@ from functools import cache
 import pytest
 
 from instep.comm import messages as m
-from instep.control.hosts import BACK_S, BALANCE_S, FIRST_HEARTBEAT_S, GATHER_S, Far, Hosts
+from instep.control.hosts import (
+    BACK_S,
+    BALANCE_S,
+    FIRST_HEARTBEAT_S,
+    GATHER_S,
+    Hosts,
+    RemoteProcess,
+)
 from instep.system.limits import FLOOR_S
 
 
@@ -27,7 +34,7 @@ class Table:
 
     def come(self, *numbers):
         for number in numbers:
-            self.hosts.comes(peer(number), number, 1000 + number, self.now)
+            self.hosts.joins(peer(number), number, 1000 + number, self.now)
 
     def wait(self, seconds, *speaking):
         """Let time pass, in which these hosts show that they live; who was silent for too long."""
@@ -35,10 +42,10 @@ class Table:
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
             for number in speaking:
-                self.hosts.hears(number, peer(number), self.now)
+                self.hosts.heartbeat(number, peer(number), self.now)
             for each in self.hosts.turn(self.now):
                 silent.add(each)
-                self.hosts.goes(int(each.split()[1]), each)
+                self.hosts.leaves(int(each.split()[1]), each)
         return silent
 
     def starts(self):
@@ -101,7 +108,7 @@ def test_servers_are_spread_over_hosts_as_workers_are(three):
     assert three.starts() == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
 
 
-def test_a_host_that_is_silent_is_told_once_and_starts_nothing(three):
+def test_a_silent_host_is_reported_once_and_starts_nothing(three):
     assert three.wait(0.7, 0, 1) == set()
     three.start([0, 1, 2])
     assert set(three.starts().values()) == {0, 1}
@@ -109,7 +116,7 @@ def test_a_host_that_is_silent_is_told_once_and_starts_nothing(three):
     assert three.hosts.missing == [2]
 
 
-def test_what_a_lost_host_was_to_start_another_starts(three):
+def test_another_host_starts_what_a_lost_one_was_to_start(three):
     three.start([0, 1, 2])
     assert three.starts()[2] == 2
     three.wait(FLOOR_S + 0.2, 0, 1)
@@ -119,10 +126,10 @@ def test_what_a_lost_host_was_to_start_another_starts(three):
     assert three.hosts.started(2, 0)
 
 
-def test_what_a_host_was_to_start_is_said_again_when_it_calls_on_another_connection(three):
+def test_a_host_that_reconnects_is_asked_again_for_what_it_was_to_start(three):
     three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
     assert three.starts() == dict.fromkeys([0, 1, 2], 0)
-    assert three.hosts.comes("peer 0 again", 0, 1000, three.now) == peer(0)
+    assert three.hosts.joins("peer 0 again", 0, 1000, three.now) == peer(0)
     three.start([0, 1, 2], placed=[1, 1, 1, 2, 2, 2])
     assert three.starts() == dict.fromkeys([0, 1, 2], 0)
 
@@ -141,7 +148,7 @@ def test_a_host_that_imports_what_workers_need_may_be_silent_for_long():
     assert table.wait(1.5, 0) == {"peer 1"}
 
 
-def test_nobody_is_blamed_where_the_master_itself_was_held_up(three):
+def test_no_host_is_blamed_if_the_master_itself_did_not_run(three):
     three.now += 5.0
     assert three.hosts.turn(three.now) == []
     assert not three.hosts.is_quiet(1)
@@ -156,7 +163,7 @@ def test_on_one_machine_no_host_is_silent():
 
 
 def test_a_process_of_a_silent_host_is_lost_once_its_lease_has_run_out(three):
-    process = Far(three.hosts, 2, 77)
+    process = RemoteProcess(three.hosts, 2, 77)
     three.wait(FLOOR_S - 0.2, 0, 1)
     process.signal(signal.SIGKILL)
     assert not process.is_lost(three.now, FLOOR_S - 0.1)
@@ -164,7 +171,7 @@ def test_a_process_of_a_silent_host_is_lost_once_its_lease_has_run_out(three):
 
 
 def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(three):
-    process = Far(three.hosts, 2, 77)
+    process = RemoteProcess(three.hosts, 2, 77)
     process.signal(signal.SIGKILL)
     assert three.said == [("peer 2", m.Signal(pid=77, signals=[signal.SIGKILL]))]
     three.wait(FLOOR_S - 0.1, 0, 1, 2)
@@ -173,17 +180,17 @@ def test_a_process_of_a_living_host_is_lost_when_the_host_says_so_or_cannot(thre
     assert process.is_lost(three.now, 60.0)
 
 
-def test_a_process_that_was_stopped_is_known_by_its_hosts_word_alone(three):
-    far = Far(three.hosts, 1, 77)
-    three.hosts.hears(1, peer(1), three.now, stopped=(77,))
+def test_a_remote_process_counts_as_stopped_only_if_its_host_reports_it(three):
+    far = RemoteProcess(three.hosts, 1, 77)
+    three.hosts.heartbeat(1, peer(1), three.now, stopped=(77,))
     assert far.stopped
-    assert not Far(three.hosts, 2, 77).stopped
-    three.hosts.hears(1, peer(1), three.now)
+    assert not RemoteProcess(three.hosts, 2, 77).stopped
+    three.hosts.heartbeat(1, peer(1), three.now)
     assert not far.stopped
 
 
-def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three):
-    process = Far(three.hosts, 2, 77)
+def test_no_process_counts_as_lost_without_a_host_that_has_been_connected_for_a_while(three):
+    process = RemoteProcess(three.hosts, 2, 77)
     three.wait(20.0)
     assert three.hosts.all_quiet
     process.signal(signal.SIGKILL)
@@ -195,12 +202,12 @@ def test_nobody_is_lost_while_no_host_is_there_or_has_only_just_come_back(three)
     assert process.is_lost(three.now, 22.4)
 
 
-def test_who_was_given_up_is_ended_when_the_host_is_back(three):
+def test_an_abandoned_process_is_killed_when_its_host_reconnects(three):
     three.wait(FLOOR_S + 0.2, 0, 1)
-    three.hosts.give_up(2, 77)
+    three.hosts.abandon(2, 77)
     assert three.said == []
-    assert three.hosts.gave_up(2, 77)
-    assert not three.hosts.gave_up(1, 77)
+    assert three.hosts.is_abandoned(2, 77)
+    assert not three.hosts.is_abandoned(1, 77)
     three.come(2)
     assert three.said == [("peer 2", m.Signal(pid=77, signals=[signal.SIGKILL]))]
 
@@ -226,9 +233,9 @@ def test_the_run_ends_with_its_hosts_only_when_all_have_ended_by_themselves(thre
     assert Table(0).hosts.fails(0)
 
 
-def test_the_same_process_that_comes_again_gives_its_former_connection(three):
+def test_a_host_process_that_reconnects_replaces_its_former_connection(three):
     hosts = three.hosts
-    assert hosts.comes("peer 1 again", 1, 1001, three.now) == "peer 1"
-    assert hosts.comes("its spare", 1, 5, three.now) is None
-    assert not hosts.goes(1, "peer 1 again")
-    assert hosts.goes(1, "its spare")
+    assert hosts.joins("peer 1 again", 1, 1001, three.now) == "peer 1"
+    assert hosts.joins("its spare", 1, 5, three.now) is None
+    assert not hosts.leaves(1, "peer 1 again")
+    assert hosts.leaves(1, "its spare")

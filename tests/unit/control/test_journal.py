@@ -24,14 +24,14 @@ from instep.control.state import (
     first_members,
 )
 from instep.errors import RunError
-from instep.store.folder import BEGINNING, Origin
+from instep.store.folder import BEGINNING, StartPoint
 
-WORD = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
+FAILED = Failed(kind="error", cause="no", where="", line="", step=3, phase="loss", exit_code=5)
 FULL = State(
     members={
         0: Member(wanted=True, phase=Phase.FORMING, formed=3, hung="it slept", loops=True),
-        2: Member(phase=Phase.LEFT, word=Done(generation=3, step=9, rule="steps")),
-        3: Member(wanted=True, role="server", word=WORD),
+        2: Member(phase=Phase.LEFT, last_message=Done(generation=3, step=9, rule="steps")),
+        3: Member(wanted=True, role="server", last_message=FAILED),
     },
     recovers=True,
     phase="training",
@@ -39,8 +39,8 @@ FULL = State(
     draining=(2,),
     lost={0: (7, 2)},
     time_limit=TimeLimit(30.0, 1.5, 2.5),
-    suspect=Blame(0, WORD),
-    blame=Blame(2, WORD),
+    suspect=Blame(0, FAILED),
+    blame=Blame(2, FAILED),
     deadline=12.5,
 )
 
@@ -57,13 +57,13 @@ def test_a_journal_that_has_only_begun_knows_nothing(begun):
 
 
 def test_the_next_master_finds_the_last_state_and_the_beginning(tmp_path):
-    origin = Origin(5, Path("/somewhere/step-5"), generations=2, spent_s=7.0)
-    first = Journal(tmp_path, Begin(12.5, origin))
+    start_point = StartPoint(5, Path("/somewhere/step-5"), generations=2, spent_s=7.0)
+    first = Journal(tmp_path, Begin(12.5, start_point))
     first.write(Tick(), State(members=first_members(1)))
     first.write(Tick(), FULL)
     first.close()
     second = Journal(tmp_path)
-    assert (second.begin, second.last()) == (Begin(12.5, origin), FULL)
+    assert (second.begin, second.last()) == (Begin(12.5, start_point), FULL)
     second.close()
 
 
@@ -75,7 +75,7 @@ def test_a_new_session_begins_with_an_empty_journal(tmp_path, begun):
     again.close()
 
 
-def test_what_members_have_left_for_each_other_is_there_until_the_next_generation(begun, tmp_path):
+def test_keys_of_a_generation_are_kept_until_the_next(begun, tmp_path):
     begun.keep("a/b", b"\x00 first")
     begun.keep("a/b", b"\x00 second")
     begun.keep("c", b"")
@@ -87,7 +87,7 @@ def test_what_members_have_left_for_each_other_is_there_until_the_next_generatio
     another.close()
 
 
-def test_every_state_of_a_story_survives(begun):
+def test_every_state_can_be_read_back(begun):
     state = State(members=first_members(2), recovers=True)
     news = [Joined(0), Joined(1), Built(0), Built(1), Formed(0, 1), Ended(1, -signal.SIGKILL, 4, 3)]
     for piece in news:
@@ -96,7 +96,7 @@ def test_every_state_of_a_story_survives(begun):
         assert begun.last() == state
 
 
-def test_one_row_tells_what_was_heard(tmp_path, begun):
+def test_each_row_has_the_event_and_the_state_after_it(tmp_path, begun):
     begun.write(Ended(1, None, 4), replace(FULL, phase="gathering"))
     begun.close()
     rows = sqlite3.connect(tmp_path / FILE)

@@ -56,20 +56,22 @@ def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, re
     assert read_records(tmp_path / "steps.bin", STEPS)["step"].tolist() == [1, 2, 3]
 
 
-def test_an_event_that_a_lost_master_had_written_is_no_news(tmp_path, recorder, next_books):
+def test_an_event_that_a_lost_master_had_written_is_not_written_again(
+    tmp_path, recorder, next_books
+):
     recorder.emit("run_started", {"job": {}})
-    assert recorder.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False)
+    assert recorder.record_event("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False)
     after = next_books(0)
-    assert not after.hear("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=True)
-    assert after.hear(
+    assert not after.record_event("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=True)
+    assert after.record_event(
         "validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False
     )  # it was done again
-    assert after.hear("validated", {"step": 6, "metrics": {"loss": 0.5}}, again=True)
+    assert after.record_event("validated", {"step": 6, "metrics": {"loss": 0.5}}, again=True)
     steps_ = [event.get("step") for event in read_events(tmp_path / "events.jsonl")]
     assert steps_ == [None, 3, 3, 6]
 
 
-def test_after_going_back_nobody_has_committed_more(recorder):
+def test_after_going_back_no_later_step_counts_as_committed(recorder):
     recorder.record(0, b"", steps(7, 8), again=False)
     recorder.go_back(5)
     assert (recorder.committed, recorder.in_flight(0)) == (5, 6)

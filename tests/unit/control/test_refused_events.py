@@ -36,17 +36,17 @@ def warnings(folder):
 
 def test_what_the_master_itself_got_wrong_is_dropped_and_reported_once(master, tmp_path):
     for _ in range(3):
-        master._think(Joined(0))
+        master._observe(Joined(0))
     before = master._state
     assert before.joined == {0}
     (text,) = warnings(tmp_path)
     assert text.startswith("Joined was ignored: member 0 is building in generation 0")
-    master._think(Joined(1))
+    master._observe(Joined(1))
     assert master._state.joined == {0, 1}
     master._close()
 
 
-def test_a_worker_that_says_what_it_cannot_say_loses_its_connection(master, board, tmp_path):
+def test_a_worker_that_sends_an_impossible_message_loses_its_connection(master, board, tmp_path):
     serving = threading.Thread(target=master.serve)
     serving.start()
     channel = Channel.connect(board.endpoint.address)

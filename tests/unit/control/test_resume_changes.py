@@ -55,9 +55,7 @@ STARTED = {"event": "run_started", "job": {"workers": 2}}
         ([], 2),
     ],
 )
-def test_a_run_goes_on_with_the_number_of_workers_that_it_was_last_scaled_to(
-    folder, events, workers
-):
+def test_a_run_resumes_with_the_number_of_workers_it_was_last_scaled_to(folder, events, workers):
     lines = [json.dumps({"event": "scaled", "time": 1.0, **each}) for each in events]
     (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
     run = RunFolder(folder)

@@ -1,55 +1,59 @@
-"""Who ends a run by giving no sign of life, told by the clock alone."""
+"""When a silent worker that cannot be replaced ends a run."""
 
 import pytest
 
-from instep.control.silence import ALL_SILENT_S, LIVES_S, SILENT_S, Silence, Silent
+from instep.comm.messages import Heartbeat
+from instep.control.watch import ALL_SILENT_S, SILENT_S, Silent, Watch
+from instep.system.limits import FLOOR_S
 
 BEAT_S = 0.2
 
 
 class Clock:
-    """Time that passes for workers, of which some show that they live."""
+    """Time that passes for workers, of which some send heartbeats."""
 
     def __init__(self, workers=3):
-        self.now, self.silence, self.workers = 100.0, Silence(), set(range(workers))
-        self.hear(self.workers)
+        self.now, self.watch, self.workers = 100.0, Watch(), set(range(workers))
+        for worker in self.workers:
+            self.watch.begins(worker, self.now)
 
-    def hear(self, workers):
-        for worker in workers:
-            self.silence.hears(worker, self.now)
+    def look(self):
+        self.watch.turn(self.now)
+        return self.watch.silent(self.now)
 
-    def passes(self, seconds, silent=(), each_s=BEAT_S):
-        """Let time pass in which these are silent; who was so for too long, if anybody was."""
-        for _ in range(round(seconds / each_s)):
-            self.now += each_s
-            self.hear(self.workers - set(silent))
-            if found := self.silence.turn(self.now):
+    def passes(self, seconds, silent=()):
+        """Let time pass in which these are silent; returns the first that was so for too long."""
+        for _ in range(round(seconds / BEAT_S)):
+            self.now += BEAT_S
+            for worker in self.workers - set(silent):
+                self.watch.heartbeat(worker, Heartbeat(phase="exchange"), self.now)
+            if found := self.look():
                 return found
         return None
 
 
-def test_one_that_is_silent_while_others_live_is_named_after_a_minute():
+def test_a_worker_that_is_silent_alone_is_named_after_a_minute():
     clock = Clock()
     assert clock.passes(SILENT_S, [1]) is None
     found = clock.passes(3, [1])
     assert (found.worker, found.all) == (1, False)
-    assert SILENT_S < found.seconds < SILENT_S + LIVES_S + 1
+    assert SILENT_S < found.seconds < SILENT_S + FLOOR_S + 1
 
 
-def test_of_several_the_one_that_fell_silent_first_is_named():
+def test_of_several_silent_workers_the_first_is_named():
     clock = Clock()
     clock.passes(5, [2])
     assert clock.passes(2 * SILENT_S, [1, 2]).worker == 2
 
 
-def test_a_call_that_holds_the_interpreter_for_less_than_a_minute_ends_nothing():
+def test_less_than_a_minute_of_silence_ends_nothing():
     clock = Clock()
     for _ in range(5):
         assert clock.passes(SILENT_S - 1, [0]) is None
         assert clock.passes(1) is None
 
 
-def test_all_are_waited_for_for_ten_minutes_and_whoever_wakes_first_ends_nothing():
+def test_all_workers_may_be_silent_for_ten_minutes_and_wake_one_by_one():
     clock = Clock()
     assert clock.passes(ALL_SILENT_S - 5, [0, 1, 2]) is None
     assert clock.passes(SILENT_S - 5, [0, 1]) is None  # 2 wakes up, the others much later
@@ -59,20 +63,20 @@ def test_all_are_waited_for_for_ten_minutes_and_whoever_wakes_first_ends_nothing
     assert (found.worker, found.all) == (0, True)
 
 
-def test_time_that_nobody_saw_pass_does_not_count():
+def test_time_in_which_the_watchdog_did_not_run_does_not_count():
     """The machine slept, or whoever looks on was stopped with all others."""
     clock = Clock()
     clock.now += 10 * ALL_SILENT_S
-    assert clock.silence.turn(clock.now) is None
+    assert clock.look() is None
     assert clock.passes(30, [1]) is None
     clock.now += 10 * ALL_SILENT_S
     assert clock.passes(25, [1]) is None
 
 
-def test_one_that_has_left_is_not_waited_for():
+def test_a_worker_that_has_left_is_not_expected_to_send_heartbeats():
     clock = Clock()
     clock.passes(30, [1])
-    clock.silence.leaves(1)
+    clock.watch.leaves(1)
     clock.workers.remove(1)
     assert clock.passes(2 * SILENT_S) is None
 
@@ -95,5 +99,5 @@ def test_one_that_has_left_is_not_waited_for():
         ),
     ],
 )
-def test_what_is_said_of_it(silent, facts, said):
+def test_the_cause_says_where_how_long_and_why_it_cannot_be_replaced(silent, facts, said):
     assert silent.cause(**facts) == said

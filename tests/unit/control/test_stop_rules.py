@@ -34,8 +34,10 @@ def validations(values, metric="loss"):
 
 def fires(figures, **rules):
     """The first rule to fire; None if none does."""
-    mind = Rules(StopSpec(**rules))
-    return next((fired for each in figures if (fired := mind.hear(each)) is not None), None)
+    rules_of_job = Rules(StopSpec(**rules))
+    return next(
+        (fired for each in figures if (fired := rules_of_job.evaluate(each)) is not None), None
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,13 +185,13 @@ BELOW = Fired("gradient_norm", 1, "the norm of the gradient was 0.25, below 0.5"
 @pytest.mark.parametrize(
     ("rules", "at_once"), [({"patience": 5}, [BELOW._replace(at_once=True)]), ({}, [])]
 )
-def test_a_step_that_fired_is_the_last_where_the_rules_hear_its_validation(rules, at_once):
+def test_a_step_at_which_a_rule_fired_is_the_last_if_its_validation_is_evaluated(rules, at_once):
     """It is the same for a judge that heard it from the records."""
     spec = StopSpec(gradient_norm=0.5, **rules)
     figures = [Figures(step=1, loss=1.0, gradient_norm=0.25), Figures(step=1, metrics={"loss": 1})]
     judge = Judge(spec)
-    assert judge.hear(figures[0], again=False) == BELOW
-    assert judge.hear(figures[1], again=False) == next(iter(at_once), None)
+    assert judge.evaluate(figures[0], again=False) == BELOW
+    assert judge.evaluate(figures[1], again=False) == next(iter(at_once), None)
     assert Judge(spec, figures).fired_after(0) == [BELOW, *at_once]
     assert Judge(spec, figures[:1]).fired_after(0) == [BELOW]
 
@@ -219,12 +221,12 @@ def _named(value):
 
 
 @given(ANY_RULES, FIGURES, st.integers(0, 40))
-def test_rules_that_hear_the_records_again_go_on_as_if_they_had_never_stopped(spec, figures, cut):
+def test_rules_that_replay_the_records_continue_as_if_never_interrupted(spec, figures, cut):
     steady, resumed = Rules(spec), Rules(spec)
-    before = [steady.hear(each) for each in figures[:cut]]
+    before = [steady.evaluate(each) for each in figures[:cut]]
     assert resumed.replay(figures[:cut]) == before
-    assert [steady.hear(each) for each in figures[cut:]] == [
-        resumed.hear(each) for each in figures[cut:]
+    assert [steady.evaluate(each) for each in figures[cut:]] == [
+        resumed.evaluate(each) for each in figures[cut:]
     ]
 
 
@@ -266,7 +268,7 @@ def record(step, loss, norm=NAN, worker=0, begin=0.0):
     return made
 
 
-def test_what_was_recorded_is_what_was_heard_in_the_same_order():
+def test_recorded_figures_are_those_that_were_evaluated_in_the_same_order():
     steps = np.concatenate(
         [
             record(2, 0.75, 0.5, worker=1, begin=2.0),

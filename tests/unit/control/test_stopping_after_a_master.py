@@ -16,14 +16,14 @@ from instep.comm import messages as m
 from instep.comm.channel import Channel
 from instep.comm.endpoint import Switchboard
 from instep.control import endings
-from instep.control import state as mind
+from instep.control import state as s
 from instep.control.journal import Begin, Journal
 from instep.control.master import Master
 from instep.events import STEPS, EventLog
 from instep.store.folder import BEGINNING
 
-MEMBER = mind.Member(wanted=True, phase=mind.Phase.INSIDE, formed=1)
-TRAINING = mind.State(
+MEMBER = s.Member(wanted=True, phase=s.Phase.INSIDE, formed=1)
+TRAINING = s.State(
     members={0: MEMBER, 1: MEMBER}, phase="training", generation=1, group=(0, 1), course=1
 )
 
@@ -55,7 +55,7 @@ class Next:
 
         def serve():
             journal = Journal(folder, Begin(1.0, BEGINNING))
-            journal.write(mind.Restarted(), replace(TRAINING, stop=stop, **more))
+            journal.write(s.Restarted(), replace(TRAINING, stop=stop, **more))
             about = {"hosted": False, "started": 1.0, "about": {}, "journal": journal}
             self.master = Master(job, folder, self._board, views=[], **about)
             there.set()
@@ -112,7 +112,7 @@ class Next:
     def __exit__(self, *_):
         if hasattr(self, "channel"):
             self.channel.close()
-        with patch.object(endings, "FAREWELL_S", 0.05):  # nobody else is there to take leave
+        with patch.object(endings, "EXIT_S", 0.05):  # nobody else is there to take leave
             self.master.interrupt("test")
             self.master.interrupt("test")
             self._thread.join()
@@ -134,14 +134,16 @@ NORMS = [(1.0, norm) for norm in (3.0, 2.0, 1.0, 0.25)]
 
 
 @pytest.mark.parametrize("stop", ["", "gradient_norm"])
-def test_a_rule_that_fired_as_the_master_was_lost_is_told_for_the_same_step(tmp_path, stop):
+def test_a_rule_that_fired_when_the_master_was_lost_gives_the_same_verdict_for_the_same_step(
+    tmp_path, stop
+):
     """Whether the last master had heard of it, or only of the step's records."""
     with Next(tmp_path, {"gradient_norm": 0.5}, NORMS, stop=stop) as run:
         assert run.call(figures(3, 3, norm=1.0), figures(4, 4, norm=0.25)) == ["", "gradient_norm"]
         assert run.asked() == ([] if stop else [("gradient_norm", 4)])
 
 
-def test_a_rule_that_fires_by_the_records_alone_is_told_to_whoever_calls(tmp_path):
+def test_a_rule_that_fires_on_the_records_alone_gives_every_connecting_worker_its_verdict(tmp_path):
     """The worker that told the figures may have been lost with the master."""
     with Next(tmp_path, {"gradient_norm": 0.5}, NORMS) as run:
         run.call()
@@ -156,7 +158,7 @@ def test_a_validation_that_ended_the_run_as_the_master_was_lost_ends_it_still(tm
         assert run.asked() == [("target", 6)]
 
 
-def test_figures_that_are_told_again_are_not_heard_twice(tmp_path):
+def test_figures_that_are_sent_again_are_evaluated_once(tmp_path):
     steps, validated = [(1.0, math.nan)] * 3, {1: 1.0, 2: 2.0, 3: 2.0}
     with Next(tmp_path, {"patience": 3}, steps, validated) as run:
         again = [of_validation(step, step, loss) for step, loss in validated.items()]
@@ -180,9 +182,9 @@ def test_the_last_step_is_not_judged_by_the_next_master_either(tmp_path, train, 
         assert bool(run.master._state.stop) != is_last
 
 
-def test_figures_of_a_worker_that_was_lost_before_the_master_are_heard_too(tmp_path):
+def test_figures_of_a_worker_that_was_lost_before_the_master_are_evaluated(tmp_path):
     """Its successor tells those of the last step again, and no others."""
-    members = {0: MEMBER, 1: mind.Member(wanted=True)}
+    members = {0: MEMBER, 1: s.Member(wanted=True)}
     steps = [(1.0, math.nan)] * 4
     validated = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
     with Next(tmp_path, {"patience": 4}, steps, validated, lagging=2, members=members) as run:
@@ -206,7 +208,7 @@ def new_generation(run):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_figures_of_steps_that_were_undone_are_heard_anew(tmp_path, known):
+def test_figures_of_steps_that_were_undone_are_evaluated_again(tmp_path, known):
     """Whether the master that was lost had written what was found, or this one hears of it."""
     steps, validated = [(1.0, math.nan)] * 4, {1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
     told = [FORMED, *([("corruption_found", found(2))] if known else [])]

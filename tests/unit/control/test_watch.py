@@ -48,7 +48,7 @@ class Shown:
                 elif worker not in but:
                     heartbeat = msgspec.structs.replace(heartbeat, progress=heartbeat.progress + 1)
                 self.workers[worker] = heartbeat
-                self.watch.hears(worker, heartbeat, self.now)
+                self.watch.heartbeat(worker, heartbeat, self.now)
 
     def at(self, worker, phase):
         self.workers[worker] = msgspec.structs.replace(self.workers[worker], phase=phase)
@@ -86,7 +86,7 @@ def beats(seconds):
     return int(seconds / BEAT_S) + 2
 
 
-def test_nobody_hangs_who_gets_something_done():
+def test_a_worker_that_makes_progress_does_not_hang():
     shown = Shown(0, 1)
     shown.goes_on(500)
     assert shown.hangs() == []
@@ -104,7 +104,7 @@ def test_a_worker_that_falls_silent_hangs_after_some_step_times_and_not_before(s
 
 
 @pytest.mark.parametrize("phase", sorted(OF_A_STEP))
-def test_a_worker_that_lives_and_gets_nothing_done_hangs(phase):
+def test_a_worker_that_sends_heartbeats_without_progress_hangs(phase):
     shown = Shown(0, 1)
     shown.at(1, phase)
     shown.goes_on(beats(FLOOR_S), frozen=[1])
@@ -181,7 +181,7 @@ def test_a_slow_sample_is_learnt_also_where_others_read_it_in_the_end(sample_s):
     assert shown.reads(0, sample_s) == sample_s
 
 
-def test_samples_that_never_end_are_found_each_time_whatever_was_given_up_before():
+def test_samples_that_never_end_are_found_each_time_after_earlier_ones():
     shown = Shown(0, 1)
     for _ in range(20):
         assert shown.reads(1, math.inf) < UNKNOWN_S + 1.0
@@ -234,7 +234,7 @@ def test_a_read_that_stalled_for_long_makes_no_loop_last_longer():
     assert shown.hangs() == [(1, "loading")]
 
 
-def test_who_gets_ready_and_says_so_may_take_as_long_as_it_takes():
+def test_a_worker_that_builds_and_sends_heartbeats_has_no_timeout():
     shown = Shown(0, 1)
     shown.watch.begins(1, shown.now, ready=False)
     shown.at(1, "recipe")
@@ -262,7 +262,7 @@ def test_a_read_that_loops_has_half_a_minute_each_time_before_its_process_is_rea
     assert hang.loops
 
 
-def test_who_gets_ready_is_found_at_a_read_that_loops_while_others_train():
+def test_a_building_worker_is_found_in_a_read_that_loops_while_others_train():
     shown = Shown(0, 1)
     shown.watch.begins(1, shown.now, ready=False)
     shown.workers[1] = Heartbeat(phase="building")
@@ -277,7 +277,7 @@ def test_a_store_may_stall_as_long_before_a_process_is_ready_as_in_training(time
     assert UNKNOWN_S * 2**times <= given_s < UNKNOWN_S * 2**times + 2 * BEAT_S
 
 
-def test_who_gets_ready_may_read_for_as_long_as_its_reads_end():
+def test_a_building_worker_may_read_as_long_as_its_reads_end():
     shown = gets_ready(0)
     shown.at(0, "loading")
     for _ in range(20):
@@ -289,7 +289,7 @@ def test_who_gets_ready_may_read_for_as_long_as_its_reads_end():
     assert shown.hangs() == []
 
 
-def test_who_gets_ready_may_be_silent_for_long_unless_it_was_stopped():
+def test_a_building_worker_may_be_silent_for_long_unless_it_was_stopped():
     shown = Shown(0, 1)
     shown.watch.begins(1, shown.now, ready=False)
     shown.at(1, "recipe")
@@ -303,7 +303,7 @@ def test_who_gets_ready_may_be_silent_for_long_unless_it_was_stopped():
     assert shown.hangs() == [(1, "recipe")]
 
 
-def test_one_that_was_stopped_before_a_group_formed_is_found_no_later_for_that():
+def test_a_worker_that_was_stopped_before_a_group_formed_is_found_as_soon():
     shown = Shown(0, 1, 2)
     shown.goes_on(beats(FLOOR_S) - 3, silent=[2])
     for worker in (0, 1, 2):
@@ -312,7 +312,7 @@ def test_one_that_was_stopped_before_a_group_formed_is_found_no_later_for_that()
     assert shown.hangs() == [(2, "joining")]
 
 
-def test_where_all_stand_still_at_once_nobody_is_blamed_at_first():
+def test_if_all_stop_at_once_none_is_blamed_at_first():
     shown = Shown(0, 1)
     shown.goes_on(beats(5 * FLOOR_S), frozen=[0, 1])
     assert shown.hangs() == []
@@ -329,7 +329,7 @@ def test_where_all_fall_silent_at_once_they_are_waited_for(workers):
     assert shown.hangs() == [(worker, "forward") for worker in workers]
 
 
-def test_who_wakes_up_last_is_no_longer_blamed_than_the_first():
+def test_the_last_worker_to_wake_up_is_not_blamed():
     shown = Shown(0, 1)
     shown.goes_on(beats(5 * FLOOR_S), silent=[0, 1])
     assert shown.hangs() == []
@@ -340,7 +340,7 @@ def test_who_wakes_up_last_is_no_longer_blamed_than_the_first():
 
 
 @pytest.mark.parametrize("workers", [[0], [0, 1]])
-def test_who_says_that_it_gets_nowhere_is_found_in_the_end_though_it_was_excused(workers):
+def test_a_worker_without_progress_is_found_in_the_end_though_all_had_stopped(workers):
     shown = Shown(*workers)
     for _ in range(beats(UNKNOWN_S) - 3):
         shown.goes_on(1, frozen=workers)
@@ -349,7 +349,7 @@ def test_who_says_that_it_gets_nowhere_is_found_in_the_end_though_it_was_excused
     assert shown.hangs() == [(worker, "forward") for worker in workers]
 
 
-def test_a_loop_is_found_also_where_steps_are_so_quick_that_none_was_told_yet():
+def test_a_loop_is_found_also_if_steps_are_so_quick_that_none_was_reported_yet():
     shown = Shown(0, step_s=None)
     shown.workers[0] = msgspec.structs.replace(shown.workers[0], steps=1, phase="loading")
     shown.goes_on(1)
@@ -357,7 +357,7 @@ def test_a_loop_is_found_also_where_steps_are_so_quick_that_none_was_told_yet():
     assert shown.hangs() == [(0, "loading")]
 
 
-def test_who_falls_silent_a_little_before_the_others_is_waited_for_too():
+def test_a_worker_that_falls_silent_shortly_before_the_others_is_not_blamed():
     shown = Shown(0, 1, 2)
     shown.goes_on(2, silent=[0])
     shown.goes_on(beats(5 * FLOOR_S), silent=[0, 1, 2])
@@ -367,7 +367,7 @@ def test_who_falls_silent_a_little_before_the_others_is_waited_for_too():
 
 
 @pytest.mark.parametrize("workers", [[0], [0, 1]])
-def test_a_read_that_loops_is_found_as_soon_where_nobody_else_goes_on(workers):
+def test_a_read_that_loops_is_found_as_soon_if_no_other_worker_makes_progress(workers):
     shown = Shown(*workers)
     for worker in workers:
         shown.at(worker, "loading")
@@ -393,7 +393,7 @@ def test_a_read_that_looped_has_half_a_minute_the_second_time():
     assert UNKNOWN_S <= again_s < UNKNOWN_S + 2 * BEAT_S
 
 
-def test_an_exchange_that_was_given_up_before_is_given_longer():
+def test_an_exchange_that_was_abandoned_before_gets_a_longer_timeout():
     shown = Shown(0, 1)
     for worker in (0, 1):
         shown.at(worker, "exchange")
@@ -441,7 +441,7 @@ def test_the_first_step_of_a_process_may_take_long():
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])
-def test_who_hung_at_the_same_place_before_is_given_twice_as_long_each_time(times):
+def test_the_timeout_doubles_with_each_hang_at_the_same_place(times):
     shown = Shown(0, 1)
     shown.goes_on(beats(FLOOR_S * 2**times) - 4, silent=[1])
     assert shown.hangs({1: times}) == []
@@ -459,7 +459,7 @@ def test_a_worker_five_times_slower_is_kept():
         shown.goes_on(1)
 
 
-def test_a_watcher_that_was_away_blames_nobody_for_it():
+def test_a_watchdog_that_did_not_run_blames_no_worker_for_it():
     shown = Shown(0, 1)
     shown.now += 60.0
     shown.watch.turn(shown.now)
@@ -468,7 +468,7 @@ def test_a_watcher_that_was_away_blames_nobody_for_it():
     assert shown.hangs() == [(1, "forward")]
 
 
-def test_an_exchange_in_which_everybody_waits_is_stuck():
+def test_an_exchange_in_which_all_wait_is_stuck():
     shown = Shown(0, 1)
     for worker in (0, 1):
         shown.at(worker, "exchange")
@@ -489,7 +489,7 @@ def test_an_exchange_in_which_everybody_waits_is_stuck():
         max_size=40,
     )
 )
-def test_nobody_who_shows_progress_often_enough_is_ever_blamed(story):
+def test_a_worker_that_shows_progress_often_enough_is_never_blamed(story):
     shown = Shown(0, 1, 2)
     for worker, phase, seconds in story:
         shown.at(worker, phase)
@@ -498,7 +498,7 @@ def test_nobody_who_shows_progress_often_enough_is_ever_blamed(story):
         shown.goes_on(1)
 
 
-def test_who_does_not_get_out_of_its_group_hangs_in_the_end_though_others_wait_for_it():
+def test_a_worker_that_does_not_leave_its_group_hangs_in_the_end_though_others_wait_for_it():
     shown = Shown(0, 1)
     shown.at(0, "joining")
     shown.at(1, "leaving")

@@ -71,12 +71,12 @@ def test_the_master_hears_of_an_end_before_the_spare_forgets_the_worker(served, 
     with child() as pid:
         if adopted:
             connection.orders.append(Adopt(workers=[(3, pid)]))
-            server._obey()
+            server._receive()
             os.read(connection.pipe, 4096)
         else:
             server._workers[pid] = 3
         ended(pid)
-        server._look_after_adopted() if adopted else server._reap()
+        server._watch_adopted() if adopted else server._reap()
     code = None if adopted else -signal.SIGKILL
     assert connection.said == [(Exited(number=3, pid=pid, code=code), False)]
     assert os.read(connection.pipe, 4096) == fork_server._WORKER.pack(pid, fork_server._GONE)
@@ -89,7 +89,7 @@ def test_a_spare_has_handles_of_the_workers_as_soon_as_its_server_has_ended():
         for told in ((gone, 2), (pid, 3), (gone, fork_server._GONE)):
             os.write(write, fork_server._WORKER.pack(*told))
         os.close(write)
-        left = fork_server._hear_of_workers(read, pid)
+        left = fork_server._wait_for_end(read, pid)
         os.close(read)
         [(number, process)] = left.values()
         assert (list(left), number, process.ended) == ([pid], 3, False)
@@ -139,15 +139,15 @@ def test_a_fork_that_fails_is_tried_again_with_growing_pauses_and_said(served, m
     monkeypatch.setattr(os, "fork", full)
     monkeypatch.setattr(fork_server.time, "monotonic", full.monotonic)
     connection.orders.append(StartWorker(number=3, log="log"))
-    server._obey()
+    server._receive()
     pauses = []
-    while server._late:
+    while server._retries:
         before = full.times
-        server._fork_late()
+        server._retry_forks()
         assert full.times == before  # not before its time
-        pauses.append(server._late[3].due - full.now)
+        pauses.append(server._retries[3].due - full.now)
         full.now += pauses[-1]
-        server._fork_late()
+        server._retry_forks()
     assert pauses == pytest.approx(fork_server.PAUSES_S[: len(pauses)])
     words = [message for message, _ in connection.said if isinstance(message, Emit)]
     assert len(words) == len(pauses)

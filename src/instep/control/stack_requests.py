@@ -1,7 +1,7 @@
 """Asks a worker that hangs for its stack, and waits a moment for the answer.
 
 How a process is asked and its answer read is in `system/stacks.py`, that it hangs in
-`watch.py`. Way in: `Questions`.
+`watch.py`. Way in: `StackRequests`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Asked:
     until: float
     since_bytes: int
     """Of its log, when it was."""
-    told: int = 0
+    answered_bytes: int = 0
     """Length of its answer when the thread that reads was asked too; 0 before that."""
 
 
-class Questions:
+class StackRequests:
     """The workers that were asked and have not answered.
 
     Args:
@@ -75,9 +75,9 @@ class Questions:
         over = []
         for worker, asked in self._asked.items():
             stack = self._stack(asked)
-            whole = is_whole(stack) and len(stack) > asked.told
-            if whole and not asked.told and waits_for_reader(stack):
-                asked.told = len(stack)
+            whole = is_whole(stack) and len(stack) > asked.answered_bytes
+            if whole and not asked.answered_bytes and waits_for_reader(stack):
+                asked.answered_bytes = len(stack)
                 asked.process.signal(ASK_READER)
             elif whole or now > asked.until:
                 over.append(worker)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.limits import FLOOR_S, LOOK_S, STEPS, UNKNOWN_S
 from instep.system.processes import stat_fields
 
 HUNG_S = 10.0
@@ -27,9 +27,6 @@ FIRST_SIGN_S = UNKNOWN_S
 
 MOST_S = 120.0
 """No process may be silent for longer, however long one was."""
-
-LOOK_S = FLOOR_S / 4
-"""A watchdog that looks more rarely did not run itself: no more is counted at a time."""
 
 MOVED_BYTES = 1 << 16
 """A process that has read or written so much since the last look makes progress."""
@@ -69,7 +66,7 @@ class Lease:
         pid: of a process on this machine.
         now: seconds on a steady clock.
         first_s: how long it may take to give its first sign.
-        longest_s: the longest silence after which a predecessor went on.
+        longest_s: the longest silence after which a predecessor continued.
         times: how often in a row its predecessors were lost by silence; each doubles the timeout.
         look: asks the system.
     """
@@ -91,10 +88,10 @@ class Lease:
         self._looked, self._silent_s, self._stopped_s = now, 0.0, 0.0
         self._facts: Facts | None = None
 
-    def hears(self, now: float) -> None:
+    def renew(self, now: float) -> None:
         """It has given a sign of life."""
         self._pass(now)
-        if self.signs:  # what comes before is another matter
+        if self.signs:  # the time before the first does not count
             self.longest_s = max(self.longest_s, self._silent_s)
         self.signs += 1
         self._limit_s = min(MOST_S, max(HUNG_S, STEPS * self.longest_s) * 2**self._times)
@@ -159,5 +156,5 @@ class SignsOfLife:
                 os.write(self._pipe, b".")
 
 
-NOBODY = SignsOfLife(-1)
+NO_WATCHDOG = SignsOfLife(-1)
 """For a process that has no watchdog."""

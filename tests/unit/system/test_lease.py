@@ -4,19 +4,18 @@ import os
 
 import pytest
 
-from instep.control.lease import (
+from instep.system.lease import (
     FIRST_SIGN_S,
     HUNG_S,
-    LOOK_S,
     MOST_S,
     MOVED_BYTES,
-    NOBODY,
+    NO_WATCHDOG,
     Facts,
     Lease,
     SignsOfLife,
     facts_of,
 )
-from instep.system.limits import FLOOR_S, STEPS
+from instep.system.limits import FLOOR_S, LOOK_S, STEPS
 
 LOOKS_S = 0.05
 
@@ -28,7 +27,7 @@ class Watched:
         self.now, self.facts = 100.0, Facts()
         self.lease = Lease(77, self.now, look=lambda pid: self.facts, **options)
         for _ in range(signs):
-            self.lease.hears(self.now)
+            self.lease.renew(self.now)
 
     def passes(self, seconds, each_s=LOOKS_S, **changes):
         """Let time pass, in which some facts grow by so much a second; how it hangs, if it does."""
@@ -55,7 +54,7 @@ def test_one_that_was_stopped_for_a_moment_is_not():
         assert one.passes(FLOOR_S) == ""
         one.facts = Facts()
         assert one.passes(0.1) == ""
-    one.lease.hears(one.now)
+    one.lease.renew(one.now)
     assert one.passes(HUNG_S - 0.2) == ""
 
 
@@ -69,7 +68,7 @@ def test_each_sign_renews_the_lease():
     one = Watched()
     for _ in range(4):
         assert one.passes(HUNG_S - 0.5) == ""
-        one.lease.hears(one.now)
+        one.lease.renew(one.now)
 
 
 def test_the_first_sign_may_take_long():
@@ -106,7 +105,7 @@ def test_what_it_came_out_of_once_it_is_given_again():
     one = Watched()
     one.facts = Facts(cpu_s=1.0)
     assert one.passes(8.0) == ""
-    one.lease.hears(one.now)
+    one.lease.renew(one.now)
     assert one.lease.longest_s == pytest.approx(8.0)
     assert one.passes(STEPS * 8.0 - 0.2) == ""
     assert one.passes(0.5) != ""
@@ -141,7 +140,7 @@ def test_signs_are_seen_and_never_waited_for():
         for _ in range(100_000):  # more than a pipe takes
             signs.show()
         assert set(os.read(read, 1 << 20)) == {ord(".")}
-        NOBODY.show()
+        NO_WATCHDOG.show()
     finally:
         os.close(read)
     with pytest.raises(BrokenPipeError):
