@@ -154,7 +154,7 @@ def _meant(text: str) -> str:
     word = text.lower()
     if word in ("true", "false"):
         return f"write {word}, or"
-    if word in ("none", "null"):
+    if word in ("none", "null") and text != "none":  # which is a value of sync.codec
         return "leave the key out, or write"
     for kind in (int, float):
         with suppress(ValueError):

@@ -8,9 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import adds_up
 import pytest
+import torch
 from started import RECIPES, Start, Started
 
+from instep.data.order import Order, position
 from instep.state.load import load
 from instep.state.manifest import published
 from instep.store.run_folder import RunFolder
@@ -20,10 +23,17 @@ pytestmark = pytest.mark.process
 STEPS = 200
 
 
-def begin(start: Start, folder: Path, name: str, pause_s: float, workers: int = 3) -> Started:
+def begin(
+    start: Start,
+    folder: Path,
+    name: str,
+    pause_s: float,
+    workers: int = 3,
+    recipe: str = "slow_tiny",
+) -> Started:
     job = folder / f"{name}.toml"
     job.write_text(
-        f'name = "{name}"\nrecipe = "{RECIPES / "slow_tiny.py"}:recipe"\nworkers = {workers}\n'
+        f'name = "{name}"\nrecipe = "{RECIPES / recipe}.py:recipe"\nworkers = {workers}\n'
         f'seed = 5\n[train]\nsteps = {STEPS}\nglobal_batch = 16\ndeal = "even"\n'
         '[sync]\ncodec = "int8"\n[checkpoint]\nevery = 50\nkeep_last = 9\n'
         f"[arguments]\npause_s = {pause_s}\n"
@@ -46,6 +56,7 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
             continue  # it is being replaced already
     assert program.end() == 0, program.stderr
     program.check_nothing_is_left()
+    assert not program.events("warning")
     runs = [RunFolder(each.run) for each in (undisturbed, program)]
     assert program.summary["generations"] > 1
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
@@ -81,3 +92,53 @@ def test_from_4_workers_to_3_and_back_every_sample_counts_once(
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     sizes = [len(event["members"]) for event in program.events("generation_started")]
     assert sizes == [4, 4, 3, 4]  # a worker that leaves hands over first
+
+
+def scale(program: Started, workers: int) -> None:
+    command = [sys.executable, "-m", "instep", "scale", str(program.run)]
+    subprocess.run([*command, "--workers", str(workers)], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_what_a_worker_still_had_to_send_is_sent_if_it_is_killed_before_it_could_leave(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, "fewer", 0.01, recipe="adds_up")
+    program.until(program.is_training, "training")
+    (pid,) = (int(e["pid"]) for e in program.events("worker_joined") if e["worker"] == 2)
+    os.kill(pid, signal.SIGSTOP)  # so that it cannot hand over before it is killed
+    scale(program, 2)
+    os.kill(pid, signal.SIGKILL)
+    assert program.end() == 0, program.stderr
+    assert program.events("generation_started")[-1]["members"] == [0, 1]
+    checkpoint = load(dict(published(program.run / "checkpoints"))[STEPS])
+    applied = -checkpoint.tensors["model"]["weight"].double()
+    carried = checkpoint.tensors["own"]["residual/weight"].double()
+    torch.testing.assert_close(applied + carried, all_gradients(), rtol=0.0, atol=1e-4)
+    assert float(carried.abs().max()) > 1e-3  # so a part of it that was lost would be seen
+
+
+def all_gradients() -> torch.Tensor:
+    order, rows, total = Order(adds_up.SAMPLES, 5), adds_up.rows().double(), torch.zeros(700)
+    for step in range(1, STEPS + 1):
+        where = position(step, adds_up.SAMPLES, 16)
+        total = total + rows[torch.from_numpy(order.indices(*where))].mean(0)
+    return total
+
+
+@pytest.mark.slow
+def test_it_is_said_where_the_memory_of_a_killed_worker_is_gone(
+    start: Start, tmp_path: Path
+) -> None:
+    program = begin(start, tmp_path, "gone", 0.01)
+    program.until(program.is_training, "training")
+    (pid,) = (int(e["pid"]) for e in program.events("worker_joined") if e["worker"] == 1)
+    os.kill(pid, signal.SIGSTOP)
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        if str(file.readlink()).startswith("/memfd:instep"):
+            os.truncate(file, 0)
+    os.kill(pid, signal.SIGKILL)
+    assert program.end() == 0, program.stderr
+    (warning,) = program.events("warning")
+    assert warning["text"].startswith("worker 1: the memory that its last process left")
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0

@@ -187,6 +187,14 @@ def test_what_process_0_refuses_all_refuse(start: Start, again: Path) -> None:
     assert [path.name for path in again.parent.iterdir()] == ["again"]  # and no meeting file
 
 
+def test_processes_that_join_with_other_arguments_end_with_the_first_that_differs(
+    start: Start, tmp_path: Path
+) -> None:
+    for program in two_tasks(start, RECIPES / "joins_differently.py", tmp_path / "runs"):
+        assert program.process.returncode != 0
+        assert "train.global_batch = 17 in process 1, and with 16 in process 0" in program.stderr
+
+
 def test_loops_of_unequal_length_end_with_the_reason_to_the_bit_too(
     start: Start, tmp_path: Path
 ) -> None:

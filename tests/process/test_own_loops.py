@@ -22,11 +22,17 @@ REFUSED = {
     "step_before_backward": ("optimizer.step() was not called for its last batch", 0),
     "step_with_a_closure": ("optimizer.step(closure): the workers agree", 0),
     "backward_twice": ("call all but the last inside session.no_sync()", 0),
+    "no_sync_and_no_step": ("optimizer.step() was not called for its last batch", 0),
+    "backward_of_many_numbers": ("was given a tensor of shape [2, 3]: a loss is one number", 0),
+    "written_between_micro_batches": ("step 1: the parameter 'bias' was written to between", 0),
+    "unfrozen_after_prepare": ("'bias' needs a gradient now, and did not at prepare()", 1),
     "backward_outside": ("backward() was called outside an iteration", 3),
     "step_outside": ("optimizer.step() was called outside an iteration", 0),
     "record_after_backward": ("record() was called after backward()", 0),
     "sum_within_a_step": ("in an iteration that is not the last of its step", 0),
     "scheduler_that_both_advance": ("has the session advance the scheduler after every step", 0),
+    "scheduler_before_the_step": ("was called before optimizer.step(). Call it after", 0),
+    "two_weights_for_one_batch": ("a loss of weight 3 after one of weight 2 for the same batch", 0),
     "scheduler_made_after": ("a scheduler was made for the optimizer after prepare()", 0),
 }
 """Each with a part of the sentence, and the steps that were committed before."""
@@ -37,18 +43,39 @@ ACCEPTED = [
     "step_where_gradients_are_agreed",
     "backward_twice_the_first_without_sync",
     "backward_only_without_sync",
+    "only_the_last_with_sync_as_in_accelerate",
     "accumulate_as_in_accelerate",
     "scheduler_that_the_session_advances",
+    "losses_of_one_batch_add_up",
     "batch_size_of_a_step",
     "batch_size_of_an_iteration",
 ]
-FEW = ["without_anything", "two_steps_for_one_batch", "step_on_every_second_batch"]
+TELLS = [
+    "accumulate_as_in_accelerate",
+    "losses_of_one_batch_add_up",
+    "only_the_last_with_sync_as_in_accelerate",
+]
+"""Those that call session.backward."""
+
+FEW = [
+    "without_anything",
+    "two_steps_for_one_batch",
+    "step_on_every_second_batch",
+    "only_the_last_with_sync_as_in_accelerate",
+    "scheduler_before_the_step",
+    "losses_of_one_batch_add_up",
+    "unfrozen_after_prepare",
+]
 
 
 def check_counted(name: str, found: dict[str, Any]) -> None:
     if name in ACCEPTED:
         assert found["error"] == "", name
         assert (found["steps"], found["records"], found["exact"]) == (3, 3, True), name
+        tells = name in TELLS
+        assert found["unknown"] == (not tells), name
+        if name == "losses_of_one_batch_add_up":
+            assert abs(found["loss"]) < 1e-6
         if name != "scheduler_that_the_session_advances":
             assert found.get("apart", 0.0) < 1e-6, name
         return

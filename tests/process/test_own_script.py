@@ -282,3 +282,34 @@ def test_a_script_that_does_not_join_is_refused_before_anything_is_started(
     assert program.end() != 0
     assert sentence in program.error
     assert not (program.work / "runs").exists()
+
+
+TARGET = """
+import torch
+from torch.utils.data import TensorDataset
+import instep
+
+train, stop = {"global_batch": 16, "epochs": 4}, {"metric": "reached", "mode": "max", "target": 4}
+with instep.join(train=train, stop=stop) as session:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(model, optimizer, TensorDataset(torch.ones(32, 2)))
+    for epoch in session.epochs():
+        for (x,) in loader:
+            session.backward(model(x).mean())
+            optimizer.step()
+        session.validated(32, reached=session.step)
+"""
+
+
+@pytest.mark.slow
+def test_a_rule_can_stop_a_resumed_script_at_the_step_that_it_was_resumed_from(
+    start: Start, tmp_path: Path
+) -> None:
+    command = ("-m", "instep", "run", script(tmp_path, TARGET), "--workers", 2)
+    first = start(*command, "--set", "train.stop_after_steps=4")
+    assert first.end() == 0, first.stderr
+    again = start("-m", "instep", "resume", first.run)
+    assert again.end() == 0, again.stderr
+    summary = first.summary
+    assert (summary["outcome"], summary["rule"], summary["steps"]) == ("stopped", "target", 4)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -115,6 +116,8 @@ def join(
     member.show_itself()
     session = Session(member, place, host)
     try:
+        if not resume:  # a run that continues has the job that it had
+            check_same(job, member.job, place.rank)
         session.begin(recipe)
     except BaseException as error:
         session.fail(error)
@@ -163,6 +166,35 @@ def _job(
         **{section: dict(values) for section, values in sections.items()},
     }
     return spec_file.absolute(spec_file.build(table, source="instep.join"), Path.cwd())
+
+
+def check_same(mine: JobSpec, first: JobSpec, rank: int) -> None:
+    """Refuse to train another job than the process asked for.
+
+    Args:
+        mine: from the arguments of `join` in this process.
+        first: from those in process 0.
+        rank: of this process.
+
+    Raises:
+        SpecError: they differ. What may follow from the host, such as paths, does not count.
+    """
+    here, there = (_settings(msgspec.to_builtins(job)) for job in (mine, first))
+    for name, value in here.items():
+        if there[name] != value:
+            raise SpecError(
+                f"instep.join was called with {name} = {value!r} in process {rank}, and with "
+                f"{there[name]!r} in process 0: every process needs to call it with the same "
+                "arguments, as often and in the same order."
+            )
+
+
+def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be alike, by its name in a job file."""
+    settings = {key: job[key] for key in ("name", "seed")}
+    for section in ("train", "sync", "stop", "check"):
+        settings |= {f"{section}.{key}": value for key, value in job[section].items()}
+    return settings
 
 
 class Session:

@@ -122,6 +122,8 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
             return _fired(state, event)
         case WentBack(checkpoint, step):
             back = replace(state, checkpoint=checkpoint, checkpoint_step=step, from_checkpoint=True)
+            for worker in state.members:
+                back = back.note(worker, owes=False)  # the checkpoint has what it had by then
             return _next_generation(back, now)
         case RolledBack(step):
             return _rolled_back(state, step), []
@@ -137,7 +139,7 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
 def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     """Form the next generation, or ask for it, once all members that it shall have are ready."""
     ended = any(state.member(n).phase is Phase.ENDED for n in state.group)
-    if ended or not (state.wanted <= state.ready or _can_do_without(state, now)):
+    if ended or not (state.needed <= state.ready or _can_do_without(state, now)):
         return state, []
     if state.phase == "gathering":
         held = state.holders or state.those(IN_A_GROUP) or state.from_checkpoint
@@ -168,16 +170,17 @@ def _can_do_without(state: State, now: float) -> bool:
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     bound, holders = state.those(IN_A_GROUP), state.holders
     together = state.changing and state.left
-    chosen = state.wanted & state.ready | bound
+    chosen = state.needed & state.ready | bound
     if not together or not holders & chosen:
         chosen |= holders  # one may have committed what no other member has
     elif state.drains:
         chosen |= holders - set(state.draining)  # they have not handed over yet
     from_checkpoint = state.from_checkpoint and not bound
-    after = state
+    after, generation = state, state.generation + 1
     for worker in chosen:
         after = after.move(worker, Phase.FORMING)
-    generation = state.generation + 1
+        if state.drains and worker in state.wanted:
+            after = after.note(worker, owes=True)
     after = replace(
         after,
         phase="training",
@@ -230,7 +233,11 @@ def _formed(state: State, worker: int, generation: int, now: float) -> tuple[Sta
     state = replace(state.note(worker, formed=generation), from_checkpoint=False)
     if generation != state.generation or member.phase is Phase.LEFT:
         return state, []
-    return _advance(state.move(worker, Phase.INSIDE), now)  # the next change may be due
+    state = state.move(worker, Phase.INSIDE)
+    if state.complete:
+        for each in state.draining:
+            state = state.note(each, owes=False)  # it has handed over
+    return _advance(state, now)  # the next change may be due
 
 
 def _release(state: State) -> tuple[State, list[Action]]:
@@ -238,7 +245,7 @@ def _release(state: State) -> tuple[State, list[Action]]:
     if state.phase == "releasing":
         unneeded = state.living
     elif state.phase == "training" and state.complete:
-        unneeded = state.living - state.wanted - set(state.group)
+        unneeded = state.living - state.needed - set(state.group)
     else:
         return state, []
     unneeded -= state.those(frozenset({Phase.RELEASED}))
@@ -258,7 +265,7 @@ def _broke(state: State, event: Broke, now: float) -> tuple[State, list[Action]]
         return _advance(state, now)
     if state.phase != "training":
         return state, []
-    if state.changing and state.left and state.wanted <= state.ready:
+    if state.changing and state.left and state.needed <= state.ready:
         return _next_generation(state, now)
     if state.deadline is not None:
         return state, []
@@ -328,7 +335,7 @@ def _reminders(state: State, worker: int, generation: int) -> list[Action]:
 def _starts(state: State) -> list[Action]:
     if state.phase not in ("gathering", "training"):
         return []
-    return [Start(worker) for worker in sorted(state.wanted - state.joined)]
+    return [Start(worker) for worker in sorted(state.needed - state.joined)]
 
 
 def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
@@ -410,7 +417,7 @@ def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]
     unexplained = code is None or code < 0 or by_a_read
     if state.phase in ("gathering", "training") and state.recovers:
         in_the_group = state.phase == "training" and worker in state.group
-        if not member.wanted and not in_the_group:
+        if worker not in state.needed and not in_the_group:
             return _advance(_lose(state, worker), now)
         if unexplained:
             return _replace(state, event, now)
@@ -444,7 +451,7 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
         deadline=state.deadline if state.suspect else None,
     )
     state, starts = _recall(state)
-    if worker in state.wanted:
+    if worker in state.needed:
         starts = [Start(worker), *starts]
     state, actions = (state, []) if starts else _advance(state, now)
     return state, [log, *starts, *actions]

@@ -397,7 +397,7 @@ class Master:
             return False
         # it may have ended before the master read its `Hello`
         ended = self._hosted and not self._is_remote(hello) and has_ended(hello.pid)
-        return number in state.wanted and number not in self._peers and not ended
+        return number in state.needed and number not in self._peers and not ended
 
     def _is_remote(self, hello: m.Hello) -> bool:
         """Whether a process is on another machine, as far as signals and its end are concerned."""
@@ -599,7 +599,7 @@ class Master:
             if not self._hosts.started(worker, host):
                 return  # not needed
             if (host, pid) in self._gone:
-                if worker in self._state.wanted:  # a host that still knew it may have ignored us
+                if worker in self._state.needed:  # a host that still knew it may have ignored us
                     self._start_worker(worker)
                 return  # both its host and the system report it
         if pid:  # else it never started

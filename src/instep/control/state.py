@@ -338,6 +338,9 @@ class Member:
     wanted: bool = False
     """Whether the next generation shall have it."""
     role: Role = "worker"
+    owes: bool = False
+    """Whether it may have state that no other member has, or the last process under its number
+    left some: that is handed over before it leaves."""
     phase: Phase = Phase.ABSENT
     formed: int = 0
     """The newest generation whose group it was in; 0 for none."""
@@ -464,7 +467,7 @@ class State:
         """
         member = self.expect(number, *(phase for phase in Phase if to in NEXT[phase]), to=to)
         if to is Phase.ABSENT:
-            member = Member(member.wanted, member.role)  # for the next process
+            member = Member(member.wanted, member.role, member.owes)  # for the next process
         return self._with(number, replace(member, phase=to))
 
     def note(self, number: int, **facts: Any) -> State:
@@ -488,7 +491,7 @@ class State:
 
     def _with(self, number: int, member: Member) -> State:
         members = self.members | {number: member}
-        if member.phase is Phase.ABSENT and not member.wanted:
+        if member.phase is Phase.ABSENT and not (member.wanted or member.owes):
             del members[number]
         return replace(self, members=members)
 
@@ -502,6 +505,11 @@ class State:
     def wanted(self) -> frozenset[int]:
         """Members that the next generation shall have."""
         return frozenset(n for n, member in self.members.items() if member.wanted)
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """Members that the next generation waits for: also those that have to hand over first."""
+        return frozenset(n for n, member in self.members.items() if member.wanted or member.owes)
 
     @property
     def servers(self) -> frozenset[int]:

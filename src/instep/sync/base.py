@@ -294,14 +294,13 @@ def make_strategy(name: str, options: Mapping[str, Any], codec: str = "none") ->
     """
     factory = STRATEGIES[name]
     known = list(inspect.signature(factory).parameters)
-    if codec != "none":
-        if "codec" not in known:
-            raise SpecError(f"sync.codec = {codec!r}: {name} sends plain numbers. Leave it out.")
-        return cast(Strategy, factory(**options, codec=CODECS[codec]()))
+    if codec != "none" and "codec" not in known:
+        raise SpecError(f"sync.codec = {codec!r}: {name} sends plain numbers. Leave it out.")
     known = [option for option in known if option != "codec"]
     for option in options:
         if option not in known:
             raise SpecError(
                 f"sync.options: {name} has no option {option!r}. {near_miss(option, known)}"
             )
-    return cast(Strategy, factory(**options))
+    encoded = {"codec": CODECS[codec]()} if codec != "none" else {}
+    return cast(Strategy, factory(**options, **encoded))

@@ -5,6 +5,7 @@ Where a bucket goes, and what comes back, is said by those that inherit.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +34,8 @@ class Gathering(ABC):
     """
 
     def __init__(self, *, bucket_mb: float, overlap: bool) -> None:
-        if not isinstance(bucket_mb, (int, float)) or isinstance(bucket_mb, bool) or bucket_mb <= 0:
+        number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
+        if not (number and 0 < bucket_mb < math.inf):
             raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
         if not isinstance(overlap, bool):
             raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")

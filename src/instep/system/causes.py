@@ -68,12 +68,13 @@ _HINTS = (
     ("No module named", "Install it in the environment that instep runs in."),
     (
         "Expected more than 1 value per channel",
-        "A micro-batch of one sample reached a batch normalisation: use fewer "
-        "train.micro_batches, or a train.global_batch that leaves more samples for the last "
-        "step of an epoch.",
+        "One sample alone reached a batch normalisation: use fewer train.micro_batches (with "
+        "averaging, fewer sync.participants), a train.global_batch that leaves more samples for "
+        "the last step of an epoch, or train.batch_norm = 'global'.",
     ),
 )
 
 
 def _hint(text: str) -> str:
-    return next((f" {hint}" for part, hint in _HINTS if part in text), "")
+    end = "" if text.endswith((".", "!", "?")) else "."
+    return next((f"{end} {hint}" for part, hint in _HINTS if part in text), "")

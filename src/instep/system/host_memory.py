@@ -36,6 +36,9 @@ _STAMP, _SUM = struct.Struct("<QQQ"), struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
 
+_LONGEST = 1 << 30
+"""Bytes of a layout, at most."""
+
 
 class TensorSpec(NamedTuple):
     """What one tensor of a layout looks like."""
@@ -150,7 +153,7 @@ class HostMemory:
         *,
         layout: Mapping[str, TensorSpec] | None = None,
     ) -> dict[str, torch.Tensor] | None:
-        """The state of exactly this commit, by name; None if no slot holds it.
+        """The state of exactly this commit, by name; None if no slot holds it undamaged.
 
         The tensors are the memory itself: they change when their slot is staged again, which
         is at the commit after next.
@@ -168,6 +171,8 @@ class HostMemory:
         for slot in (0, 1):
             if self._stamp(slot) == wanted:
                 held = self._slots[slot] = self._slots[slot] or self._left(slot)
+                if held is None:
+                    return None
                 if layout is not None:
                     _check(_decoded(held.head), layout)
                 return dict(held.tensors)
@@ -201,12 +206,15 @@ class HostMemory:
         written = self._stamps[64 * slot : 64 * slot + _STAMP.size]
         return stamp if zlib.crc32(written) == total else None
 
-    def _left(self, slot: int) -> _Slot:
-        """A slot as the process before has left it."""
+    def _left(self, slot: int) -> _Slot | None:
+        """A slot as the process before has left it; None if it has been damaged since."""
         begin = (slot + 1) * REGION
-        (length,) = _LENGTH.unpack(os.pread(self._file, _LENGTH.size, begin))
-        head = os.pread(self._file, _LENGTH.size + length, begin)
-        return self._mapped(slot, head, _decoded(head))
+        try:
+            (length,) = _LENGTH.unpack(os.pread(self._file, _LENGTH.size, begin))
+            head = os.pread(self._file, _LENGTH.size + min(length, _LONGEST), begin)
+            return self._mapped(slot, head, _decoded(head))
+        except (struct.error, msgspec.MsgspecError, ValueError, TypeError, AttributeError, OSError):
+            return None
 
     def _mapped(self, slot: int, head: bytes, layout: Mapping[str, TensorSpec]) -> _Slot:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)

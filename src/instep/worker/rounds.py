@@ -280,13 +280,22 @@ def check(job: JobSpec, recipe: Recipe) -> None:
     """Refuse a recipe of which a participant alone cannot take a step.
 
     Raises:
-        SpecError: its loss is of the whole global batch.
+        SpecError: its loss is of the whole global batch, or a round would take more samples than
+            there are.
     """
     if recipe.batch_loss is not None:
         raise SpecError(
             f"sync.name = {job.sync.name!r}: participants take their steps apart, and "
             "Recipe.batch_loss is of the global batch of all of them. Use "
             "sync.name = 'all_reduce', or give compute_loss instead."
+        )
+    batch, samples = job.train.global_batch, len(recipe.train)
+    most = -(-samples // batch)
+    if job.sync.local_steps > most:
+        raise SpecError(
+            f"sync.local_steps = {job.sync.local_steps}: the {samples} samples of an epoch are "
+            f"{most} local steps of train.global_batch = {batch}, and a round does not go beyond "
+            f"its epoch. Set sync.local_steps to at most {most}."
         )
 
 

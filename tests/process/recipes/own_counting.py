@@ -31,6 +31,8 @@ class Loop:
         torch.manual_seed(0)
         self.session, self.model = session, nn.Linear(4, 3)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.wanted: float | None = None
+        """The mean loss of the epoch, where the loop knows it."""
 
     def prepare(self, data: Any = DATA, *more: Any) -> Any:
         return self.session.prepare(data, self.optimizer, self.model, *more)[0]
@@ -159,6 +161,49 @@ def accumulate_as_in_accelerate(loop: Loop) -> None:
     loop.train(work)
 
 
+def only_the_last_with_sync_as_in_accelerate(loop: Loop) -> None:
+    def work(number: int, batch: Any) -> None:
+        if number % 4:
+            with loop.session.no_sync(loop.model):
+                loop.session.backward(loop.loss(batch))
+        else:
+            loop.session.backward(loop.loss(batch))
+            loop.optimizer.step()
+
+    loop.train(work)
+
+
+def no_sync_and_no_step(loop: Loop) -> None:
+    def work(_: int, batch: Any) -> None:
+        with loop.session.no_sync(loop.model):
+            loop.session.backward(loop.loss(batch))
+
+    loop.train(work)
+
+
+def backward_of_many_numbers(loop: Loop) -> None:
+    loop.train(lambda _, batch: loop.session.backward(loop.model(batch[0])))
+
+
+def written_between_micro_batches(loop: Loop) -> None:
+    def work(_: int, batch: Any) -> None:
+        loop.right(batch)
+        with torch.no_grad():
+            loop.model.bias.mul_(0.9)
+
+    loop.train(work)
+
+
+def unfrozen_after_prepare(loop: Loop) -> None:
+    loop.model.bias.requires_grad_(False)
+
+    def work(number: int, batch: Any) -> None:
+        loop.model.bias.requires_grad_(number > 4)
+        loop.right(batch)
+
+    loop.train(work)
+
+
 def backward_outside(loop: Loop) -> None:
     loader = loop.prepare()
     for batch in loader:
@@ -210,6 +255,38 @@ def scheduler_that_both_advance(loop: Loop) -> None:
         scheduler.step()
 
 
+def scheduler_before_the_step(loop: Loop) -> None:
+    scheduler = StepLR(loop.optimizer, 1, gamma=0.5)
+    for batch in loop.prepare(DATA, scheduler):
+        loop.loss(batch).backward()
+        scheduler.step()
+        loop.optimizer.step()
+
+
+def two_weights_for_one_batch(loop: Loop) -> None:
+    def work(_: int, batch: Any) -> None:
+        with loop.session.no_sync():
+            loop.session.backward(instep.WeightedLoss(loop.loss(batch) * 2, 2.0))
+        loop.session.backward(instep.WeightedLoss(loop.loss(batch) * 3, 3.0))
+        loop.optimizer.step()
+
+    loop.train(work)
+
+
+def losses_of_one_batch_add_up(loop: Loop) -> None:
+    losses: list[float] = []
+
+    def work(_: int, batch: Any) -> None:
+        losses.append(float(loop.loss(batch).detach()))
+        with loop.session.no_sync():
+            loop.session.backward(0.25 * loop.loss(batch))
+        loop.session.backward(0.75 * loop.loss(batch))
+        loop.optimizer.step()
+
+    loop.train(work)
+    loop.wanted = sum(losses) / len(losses)
+
+
 def batch_size_of_a_step(loop: Loop) -> None:
     loop.train(lambda _, batch: loop.right(batch), DataLoader(DATA, batch_size=8, shuffle=True))
 
@@ -241,6 +318,9 @@ def told(act: Callable[[Loop], None], right: Tensor | None) -> tuple[dict[str, A
     if session.run.is_dir() and (session.run / "ledger.bin").exists():
         run = RunFolder(session.run)
         found |= {"steps": run.last_step, "records": len(run.ledger), "exact": run.audit.exact}
+        found["unknown"] = any("the loss is not known" in e["text"] for e in run.named("warning"))
+    if made.wanted is not None and session.summary is not None:
+        found["loss"] = session.summary["loss"] - made.wanted
     if right is not None and not error:
         found["apart"] = float((weight - right).abs().max())
     return found, weight

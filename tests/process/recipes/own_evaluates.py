@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
@@ -23,8 +24,9 @@ def main() -> None:
     data = TensorDataset(rows, torch.arange(11))
     odd = DataLoader(data, batch_size=3, shuffle=True)  # 4 batches, the last of 2
     one_batch = DataLoader(data, batch_size=11)
-    loader, few, optimizer, whole, model, plain = session.prepare(
-        data, odd, optimizer, one_batch, model, TensorDataset(rows[:5])
+    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    loader, few, optimizer, whole, model, plain, plateau = session.prepare(
+        data, odd, optimizer, one_batch, model, TensorDataset(rows[:5]), plateau
     )
     for x, _ in loader:
         session.backward(model(x).pow(2).mean())
@@ -58,6 +60,11 @@ def main() -> None:
     told = refused(lambda: [None for _ in whole])
     assert ("has 1 batches for" in told) == (session.rank > 0), told
     assert "was given 3: tensors are wanted" in refused(lambda: session.gather_for_metrics([3]))
+    for metric in (2.0, 3.0):
+        plateau.step(metric)
+    assert plateau.get_last_lr() == [0.005]
+    differs = refused(lambda: plateau.step(4.0 + session.rank))
+    assert ("was given 4 in one process and 5 in another" in differs) == (session.size > 1)
     session.close()
     if session.rank == 0:
         print("all of it")

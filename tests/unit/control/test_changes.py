@@ -1,7 +1,5 @@
 """Members that come, go and hang while a run goes on: events, and what follows from it."""
 
-from dataclasses import replace
-
 import pytest
 
 from instep.comm.messages import Done, Form, Regroup, Release, Stop
@@ -31,6 +29,7 @@ from instep.control.state import (
     Stuck,
     Tick,
     TransitionError,
+    WentBack,
     first_members,
 )
 from instep.errors import PeerError
@@ -39,8 +38,8 @@ from instep.errors import PeerError
 class Story:
     """A run of so many workers, and what its master's mind made of the events."""
 
-    def __init__(self, workers, servers=0):
-        self.state = State(members=first_members(workers, servers), recovers=True)
+    def __init__(self, workers, servers=0, *, drains=False):
+        self.state = State(members=first_members(workers, servers), recovers=True, drains=drains)
         self.now = 0.0
         self.actions = []
         self.happens(HostJoined())
@@ -375,9 +374,7 @@ def test_killed_workers_do_not_lengthen_the_timeout_of_hangs():
 
 @pytest.fixture
 def three():
-    story = Story(3)
-    story.state = replace(story.state, drains=True)
-    return story
+    return Story(3, drains=True)
 
 
 def drained(story):
@@ -426,6 +423,41 @@ def test_a_member_that_is_killed_while_it_drains_is_not_waited_for(three):
     three.happens(Ended(2, -9, 5, 4))
     assert three.new(Start) == []
     assert drained(three) == [([0, 1], ())]
+
+
+def test_what_a_killed_member_left_is_handed_over_if_its_replacement_is_not_wanted_any_more(three):
+    three.hears(Ended(2, -9, 5, 4))
+    three.leave(0, 1)
+    three.new(Start)
+    three.hears(Scaled(2))
+    assert drained(three) == []
+    three.come(2)
+    assert drained(three) == [([0, 1, 2], (2,))]
+    three.form()
+    three.leave()
+    assert drained(three) == [([0, 1], ())]
+
+
+def test_a_member_that_is_killed_before_it_has_handed_over_is_replaced_to_do_it(three):
+    three.hears(Scaled(2), Ended(2, -9, 5, 4))
+    assert three.new(Start) == [Start(2)]
+    three.leave(0, 1)
+    three.hears(Joined(2), Ended(2, -9, 0, 4))
+    assert three.new(Start) == [Start(2)]
+    three.hears(HostJoined())
+    assert three.new(Start) == [Start(2)]
+    three.come(2)
+    assert drained(three) == [([0, 1, 2], (2,))]
+
+
+def test_where_the_run_goes_back_nobody_has_anything_to_hand_over(three):
+    three.hears(Scaled(2), Ended(2, -9, 5, 4), Ended(0, -9, 5, 4), Ended(1, -9, 5, 4))
+    three.come(0, 1, 2)
+    assert three.new(GoBack) == [GoBack()]
+    three.hears(WentBack("checkpoint", 3))
+    assert drained(three) == [([0, 1], ())]
+    three.form()
+    assert three.told(Release) == [2]
 
 
 def test_without_own_state_a_member_leaves_at_once():

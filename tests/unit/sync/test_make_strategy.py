@@ -1,6 +1,7 @@
 """A strategy by its name, with its options checked and misuse told apart."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from instep.worker.step.gradients import Gradients
         ("all_reduce", {"bucket_mb": -1.5}, "bucket_mb = -1.5"),
         ("all_reduce", {"bucket_mb": "8"}, "bucket_mb = '8'"),
         ("all_reduce", {"bucket_mb": True}, "bucket_mb = True"),
+        ("all_reduce", {"bucket_mb": math.nan}, "bucket_mb = nan: needs a number above 0"),
+        ("averaging", {"bucket_mb": math.inf}, "bucket_mb = inf: needs a number above 0"),
+        ("all_reduce", {"codec": "int8"}, "all_reduce has no option 'codec'"),
         ("all_reduce", {"overlap": 1}, "sync.options.overlap = 1: needs to be true or false"),
     ],
 )
@@ -32,6 +36,11 @@ def test_a_wrong_name_or_option_is_refused(name, options, words):
     with pytest.raises(SpecError) as error:
         make_strategy(name, options)
     assert words in str(error.value)
+
+
+def test_options_are_checked_with_a_codec_too():
+    with pytest.raises(SpecError, match="all_reduce has no option 'codec'"):
+        make_strategy("all_reduce", {"codec": "int8"}, "int8")
 
 
 def test_the_price_of_a_ring_is_that_of_the_textbook():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instep.errors import CheckpointError, WorkerError
-from instep.system.host_memory import HostMemory, Stamp, TensorSpec
+from instep.system.host_memory import REGION, HostMemory, Stamp, TensorSpec
 from instep.system.memory_files import MemoryFiles
 
 LAYOUT = {
@@ -125,6 +125,28 @@ def test_half_a_stamp_is_none(file, written):
         assert found.stamps() == [*whole, Stamp(1, 6, 0)]
     os.pwrite(file, new, 64)
     assert found.stamps()[0] == Stamp(3, (8 << 40) + 8, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: os.ftruncate(file, mmap.PAGESIZE),
+        lambda file: os.ftruncate(file, REGION + 100),
+        lambda file: os.pwrite(file, bytes(300), REGION),
+        lambda file: os.pwrite(file, struct.pack("<Q", 1 << 60), REGION),
+        lambda file: os.pwrite(file, b"\xff" * 40, REGION + 8),
+        lambda file: os.pwrite(file, b'[[1,"no such type",[2]]]', REGION + 8),
+    ],
+)
+def test_a_slot_whose_layout_was_damaged_holds_nothing(file, damage):
+    memory = another(file)
+    keep(memory, 1, 6)
+    damage(file)
+    found = HostMemory(os.dup(file))
+    assert found.stamps() == [Stamp(1, 6, 0)]
+    assert found.at(1, 6) is None
+    keep(another(file), 1, 7)
+    assert value_at(HostMemory(os.dup(file)), 1, 7) == 7
 
 
 def test_memory_that_the_machine_has_not_is_refused_in_one_sentence(file):

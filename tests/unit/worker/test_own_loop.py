@@ -35,13 +35,13 @@ def test_an_own_loop_of_which_nothing_can_be_shown_refuses_to_be_strict():
         OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)
 
 
-def test_an_own_loop_refuses_a_scheduler_that_wants_a_metric():
+def test_an_own_loop_refuses_to_advance_a_scheduler_that_wants_a_metric():
     job = JobSpec(recipe="a.py:recipe")
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(RecipeError, match=r"ReduceLROnPlateau\.step\(\) wants 'metrics'"):
-        OwnLoop(SimpleNamespace(job=job), model, optimizer, scheduler, None, 10)
+        OwnLoop(SimpleNamespace(job=job), model, optimizer, scheduler, None, 10, advances=True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from instep.errors import PeerError, SpecError
-from instep.spec import JobSpec, SyncSpec
+from instep.spec import JobSpec, SyncSpec, TrainSpec
 from instep.worker.rounds import RoundUpdate, check
 
 
@@ -75,4 +75,18 @@ def test_a_loss_of_the_whole_global_batch_is_refused():
     job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
     recipe = SimpleNamespace(batch_loss=lambda *_: None)
     with pytest.raises(SpecError, match=r"Recipe\.batch_loss is of the global batch of all"):
+        check(job, recipe)
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "fits"), [(1, True), (8, True), (9, False), (2**62, False)]
+)
+def test_a_round_takes_no_more_local_steps_than_an_epoch_has(local_steps, fits):
+    sync = SyncSpec(name="averaging", participants=4, local_steps=local_steps)
+    job = JobSpec(recipe="a.py:recipe", sync=sync, train=TrainSpec(global_batch=20))
+    recipe = SimpleNamespace(batch_loss=None, train=range(149))
+    if fits:
+        check(job, recipe)
+        return
+    with pytest.raises(SpecError, match=r"149 samples of an epoch are 8 local steps.*at most 8\."):
         check(job, recipe)

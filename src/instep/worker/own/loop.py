@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from instep.comm.base import Comm
 from instep.comm.messages import TOLD, Heartbeat
@@ -35,18 +36,20 @@ from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.state.retention import Best, best_rule
-from instep.worker.loop import Loop, Passed
+from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.own import evaluation
 from instep.worker.own.calls import EVALUATION, Call, Calls, of_epoch
 from instep.worker.own.calls import after as after_commit
-from instep.worker.own.checks import refuse, verdict_of
+from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
 from instep.worker.own.taken_over import take_over
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Agreement, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of, share_of
 from instep.worker.step.update import OF_UPDATE, Update
+
+_PLATEAU = "the step() of ReduceLROnPlateau"
 
 _LOOK_S = 0.05
 """How often those look for a newcomer who cannot go on without one."""
@@ -69,6 +72,9 @@ class _Iteration:
         self.part, self.samples, self.last = part, samples, last
         self.weight = 0.0 if part.repeats else float(samples)
         self.total = 0.0
+        """Of the losses of its backward passes, each times the weight."""
+        self.held = 0.0
+        """Of those inside `no_sync`."""
         self.begun = self.computed = self.stepped = False
 
 
@@ -108,7 +114,8 @@ class OwnLoop(Loop):
         refuse(job)
         best_rule(job.checkpoint, ())  # your validation is not seen from here
         check_optimizer(optimizer, model)
-        check_scheduler(scheduler)
+        if advances or not isinstance(scheduler, ReduceLROnPlateau):
+            check_scheduler(scheduler)
         parameters = [p for p in model.parameters() if p.requires_grad]
         update = Update(
             optimizer,
@@ -149,9 +156,11 @@ class OwnLoop(Loop):
         self._direct = False  # the optimizer is to move now, whoever calls it
         self._unscaled = False
         self._rests = False  # the loader's next epoch is what is left of the present one
+        self._tells = False  # the loss, by `weigh` or `record`
         self.round: Round | None = None
         """Of the evaluation that the user's code is in."""
         self._lost, self._advances = lost, advances
+        self._guard = Guard(model, optimizer, alone=job.train.micro_batches == 1)
         self._calls = Calls()
         self._known_step: int | None = None  # the commit that the calls follow
         self._epoch_at: int | None = None  # that `epochs` gave last
@@ -292,6 +301,7 @@ class OwnLoop(Loop):
         self._losses, self._skipped, self._agreed = {}, [], None
         self._apart, self._exchanged, self._committed = None, False, None
         self._unscaled = self._queued = False
+        self._guard.begin_step()
         reads = self._readable(where, share, loads)
         following = next(reads, None)
         while following is not None:
@@ -304,6 +314,8 @@ class OwnLoop(Loop):
             yield Batch(read.batch)
             self._now = None
             self._raise_apart()
+            if now.begun and not now.computed and not now.last:  # all of it inside no_sync()
+                self._end_pass(now)
             self._refuse_half_done(now)
             self.engine.clock.lap(since, "forward")
         return Passed(self._losses, self._skipped)
@@ -339,7 +351,7 @@ class OwnLoop(Loop):
 
     def _refuse_half_done(self, now: _Iteration) -> None:
         """Every iteration is one backward pass and one `optimizer.step()`."""
-        if not now.computed:
+        if not now.begun:
             raise SpecError(
                 f"step {self.step}: a batch of the loader had no backward pass, so its samples "
                 "would count without having been trained on. Call loss.backward() for every "
@@ -352,6 +364,11 @@ class OwnLoop(Loop):
                 "batches make a step is set by train.micro_batches."
             )
 
+    def _settle(self, done: Commit) -> Step:
+        if done.step % self._per_epoch == 0:
+            self._guard.compare(self.engine.comm)
+        return super()._settle(done)
+
     # ---- the backward pass
 
     def weigh(self, loss: Tensor | WeightedLoss) -> Tensor:
@@ -363,11 +380,25 @@ class OwnLoop(Loop):
         now = self._in_iteration("backward()")
         if isinstance(loss, WeightedLoss):
             weight = as_weight(loss.weight, "the weight of backward()")
+            if now.begun and not now.part.repeats and weight != now.weight:
+                raise SpecError(
+                    f"step {self.step}: session.backward() was given a loss of weight {weight:g} "
+                    f"after one of weight {now.weight:g} for the same batch, whose gradients are "
+                    "in. Give each loss of a batch the same weight, or add them up in one."
+                )
             if not now.part.repeats:
                 now.weight = weight
             loss = loss.total / (weight or 1.0)
+        if loss.numel() != 1:
+            raise SpecError(
+                f"session.backward() was given a tensor of shape {list(loss.shape)}: a loss is one "
+                "number. Take its mean; or give an instep.WeightedLoss, its sum and what it is a "
+                "sum of."
+            )
+        self._tells = True
         if not now.part.repeats:
-            now.total = float(loss.detach()) * (now.weight or 1.0)
+            now.total = now.held + float(loss.detach()) * (now.weight or 1.0)
+            now.held = now.total if self._held_back else now.held
         return loss
 
     def _take(self, slot: int, gradient: Tensor) -> None:
@@ -413,12 +444,20 @@ class OwnLoop(Loop):
     def _exchange_now(self) -> None:
         """The step's last backward pass is over: agree, and hand the gradients out."""
         self._exchanged = True
+        self._guard.check_written(self.step)
+        if not self._tells:
+            self._warn(
+                "the loop calls loss.backward() by itself, so the loss is not known: it is shown "
+                "as 0, and no rule sees that it is not finite. Call session.backward(loss), or "
+                "session.record(loss) before it"
+            )
         try:
             passed = Passed(self._losses, self._skipped)
             self._agreed = super()._exchange(passed, self._share)
             if self._agreed is not None:
                 self.member.check_lease()
                 self.engine.hand_out()
+                self._guard.check_zeros(self.step)
                 self._norm, self._unscaled = self._update.clip(), self._update.clips
         except PeerError as error:
             self._apart, self._agreed = error, None
@@ -497,6 +536,7 @@ class OwnLoop(Loop):
         now.stepped = now.computed
         if not self.moves:
             return
+        self._guard.check_trained()
         try:
             self._committed = self.engine.commit(lambda step: self._move(move, step))
             self._follow(self._committed.step)
@@ -531,12 +571,25 @@ class OwnLoop(Loop):
             if self.stopped and self.step % self._per_epoch:  # the epoch is to go on one day
                 return None
             return original(*args, **kwargs) if self._update.between.is_new() else None
+        now = self._now
+        comes_again = self._exchanged and self._agreed is None
+        if now.last and not now.stepped and not comes_again and self._apart is None:
+            raise SpecError(
+                f"step {self.step}: the scheduler's step() or the scaler's update() was called "
+                "before optimizer.step(). Call it after, in every iteration."
+            )
         return original(*args, **kwargs) if self._committed is not None else None
+
+    def zeroed(self, *, to_none: bool) -> None:
+        """The user's `optimizer.zero_grad(set_to_none)`."""
+        self._guard.leaves_zeros = not to_none
 
     def scheduler_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The user's `scheduler.step()`."""
         if self._direct:
             return original(*args, **kwargs)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self._agree_on_plateau(*args, **kwargs)
         if self._advances:
             raise SpecError(
                 "scheduler.step() was called, but prepare(scheduler=...) has the session advance "
@@ -544,6 +597,32 @@ class OwnLoop(Loop):
                 "the other arguments, without the name."
             )
         return self.after_move(original, *args, **kwargs)
+
+    def _agree_on_plateau(self, metrics: Any, epoch: Any = None) -> None:
+        """A plateau of a metric is found by every process alike, or the rates would differ.
+
+        Raises:
+            SpecError: the processes have other metrics, or it is called within a step.
+        """
+        if self._now is not None:
+            raise SpecError(
+                "the step() of ReduceLROnPlateau was called in an iteration: a metric is known "
+                "after an evaluation. Call it after the loop over the loader."
+            )
+        mine = torch.tensor(float(metrics), dtype=torch.float64)
+
+        def talk() -> list[float]:
+            every = evaluation.exchange(self.engine.comm, self.device, _PLATEAU, Piece(0, [mine]))
+            return [float(piece.leaves[0]) for piece in every]
+
+        found = self._call(_PLATEAU, talk, [float(mine)])
+        if len({*map(repr, found)}) > 1:
+            raise SpecError(
+                f"{_PLATEAU} was given {found[0]:g} in one process and "
+                f"{next(n for n in found if repr(n) != repr(found[0])):g} in another: their "
+                "learning rates would differ. Give the metric of the whole evaluation: "
+                "session.gather_for_metrics and session.sum help to get it."
+            )
 
     # ---- what the user tells
 
@@ -555,6 +634,7 @@ class OwnLoop(Loop):
                 "record() was called after backward(), at whose end the workers agree: call it "
                 "before, or use session.backward(loss), which does both."
             )
+        self._tells = True
         if not now.part.repeats:
             now.weight = (
                 now.weight if weight is None else as_weight(weight, "the weight of record()")
@@ -633,9 +713,11 @@ class OwnLoop(Loop):
         else:
             (told,) = talk()
         if told and not self.stopped:
-            assert self.state.last is not None
-            self.state.last = self.state.last._replace(told=True, ends=True)
             self.rule = TOLD
+            if self.state.last is None:  # of a step before this start of the run
+                self.state.ended = True
+            else:
+                self.state.last = self.state.last._replace(told=True, ends=True)
 
     def _call(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
         """What a call of the user's code that talks gives.
@@ -768,6 +850,7 @@ class OwnLoop(Loop):
                     # a rule may have fired at the very last step
                     told = self.stopping.verdict()
                     agreed = self.engine.agree({}, stop=told, leaving=True)
+                self._guard.compare(self.engine.comm)
                 if agreed.stop and not self.stopped:
                     self.rule = TOLD
                 self._save_last()

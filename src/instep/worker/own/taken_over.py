@@ -39,7 +39,11 @@ def take_over(loop: OwnLoop) -> Callable[[], None]:
             )
         loop.optimizer_step(raw_step)
 
-    raw_step = take(optimizer, "step", step)
+    def zero_grad(_: Any, set_to_none: bool = True) -> None:
+        loop.zeroed(to_none=set_to_none)
+        raw_zero(set_to_none)
+
+    raw_step, raw_zero = take(optimizer, "step", step), take(optimizer, "zero_grad", zero_grad)
     if scheduler is not None:
 
         def advance(_: Any, *args: Any, **kwargs: Any) -> Any:

@@ -85,6 +85,8 @@ class CommittedState:
         """What a checkpoint holds of state that one worker alone had, as `KIND/PARAMETER`."""
         self.tried = -1
         """The newest generation that it has begun to form with the state that it holds."""
+        self.owners: tuple[int, ...] = ()
+        """Workers of the newest generation that any state of their own may be of."""
         self._made: dict[int, tuple[int, int]] = {}  # by generation: course and last commit in it
 
     @property
@@ -194,6 +196,7 @@ class CommittedState:
             own = self.capture()
             own.facts["last"] = pack_state(list(self.last or ()))[1]
             own.facts["trial"] = list(self.trial or ())
+            own.facts["owners"] = list(self.owners)
             own.facts["made"] = [[g, *made] for g, made in self._made.items()]
         taken = broadcast.broadcast_snapshot(own, comm, there.root, self._device)
         if self.held and (self.progress.course, self.number) == there[:2]:
@@ -203,6 +206,7 @@ class CommittedState:
         self.last = Commit(*last) if last else None
         self._made = {g: (course, step) for g, course, step in taken.facts["made"]}
         self.trial = Trial(*taken.facts["trial"]) if taken.facts["trial"] else None
+        self.owners = tuple(taken.facts["owners"])
         self.generation = max(self.generation, 0)  # its giver may be gone before the first step
 
     def commit(self, done: Commit, where: Position) -> None:

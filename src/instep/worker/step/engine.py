@@ -228,15 +228,25 @@ class Engine:
         """This process takes the place of another: what that one alone had lies in memory."""
         if self.memory is None:
             return
+        taken = False
         for stamp in self.memory.stamps():
             # of an older commit where its process was replaced on another host meanwhile
             newest = stamp[:2] == (self.state.progress.course, self.state.number)
-            if newest and self.state.happened(Attempt(*stamp)):
-                left = self.memory.at(*stamp)
-                assert left is not None, "stamped, and not there"
+            counts = newest and self.state.happened(Attempt(*stamp))
+            left = self.memory.at(*stamp) if counts else None
+            if left is not None:
                 self.strategy.load_left(left, self.parameters)
+                taken = True
             else:
                 self.memory.forget(*stamp)
+        number = self.member.number
+        lasts = Law.SUM in self.strategy.laws.values()
+        if lasts and not taken and number in self.state.owners:
+            self.member.emit(
+                "warning",
+                text=f"worker {number}: the memory that its last process left on its host is gone "
+                "or damaged; what only that one had, such as gradients still to be sent, is lost.",
+            )
 
     def own_state(self) -> dict[str, Tensor]:
         """What only single workers have, summed over them, as `KIND/PARAMETER`; all call it.
@@ -334,6 +344,7 @@ class Engine:
         self.gradients = [Gradients(turn.parameters, self.take) for turn in self.turns]
         self._comm = comm
         self.state.inside(form.generation)
+        self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
         if comm.rank == 0:
             self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
 
@@ -547,7 +558,9 @@ class Engine:
             raise SpecError(
                 "the processes' loops are not of the same length: "
                 f"{left:.0f} of {ranks} left while the others had another step. "
-                "Leave the loop at the same step everywhere, or use train.stop_after_steps."
+                "Leave the loop at the same step everywhere, or use train.stop_after_steps. Where "
+                "a variable of yours decides, let session.sum(...) of it decide: a worker that "
+                "takes another's place begins with a new one."
             )
 
     def _agreement(self, said: Mapping[str, list[float]], samples: int) -> Agreement:

@@ -36,7 +36,8 @@ class Gradients:
             if here is None:
                 return
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            if gradient is None:  # the parameter was frozen since the forward pass
+                return
             here.count += 1
             here._hear(slot, gradient)
 
