@@ -145,6 +145,8 @@ class CheckpointWriter:
         self._wait()
         facts = _plain_facts(snapshot.facts)
         self._stage(snapshot.tensors)
+        if shards:
+            self._delete_others(shards)
         if self._worker is None:  # stays until finish(): starting a thread takes time
             self._worker = ThreadPoolExecutor(1, "checkpoint", initializer=_never_preempt)
         self._record_value(snapshot)
@@ -181,6 +183,13 @@ class CheckpointWriter:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def _delete_others(self, shards: Mapping[str, Shard]) -> None:
+        """Delete files that were written for a checkpoint which never came to be."""
+        kept = {shard.path for shard in shards.values()}
+        for path in self._folder.glob(f"{SAVING}*"):
+            if path not in kept and path.is_file():
+                path.unlink(missing_ok=True)
 
     def _record_value(self, snapshot: Snapshot) -> None:
         """Remember the metric of this step; later steps are from before the run went back."""

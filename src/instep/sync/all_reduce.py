@@ -18,7 +18,6 @@ that outlives the process.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,17 +28,15 @@ from torch.nn import Parameter
 from instep.comm.base import Comm, Work
 from instep.comm.buckets import Bucket, lay_out
 from instep.comm.codecs.base import Codec
-from instep.errors import SpecError, WorkerError
+from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync.base import Memory, Price, Result, Servers
+from instep.sync.gathering import Gathering
 from instep.sync.sums import Exact, Plain, Sums, Wide
 from instep.sync.two_phase import Layout, Place, TwoPhase
 
-_SPARSE = 2.0**-12
-"""Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
 
-
-class AllReduce:
+class AllReduce(Gathering):
     """Weighted mean of the gradients of all replicas, every step.
 
     Args:
@@ -54,22 +51,14 @@ class AllReduce:
     def __init__(
         self, *, bucket_mb: float = 8.0, overlap: bool = True, codec: Codec | None = None
     ) -> None:
-        number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
-        if not (number and 0 < bucket_mb < math.inf):
-            raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
-        if not isinstance(overlap, bool):
-            raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
-        self._bucket_bytes = int(bucket_mb * 1e6)
-        self._overlap, self._codec = overlap, codec
+        super().__init__(bucket_mb=bucket_mb, overlap=overlap)
+        self._codec = codec
         self.laws = {"residual": Law.SUM} if codec is not None else {}
-        self._sums: Sums = Plain()
-        self._loaded: Mapping[str, Tensor] | None = None  # until `start`
         self._two: TwoPhase | None = None
         self._carried = _Carried({})  # what was dropped before, between two generations
         self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
         self._memory: Memory | None = None
         self._attempt = BEGINNING
-        self._comm: Comm
 
     def start(
         self,
@@ -84,30 +73,20 @@ class AllReduce:
         servers: Servers | None = None,
     ) -> None:
         """Lay out the buckets."""
-        state, self._loaded = self.state(), None
         self._keep()
-        self._parameters, self._comm = list(parameters), comm
-        if self._codec is not None:
-            if parts:
-                raise SpecError(
-                    "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
-                    "what. Leave one of the two out."
-                )
-            self._sums = Wide(self._parameters)
+        sums: Sums
+        if self._codec is None:
+            sums = Exact(parameters, comm, parts) if parts else Plain()
+        elif parts:
+            raise SpecError(
+                "sync.codec with determinism = 'bits': what a codec drops depends on who sends "
+                "what. Leave one of the two out."
+            )
         else:
-            self._sums = Exact(self._parameters, comm, parts) if parts else Plain()
-        if state:
-            self._sums.load_state(state)
-        self._buckets = self._with_room((1 + self._sums.flags) * len(self._parameters) + notes)
+            sums = Wide(parameters)
+        self._gather(parameters, comm, sums, notes)
         if self._codec is not None:
             self._carry_over(self._codec, memory, at, draining)
-        self._home = {
-            member: (number, view)
-            for number, bucket in enumerate(self._buckets)
-            for member, view in zip(bucket.members, bucket.views, strict=True)
-        }
-        self._seen = [0.0] * len(self._parameters)
-        self._begin_step()
 
     def _keep(self) -> None:
         """What the group of before has dropped is carried over."""
@@ -194,71 +173,16 @@ class AllReduce:
         room = torch.zeros(spare, dtype=wide, device=last.device)
         return [*buckets, Bucket(room, (), (), room)]
 
-    def _begin_step(self) -> None:
-        for index in range(len(self._seen)):
-            self._seen[index] = 0.0
-        self._missing = [len(bucket.members) for bucket in self._buckets]
-        self._work: list[Work] = []
-        self._weight, self._sending = 0.0, False
-        self._agreed: list[float] = []  # of each parameter, whether a rank had a gradient
+    def _send(self, number: int, bucket: Bucket) -> Work:
+        if self._two is None or not bucket.members:
+            return self._comm.all_reduce(bucket.flat)
+        self._two.begin(number, bucket.flat)
+        return _Begun()
 
-    def begin_pass(self, weight: float, *, last: bool) -> None:
-        """Remember the weight; on the last pass, full buckets may leave."""
-        self._weight = weight
-        self._sums.begin_pass()
-        self._sending = last and self._overlap and self._comm.size > 1
-
-    def gradient(self, slot: int, gradient: Tensor) -> None:
-        """Move a fresh gradient into its bucket, weighted; send what is full."""
-        number, view = self._home[slot]
-        if number < len(self._work):
-            raise WorkerError(
-                "a parameter received a second gradient in one backward pass, after its first "
-                "was sent. Set sync.options.overlap = false for models that do so "
-                "(re-entrant activation checkpointing)."
-            )
-        self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
-        self._seen[slot] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
-        if self._sending:
-            self._missing[number] -= 1
-            self._send_full()
-
-    def _send_full(self) -> None:
-        """Start the buckets that are full, in order; the last one waits for the notes."""
-        while len(self._work) < len(self._buckets) - 1 and not self._missing[len(self._work)]:
-            self._send_next()
-
-    def _send_next(self) -> None:
-        bucket = self._buckets[len(self._work)]
-        for member, view in zip(bucket.members, bucket.views, strict=True):
-            if not self._seen[member]:
-                view.zero_()  # what stands there is the step before
-        if self._two is not None and bucket.members:
-            self._two.begin(len(self._work), bucket.flat)
-            self._work.append(_Begun())
-        else:
-            self._work.append(self._comm.all_reduce(bucket.flat))
-
-    @torch.no_grad()
-    def exchange(self, notes: Tensor) -> Tensor | None:
-        """Send what is left, and wait for all of it; what was agreed on stays in the buckets."""
-        told = torch.tensor([*self._seen, *self._sums.raised()], dtype=torch.float64)
-        spare, count = self._buckets[-1].spare, len(self._parameters)
-        spare[: len(told)].copy_(told)
-        spare[len(told) :].copy_(notes)
-        while len(self._work) < len(self._buckets):
-            self._send_next()
-        for work in self._work:
-            work.wait()
+    def _finish(self) -> None:
+        super()._finish()
         if self._two is not None:
             self._two.finish()
-        agreed = spare.to("cpu", torch.float64, copy=True)
-        settled = self._sums.settle(agreed[count : len(told)].tolist())
-        self._begin_step()
-        if not settled:
-            return None
-        self._agreed = agreed[:count].tolist()
-        return agreed[len(told) :]
 
     def prepare(self, step: int, scale: float) -> None:
         """`exchange` did it all."""
@@ -293,21 +217,8 @@ class AllReduce:
             self._two.abandon()
         self._forget()
 
-    def _forget(self) -> None:
-        self._begin_step()
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def stop(self) -> None:
         """What was dropped is kept for the next group."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What the sums remember: nothing, or how fine their lattices are."""
-        return self._sums.state() if self._loaded is None else dict(self._loaded)
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Kept until `start`."""
-        self._loaded = state
 
     def own_state(self) -> dict[str, Tensor]:
         """What the codec dropped here, and is still to be sent."""

@@ -28,9 +28,10 @@ from instep.comm.buckets import Bucket, lay_out
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Memory, Mover, Piece, Price, Result, Servers
 from instep.sync.cuts import Packed, Part, cut
+from instep.sync.gathering import Gathering
+from instep.sync.sums import Exact, Plain
 
 
 class _Shared(NamedTuple):
@@ -42,7 +43,7 @@ class _Shared(NamedTuple):
     """Each part, moved towards the next commit. Of this server it is what its optimizer moves."""
 
 
-class ServerSync(AllReduce):
+class ServerSync(Gathering):
     """Weighted mean of the gradients of all workers, and an optimizer on servers.
 
     Args:
@@ -62,7 +63,14 @@ class ServerSync(AllReduce):
         self._begins = False  # from what the optimizer has
         self._mine = -1  # which server this is; -1 for a worker
         self._moved = False  # whether this server's part has moved in this step
+        self._memory: Memory | None = None
+        self._attempt = BEGINNING
         self._mover: Mover
+
+    laid = -1
+
+    def resolve(self, generation: int) -> None:
+        """Nothing changes hands."""
 
     # ---- generations
 
@@ -89,7 +97,8 @@ class ServerSync(AllReduce):
                 f"sync.name = 'server_sync' works in the memory of the host, and the model is on "
                 f"{parameters[0].device}. Set train.device = 'cpu', or use all_reduce."
             )
-        super().start(parameters, comm, notes=notes, parts=parts)
+        sums = Exact(parameters, comm, parts) if parts else Plain()
+        self._gather(parameters, comm, sums, notes)
         self._servers, self._mover, self._memory = list(servers.ranks), servers.mover, memory
         self._workers = [rank for rank in range(comm.size) if rank not in self._servers]
         self._mine = self._servers.index(comm.rank) if comm.rank in self._servers else -1
@@ -171,16 +180,10 @@ class ServerSync(AllReduce):
             )
         super().gradient(slot, gradient)
 
-    def _send_next(self) -> None:
-        number = len(self._work)
-        bucket = self._buckets[number]
+    def _send(self, number: int, bucket: Bucket) -> Work:
         if not bucket.members:
-            self._work.append(self._comm.all_reduce(bucket.flat))
-            return
+            return self._comm.all_reduce(bucket.flat)
         assert self._shared is not None
-        for member, view in zip(bucket.members, bucket.views, strict=True):
-            if not self._seen[member]:
-                view.zero_()
         under_way = list[Work]()
         for server, part in enumerate(self._shared.parts):
             for segment in part.segments:
@@ -191,7 +194,7 @@ class ServerSync(AllReduce):
                     under_way.append(self._comm.send(flat, self._servers[server]))
                 elif self._mine == server:
                     under_way.append(_Sum(flat, self._comm, self._workers))
-        self._work.append(_All(under_way))
+        return _All(under_way)
 
     # ---- the commit
 
@@ -291,7 +294,11 @@ class ServerSync(AllReduce):
             self._shared.new[self._mine].load()
             self._memory.forget(*self._attempt)
             self._moved = False
-        super().abandon()
+        self._sums.abandon()
+        self._forget()
+
+    def stop(self) -> None:
+        """The optimizer stays where it is."""
 
     # ---- what this rank alone has
 

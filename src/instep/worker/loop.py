@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -437,7 +438,7 @@ class Loop(ABC):
         saver = self._saver
         due = done.ends or done.saves or self.job.checkpoint.due(done.step)
         due = due or (saver is not None and saver.is_best(done.step, metrics))
-        own: dict[str, Tensor] = {}
+        own, since = dict[str, Tensor](), time.perf_counter()
         shards: dict[str, Shard] | None = {}
         if self.engine.strategy.laws and (due or metrics is not None):
             # only the worker that saves knows which are the best; and its folder is there by now
@@ -455,6 +456,7 @@ class Loop(ABC):
                 metrics=metrics,
                 own=own,
                 shards=shards,
+                since=since,
             )
 
     def _tell_epoch(self, where: Position) -> None:

@@ -93,6 +93,7 @@ class Saver:
         metrics: Mapping[str, float] | None = None,
         own: Mapping[str, Tensor] = MappingProxyType({}),
         shards: Mapping[str, Shard] | None = MappingProxyType({}),
+        since: float | None = None,
     ) -> None:
         """Save the commit if it is time to; tell of what has been published since.
 
@@ -104,6 +105,7 @@ class Saver:
             metrics: of the validation that followed this step, if one did.
             own: what single workers alone had, summed.
             shards: what servers have written; None where one could not.
+            since: the `perf_counter` at which training stopped for it; left out, now.
         """
         step = engine.state.progress.step
         if due and shards is None:  # the server has told why
@@ -111,7 +113,7 @@ class Saver:
         elif due:
             self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
-                since = time.perf_counter()
+                since = time.perf_counter() if since is None else since
                 self._member.flush()  # else the records would lag behind the checkpoint
                 snapshot = self._snapshot(engine, where)
                 if own:

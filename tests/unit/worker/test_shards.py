@@ -33,6 +33,7 @@ def written(comm, run, parts):
 
 def test_what_servers_have_written_is_in_the_checkpoint(tmp_path):
     writer = CheckpointWriter(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / ".saving-6-shard-0-4").write_bytes(b"of a server that was killed")
     every = run_ranks(4, written, tmp_path, PARTS)
     assert all(shards == every[0][0] for shards, _ in every)
     snapshot = a_snapshot()

@@ -1,0 +1,146 @@
+"""Gradients go into buckets, and buckets on their way: what strategies have in common.
+
+Where a bucket goes, and what comes back, is said by those that inherit.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from instep.comm.base import Comm, Work
+from instep.comm.buckets import Bucket
+from instep.errors import SpecError, WorkerError
+from instep.sync.sums import Plain, Sums
+
+_SPARSE = 2.0**-12
+"""Added to a parameter's mark where its gradient is sparse; below 1 with up to 4,095 ranks."""
+
+
+class Gathering(ABC):
+    """Fills buckets, sends each as soon as it is full, and exchanges notes.
+
+    Args:
+        bucket_mb: megabytes at which a bucket is full and starts on its way.
+        overlap: send during the backward pass; off, all is sent after it.
+
+    Raises:
+        SpecError: an option is refused.
+    """
+
+    def __init__(self, *, bucket_mb: float, overlap: bool) -> None:
+        number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
+        if not (number and 0 < bucket_mb < math.inf):
+            raise SpecError(f"sync.options.bucket_mb = {bucket_mb!r}: needs a number above 0.")
+        if not isinstance(overlap, bool):
+            raise SpecError(f"sync.options.overlap = {overlap!r}: needs to be true or false.")
+        self._bucket_bytes = int(bucket_mb * 1e6)
+        self._overlap = overlap
+        self._sums: Sums = Plain()
+        self._loaded: Mapping[str, Tensor] | None = None  # until `start`
+        self._comm: Comm
+
+    @abstractmethod
+    def _with_room(self, spare: int) -> list[Bucket]:
+        """The buckets, and at the end of the last one room for so many notes."""
+
+    @abstractmethod
+    def _send(self, number: int, bucket: Bucket) -> Work:
+        """A bucket is full: send it on its way."""
+
+    def _gather(self, parameters: Sequence[Parameter], comm: Comm, sums: Sums, notes: int) -> None:
+        """A generation begins: lay out the buckets."""
+        state, self._loaded = self.state(), None
+        self._parameters, self._comm, self._sums = list(parameters), comm, sums
+        if state:
+            self._sums.load_state(state)
+        self._buckets = self._with_room((1 + self._sums.flags) * len(self._parameters) + notes)
+        self._home = {
+            member: (number, view)
+            for number, bucket in enumerate(self._buckets)
+            for member, view in zip(bucket.members, bucket.views, strict=True)
+        }
+        self._seen = [0.0] * len(self._parameters)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        for index in range(len(self._seen)):
+            self._seen[index] = 0.0
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._work: list[Work] = []
+        self._weight, self._sending = 0.0, False
+        self._agreed: list[float] = []  # of each parameter, whether a rank had a gradient
+
+    def begin_pass(self, weight: float, *, last: bool) -> None:
+        """Remember the weight; on the last pass, full buckets may leave."""
+        self._weight = weight
+        self._sums.begin_pass()
+        self._sending = last and self._overlap and self._comm.size > 1
+
+    def gradient(self, slot: int, gradient: Tensor) -> None:
+        """Move a fresh gradient into its bucket, weighted; send what is full."""
+        number, view = self._home[slot]
+        if number < len(self._work):
+            raise WorkerError(
+                "a parameter received a second gradient in one backward pass, after its first "
+                "was sent. Set sync.options.overlap = false for models that do so "
+                "(re-entrant activation checkpointing)."
+            )
+        self._sums.add(slot, gradient, self._weight, view, not self._seen[slot])
+        self._seen[slot] = 1.0 + _SPARSE if gradient.is_sparse else 1.0
+        if self._sending:
+            self._missing[number] -= 1
+            self._send_full()
+
+    def _send_full(self) -> None:
+        """Start the buckets that are full, in order; the last one waits for the notes."""
+        while len(self._work) < len(self._buckets) - 1 and not self._missing[len(self._work)]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._work)]
+        for member, view in zip(bucket.members, bucket.views, strict=True):
+            if not self._seen[member]:
+                view.zero_()  # what stands there is the step before
+        self._work.append(self._send(len(self._work), bucket))
+
+    @torch.no_grad()
+    def exchange(self, notes: Tensor) -> Tensor | None:
+        """Send what is left, and wait for all of it; what was agreed on stays in the buckets."""
+        told = torch.tensor([*self._seen, *self._sums.raised()], dtype=torch.float64)
+        spare, count = self._buckets[-1].spare, len(self._parameters)
+        spare[: len(told)].copy_(told)
+        spare[len(told) :].copy_(notes)
+        while len(self._work) < len(self._buckets):
+            self._send_next()
+        self._finish()
+        agreed = spare.to("cpu", torch.float64, copy=True)
+        settled = self._sums.settle(agreed[count : len(told)].tolist())
+        self._begin_step()
+        if not settled:
+            return None
+        self._agreed = agreed[:count].tolist()
+        return agreed[len(told) :]
+
+    def _finish(self) -> None:
+        """Wait for all that is under way."""
+        for work in self._work:
+            work.wait()
+
+    def _forget(self) -> None:
+        self._begin_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """What the sums remember: nothing, or how fine their lattices are."""
+        return self._sums.state() if self._loaded is None else dict(self._loaded)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Kept until `start`."""
+        self._loaded = state
