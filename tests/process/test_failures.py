@@ -115,7 +115,7 @@ def test_a_recipe_file_that_starts_a_run_when_imported_is_refused(run: Start) ->
 def test_a_recipe_that_builds_another_model_in_each_process_is_refused(run: Start) -> None:
     program = refused(run, "differs.py:recipe")
     first = program.error.splitlines()[0]
-    assert "worker 1 failed, in joining: '2.bias' has other values on worker 1 than on" in first
+    assert "worker 1 failed, in joining: '2.bias' has other values on rank 1 than on" in first
     assert program.process.returncode == 3
 
 

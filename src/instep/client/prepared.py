@@ -1,7 +1,7 @@
 """What was given to `session.prepare`, sorted by type and checked.
 
 In any order, as Accelerate takes it. A `DataLoader` is taken apart as a recipe's is
-(`data/given.py`); what its batch size can mean is decided here. Nothing is changed.
+(`data/torch_loader.py`); what its batch size can mean is decided here. Nothing is changed.
 """
 
 from __future__ import annotations

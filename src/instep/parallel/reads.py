@@ -193,7 +193,7 @@ class Reads:
         assert self._comm is not None
         return RecipeError(
             "the workers do not run the same layers of batch normalisation: "
-            f"worker {self._comm.rank} is at {self._in_words(mine)}, and worker {rank} at "
+            f"rank {self._comm.rank} is at {self._in_words(mine)}, and rank {rank} at "
             f"{self._in_words(theirs)}. train.batch_norm = 'global' needs a model that runs the "
             "same layers in the same order for every batch (and no activation checkpointing with "
             "use_reentrant = True). Leave train.batch_norm out."

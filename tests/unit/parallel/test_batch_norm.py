@@ -348,7 +348,7 @@ def test_workers_that_run_other_layers_are_told_so(kind):
         with reads.one_pass():
             reads.backward(model(torch.randn(4, 2) + 100 * comm.rank).sum(), 0.5)
 
-    with pytest.raises(RecipeError, match=r"do not run the same layers .* worker . is at read "):
+    with pytest.raises(RecipeError, match=r"do not run the same layers .* rank . is at read "):
         run_ranks(2, body)
 
 

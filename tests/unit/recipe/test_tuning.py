@@ -334,5 +334,5 @@ def test_a_file_that_is_not_the_same_for_all_workers_is_found_before_the_first_s
     save_file(tensors, files[0])
     save_file({**tensors, "body.1.running_mean": torch.ones(6)}, files[1])
     models = [built({"model": str(file)}).model for file in files]
-    with pytest.raises(RecipeError, match=r"'body\.1\.running_mean' has other values on worker 1"):
+    with pytest.raises(RecipeError, match=r"'body\.1\.running_mean' has other values on rank 1"):
         run_ranks(2, lambda comm: _check_equal(models[comm.rank], comm))

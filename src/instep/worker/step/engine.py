@@ -715,7 +715,7 @@ def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
     """Refuse datasets that are not the same in every worker, before the first step.
 
     Raises:
-        RecipeError: a length differs from worker 0's.
+        RecipeError: a length differs from rank 0's.
     """
     own = torch.tensor(list(lengths.values()), dtype=torch.float64, device=device)
     first = own.clone()
@@ -723,8 +723,8 @@ def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
     for name, mine, theirs in zip(lengths, own.tolist(), first.tolist(), strict=True):
         if mine != theirs:
             raise RecipeError(
-                f"Recipe.{name} has {mine:.0f} samples on worker {comm.rank}, but {theirs:.0f} on "
-                "worker 0: the recipe must give the same datasets in every process."
+                f"Recipe.{name} has {mine:.0f} samples on rank {comm.rank}, but {theirs:.0f} on "
+                "rank 0: the recipe must give the same datasets in every process."
             )
 
 
@@ -739,15 +739,15 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
     comm.broadcast(size)
     if int(size) != len(named):
         raise RecipeError(
-            f"the recipe built {len(named)} parameters and buffers on worker {comm.rank}, but "
-            f"{int(size)} on worker 0: it must build the same model in every process."
+            f"the recipe built {len(named)} parameters and buffers on rank {comm.rank}, but "
+            f"{int(size)} on rank 0: it must build the same model in every process."
         )
     first = own.to(device, copy=True)  # on the CPU too: the broadcast overwrites it
     comm.broadcast(first)
     for (name, _), mine, theirs in zip(named, own.tolist(), first.tolist(), strict=True):
         if mine != theirs:
             raise RecipeError(
-                f"{name!r} has other values on worker {comm.rank} than on worker 0: the recipe "
+                f"{name!r} has other values on rank {comm.rank} than on rank 0: the recipe "
                 "draws from something that the job's seed does not set (time, process id, "
                 "an unseeded generator, the order of a set), or loads a file that is not the same "
                 "everywhere."

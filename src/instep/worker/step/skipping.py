@@ -51,7 +51,7 @@ class Teller:
 
     Before the step is agreed on, not after: a worker that is killed in between
     may have been what others committed with. Which of the events are of a
-    committed step, the ledger says (`store/skipped.py`).
+    committed step, the ledger says.
     """
 
     def __init__(self, member: Member) -> None:
