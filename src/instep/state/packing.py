@@ -186,11 +186,10 @@ def _unpack_number(kind: str, content: Any, path: Path) -> Any:
             return int(content, 16)
         if kind == "float" and content in ("nan", "inf", "-inf"):
             return float(content)
-        if kind == "numpy":
-            if isinstance(content, list) and _NUMBER.fullmatch(content[0]):
-                dtype = np.dtype(content[0])
-                (number,) = np.frombuffer(bytes.fromhex(content[1]), dtype)
-                return number.astype(dtype.newbyteorder("="))
+        if kind == "numpy" and isinstance(content, list) and _NUMBER.fullmatch(content[0]):
+            dtype = np.dtype(content[0])
+            (number,) = np.frombuffer(bytes.fromhex(content[1]), dtype)
+            return number.astype(dtype.newbyteorder("="))
     except (ValueError, TypeError, LookupError) as error:
         raise _not_packed({kind: content}, path) from error
     raise _not_packed({kind: content}, path)
