@@ -343,6 +343,35 @@ def test_servers_without_workers_and_workers_without_servers_are_refused(ranks):
         refused(ranks=ranks)
 
 
+class Marked(torch.optim.SGD):
+    """Goes by what the user wrote on a parameter, and by a mark of its own."""
+
+    def __init__(self, params, **how):
+        super().__init__(params, **how)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["flat"] = parameter.dim() < 2
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rate = 1e-3 if self.state[parameter]["flat"] else 2e-3
+                    parameter.sub_(parameter.grad * rate * getattr(parameter, "rate", 1.0))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_optimizer_finds_what_the_user_marked_parameters_with(servers):
+    def make(parameters):
+        parameters[1].rate = 0.25
+        return Marked(parameters, lr=0.1)
+
+    wanted = run_ranks(2, lambda comm: trained(comm, make, parts=PARTS))
+    for rank in run_ranks(2 + servers, lambda comm: trained(comm, make, servers, parts=PARTS)):
+        assert all(map(torch.equal, rank[0], wanted[0][0]))
+
+
 class Lists(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
@@ -355,9 +384,36 @@ class Draws(torch.optim.SGD):
         torch.rand(1)
 
 
+class Together(torch.optim.SGD):
+    """Divides every gradient by the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        whole = sum(float(parameter.grad.square().sum()) for parameter in own)
+        for parameter in own:
+            parameter.sub_(parameter.grad / (1 + whole))
+
+
+class Learns(torch.optim.SGD):
+    """Counts its steps in its groups, as optimizers without a schedule do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / group["k"])
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(Lists, "Lists keeps 'seen' as list"), (Draws, "Draws draws random numbers in its step")],
+    [
+        (Lists, "Lists keeps 'seen' as list"),
+        (Draws, "Draws draws random numbers in its step"),
+        (Together, "Together moves parameters otherwise when it has all of them"),
+        (Learns, "Learns changes values of its param_groups in its step"),
+    ],
 )
 def test_an_optimizer_that_servers_cannot_have_is_refused(kind, why):
     def body(comm):
