@@ -72,6 +72,7 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
         assert all(own[0][name].equal(own[1][name]) for name in own[0])
 
 
+@pytest.mark.slow
 def test_from_4_workers_to_3_and_back_every_sample_counts_once(
     start: Start, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     )
 
 
+@pytest.mark.slow
 def test_the_others_train_while_a_replacement_gets_ready(
     start: Start, tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -168,6 +168,7 @@ def test_a_step_of_which_nothing_can_be_read_ends_the_run_with_one_sentence(run:
     program.check_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_an_own_loop_skips_them_too(start: Start) -> None:
     program = start(RECIPES / "own_loop_skips.py")
     assert program.end() == 0, program.stderr

@@ -273,7 +273,7 @@ def hanging(start: Start, folder: Path, how: str, once: Path) -> Started:
     return start("-m", "instep", "run", job)
 
 
-@pytest.mark.parametrize("how", ["loops", *(slow(how) for how in ("holds", "reads"))])
+@pytest.mark.parametrize("how", [slow(how) for how in ("loops", "holds", "reads")])
 def test_a_worker_that_hangs_in_its_own_code_is_named_with_the_line_and_replaced(
     start: Start, tmp_path: Path, how: str
 ) -> None:

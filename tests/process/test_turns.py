@@ -109,6 +109,7 @@ def test_workers_killed_within_and_between_the_turns_leave_no_trace(tmp_path, al
     assert folder.audit.sha256 == RunFolder(alone.path).audit.sha256
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_a_checkpoint_with_the_state_of_both_optimizers(tmp_path, alone):
     run = trained(tmp_path, 2, train={"stop_after_steps": 9}, arguments={"validates": True})
     assert run.summary["steps"] == 9

@@ -4,7 +4,7 @@ import looks_at_the_batch as recipes
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import Start
+from started import Start, slow
 from torch import nn
 from torch.nn import functional
 
@@ -56,7 +56,7 @@ def plain_loop(recipe, compute_loss, monkeypatch):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["per_sample", "contrast"])
+@pytest.mark.parametrize("kind", ["per_sample", slow("contrast")])
 def test_three_workers_give_the_parameters_and_statistics_of_a_plain_loop(
     run: Start, monkeypatch, kind
 ):

@@ -7,6 +7,7 @@ The only module that knows what a state dict may hold. It knows no files. Way in
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -175,17 +176,20 @@ def _unpack_items(
         yield key, _unpack(item[1], (*path, key), tensors, used)
 
 
+_NUMBER = re.compile(r"[<>=|][biuf]\d+")
+"""A type of numpy's that a single number may have."""
+
+
 def _unpack_number(kind: str, content: Any, path: Path) -> Any:
     try:
         if kind == "int":
             return int(content, 16)
         if kind == "float" and content in ("nan", "inf", "-inf"):
             return float(content)
-        if kind == "numpy":
+        if kind == "numpy" and isinstance(content, list) and _NUMBER.fullmatch(content[0]):
             dtype = np.dtype(content[0])
-            if dtype.kind in "biuf":
-                (number,) = np.frombuffer(bytes.fromhex(content[1]), dtype)
-                return number.astype(dtype.newbyteorder("="))
+            (number,) = np.frombuffer(bytes.fromhex(content[1]), dtype)
+            return number.astype(dtype.newbyteorder("="))
     except (ValueError, TypeError, LookupError) as error:
         raise _not_packed({kind: content}, path) from error
     raise _not_packed({kind: content}, path)

@@ -112,6 +112,9 @@ def test_made_up_skeletons_give_a_state_or_a_checkpoint_error(skeleton):
     [
         {"numpy": ["<f8", "zz"]},
         {"numpy": ["O", "00"]},
+        {"numpy": "a"},
+        {"numpy": ["a1", "00"]},
+        {"numpy": [1, "00"]},
         {"numpy": ["<f8", "00" * 16]},
         {"int": "twelve"},
         {"float": "0.1"},
