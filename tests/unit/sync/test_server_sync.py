@@ -13,8 +13,8 @@ from instep.comm.buckets import lay_out
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt
-from instep.sync.base import Servers, make_strategy
-from instep.sync.cuts import CUT, cut
+from instep.sync.base import Piece, Servers, make_strategy
+from instep.sync.cuts import CUT, Packed, cut
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate, put_together
@@ -431,3 +431,19 @@ def test_a_scaled_loss_is_refused():
     on = torch.amp.GradScaler("cpu", enabled=True)
     with pytest.raises(SpecError, match="float16"):
         ServedUpdate(optimizer, None, [weight], seed=0, max_grad_norm=None, scaler=on)
+
+
+def test_what_is_taken_up_lies_in_memory_as_its_parameter_does():
+    """Fused optimizers go through both as they lie."""
+    whole = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    update = update_of(ServedUpdate, [whole], OPTIMIZERS["fused"])
+    piece = Piece(0, 0, whole.numel())
+    own = nn.Parameter(Packed([piece], [whole]).views[piece])
+    own.grad = torch.ones_like(own)
+    update.hold({piece: own})
+    update.step(1)
+    kept = {name: state.contiguous() for name, state in update.states().items()}
+    update.load_states(kept)
+    for name, state in update.states().items():
+        assert torch.equal(state, kept[name])
+        assert state.dim() == 0 or state.stride() == own.stride() == whole.stride()
