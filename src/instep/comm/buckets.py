@@ -70,6 +70,17 @@ def lay_out(
     ]
 
 
+def laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same values in memory of the order that `other` has, where both have one shape.
+
+    Fused optimizers go through a parameter, its gradient and its state as they lie, whatever
+    their strides; `channels_last` models have others than a bucket or a file.
+    """
+    if tensor.shape != other.shape or tensor.stride() == other.stride() or tensor.is_sparse:
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
-from instep.comm.buckets import Bucket, lay_out
+from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
@@ -195,7 +195,8 @@ class AllReduce(Gathering):
             if mark or self._is_late(index):
                 grad = self._sums.gradient(index, self._home[index][1])
                 grad = grad if mark == int(mark) else grad.to_sparse(1)
-            self._parameters[index].grad = grad
+            parameter = self._parameters[index]
+            parameter.grad = None if grad is None else laid_out_like(grad, parameter)
 
     def _is_late(self, index: int) -> bool:
         """Whether a gradient of an earlier step arrives, of which a codec had dropped it."""

@@ -49,16 +49,17 @@ def cut(
         buckets: with the parameters as members.
         parameters: in the order of their slots.
         servers: how many.
-        by_element: whether a parameter may be cut.
+        by_element: whether a parameter may be cut, if its elements lie in their order.
     """
     parts = [Part([], []) for _ in range(servers)]
     bytes_of = [0] * servers
     for number, bucket in enumerate(buckets):
         begins, at = [], 0
+        divisible = [by_element and parameters[m].is_contiguous() for m in bucket.members]
         for member in bucket.members:
             begins.append(at)
             at += parameters[member].numel()
-        segments = list(_segments(number, begins, at, servers, by_element=by_element))
+        segments = list(_segments(number, begins, at, servers, divisible))
         # the largest to who has least so far: a bucket that cannot be cut is not always the same's
         for segment in sorted(segments, key=lambda one: one.start - one.stop):
             server = bytes_of.index(min(bytes_of))
@@ -73,14 +74,14 @@ def cut(
 
 
 def _segments(
-    number: int, begins: Sequence[int], length: int, servers: int, *, by_element: bool
+    number: int, begins: Sequence[int], length: int, servers: int, divisible: Sequence[bool]
 ) -> Iterator[Segment]:
     """Of one bucket; none is empty."""
     ends = [*begins[1:], length]
     places = {
         place
-        for begin, end in zip(begins, ends, strict=True)
-        for place in (range(begin, end, CUT) if by_element else (begin,))
+        for begin, end, can in zip(begins, ends, divisible, strict=True)
+        for place in (range(begin, end, CUT) if can else (begin,))
     }
     at = 0
     for server in range(1, servers + 1):
@@ -118,20 +119,26 @@ class Packed:
         self.flat = torch.zeros(at, dtype=torch.uint8)
         """[bytes]"""
         self.views: dict[Piece, Tensor] = {}
-        """Of `flat`: shaped like the parameter where the piece is all of it, else [elements]."""
+        """Of `flat`: shaped and laid out like the parameter where the piece is all of it, else
+        [elements]."""
         for piece, place in zip(pieces, places, strict=True):
             whole = parameters[piece.slot]
             count = piece.stop - piece.start
             part = self.flat[place : place + count * whole.element_size()].view(whole.dtype)
-            self.views[piece] = part.view(whole.shape) if count == whole.numel() else part
+            if count == whole.numel():
+                part = part.as_strided(whole.shape, torch.empty_like(whole, device="meta").stride())
+            self.views[piece] = part
         self._parameters = list(parameters)
 
     @torch.no_grad()
     def load(self) -> None:
         """Take the values of the parameters."""
         for piece, view in self.views.items():
-            flat = self._parameters[piece.slot].detach().reshape(-1)
-            view.view(-1).copy_(flat[piece.start : piece.stop])
+            parameter = self._parameters[piece.slot]
+            if view.shape == parameter.shape:
+                view.copy_(parameter)
+            else:
+                view.copy_(parameter.view(-1)[piece.start : piece.stop])
 
     @torch.no_grad()
     def store(self) -> None:
@@ -140,8 +147,5 @@ class Packed:
             parameter = self._parameters[piece.slot]
             if view.shape == parameter.shape:
                 parameter.copy_(view)
-                continue
-            flat = parameter.detach().reshape(-1)  # its own memory, or a copy in another order
-            flat[piece.start : piece.stop].copy_(view)
-            if flat.data_ptr() != parameter.data_ptr() or not parameter.is_contiguous():
-                parameter.copy_(flat.view(parameter.shape))
+            else:  # only what lies in order is cut
+                parameter.view(-1)[piece.start : piece.stop].copy_(view)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from instep.comm.base import Comm, Work
-from instep.comm.buckets import Bucket, lay_out
+from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
@@ -232,7 +232,7 @@ class ServerSync(Gathering):
             if self._agreed[piece.slot]:
                 _, whole = self._home[piece.slot]
                 agreed = whole.view(-1)[piece.start : piece.stop].view(parameter.shape)
-                gradient = self._sums.gradient(piece.slot, agreed)
+                gradient = laid_out_like(self._sums.gradient(piece.slot, agreed), parameter)
                 if scale != 1.0:
                     gradient.mul_(scale)
                 parameter.grad = gradients[piece] = gradient

@@ -28,7 +28,7 @@ from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
-from instep.errors import PeerError
+from instep.errors import CheckpointError, PeerError
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import make_strategy
@@ -439,7 +439,7 @@ class Loop(ABC):
         due = done.ends or done.saves or self.job.checkpoint.due(done.step)
         due = due or (saver is not None and saver.is_best(done.step, metrics))
         own, since = dict[str, Tensor](), time.perf_counter()
-        shards: dict[str, Shard] | None = {}
+        shards: dict[str, Shard] | CheckpointError = {}
         if self.engine.strategy.laws and (due or metrics is not None):
             # only the worker that saves knows which are the best; and its folder is there by now
             told = torch.tensor([float(due and not self.stopping.spoilt)], device=self.device)

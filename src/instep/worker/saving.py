@@ -7,6 +7,7 @@ same commit, all that a run needs to go on.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -92,7 +93,7 @@ class Saver:
         last: bool,
         metrics: Mapping[str, float] | None = None,
         own: Mapping[str, Tensor] = MappingProxyType({}),
-        shards: Mapping[str, Shard] | None = MappingProxyType({}),
+        shards: Mapping[str, Shard] | CheckpointError = MappingProxyType({}),
         since: float | None = None,
     ) -> None:
         """Save the commit if it is time to; tell of what has been published since.
@@ -104,12 +105,13 @@ class Saver:
             last: whether it is the last of this start.
             metrics: of the validation that followed this step, if one did.
             own: what single workers alone had, summed.
-            shards: what servers have written; None where one could not.
+            shards: what servers have written; or why one could not.
             since: the `perf_counter` at which training stopped for it; left out, now.
         """
         step = engine.state.progress.step
-        if due and shards is None:  # the server has told why
+        if isinstance(shards, CheckpointError):
             self._saved_s, self._last = self._now(), step if last else 0
+            self._warn(shards)
         elif due:
             self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
             try:
@@ -119,7 +121,7 @@ class Saver:
                 if own:
                     snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
-                engine.clock.save += self._writer.save(snapshot, since=since, shards=shards or {})
+                engine.clock.save += self._writer.save(snapshot, since=since, shards=shards)
                 self._last = step if last else 0
             except CheckpointError as error:
                 self._member.emit("warning", text=f"no checkpoint of step {step}: {error}")
@@ -190,7 +192,7 @@ class Saver:
         self._writer.finish()
         self._tell()
         missing = [] if self._newest >= self._last else ["its checkpoint"]
-        cause = self._unsaved.__cause__ if self._unsaved else None
+        cause = self._unsaved and (self._unsaved.__cause__ or self._unsaved)
         try:
             self._save_model(step)
         except CheckpointError as error:
@@ -216,14 +218,14 @@ class Saver:
         )
 
 
-def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | None:
+def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | CheckpointError:
     """Have every server write what it alone has of the last commit; all members call it.
 
     Training is held meanwhile: the servers' files are there before any member goes on.
 
     Returns:
         By the name of the group: files in the folder of checkpoints, for a checkpoint to take
-        up. None where a server could not write its own, as it has told.
+        up. Or why there is none: a server could not write its own.
 
     Raises:
         PeerError: a member went away meanwhile.
@@ -242,8 +244,10 @@ def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | None:
         try:
             entry = write_tensors(paths[f"{SHARD}{number}"], shard)
         except CheckpointError as error:
-            told[number, 0] = -1
-            member.emit("warning", text=f"no checkpoint of step {step}: {error}")
+            cause = error.__cause__
+            told[number, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
+            if int(told[number, 0]) == -1:  # what a number cannot say
+                member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         else:
             row = [entry.size_bytes, *bytes.fromhex(entry.sha256)]
             told[number] = torch.tensor(row)
@@ -253,11 +257,20 @@ def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | None:
         for (group, path), (size, *digest) in zip(paths.items(), told.tolist(), strict=True)
         if size > 0
     }
-    if bool((told[:, 0] >= 0).all()):
+    failed = [number for number, size in enumerate(told[:, 0].tolist()) if size < 0]
+    if not failed:
         return written
     for shard_file in written.values() if comm.rank == 0 else ():
         shard_file.path.unlink(missing_ok=True)
-    return None
+    code = -1 - int(told[failed[0], 0])
+    cause = OSError(code, os.strerror(code)) if code else None
+    why = reason(cause) if cause else "its log says why"
+    unsaved = CheckpointError(
+        f"no checkpoint of step {step}: server {form.servers[failed[0]]} could not write its part "
+        f"in {folder}: {why}. Earlier ones are untouched."
+    )
+    unsaved.__cause__ = cause
+    return unsaved
 
 
 def _unsaved_s(run: Path) -> float:

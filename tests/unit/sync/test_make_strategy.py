@@ -86,3 +86,32 @@ def test_without_overlap_a_re_entrant_checkpoint_gives_the_true_gradient():
     model.layer(model.layer(torch.ones(1, 2))).sum().backward()
     for grad in [*run_ranks(2, trained_twice, False), trained_twice(AloneComm(), True)]:
         torch.testing.assert_close(grad, model.layer.weight.grad)
+
+
+CONVOLUTION, IMAGES = nn.Conv2d(3, 4, 2), torch.randn(1, 3, 2, 2)
+
+
+def handed_out(comm):
+    """What a fused optimizer makes of weights that lie in memory as images do."""
+    model = copy.deepcopy(CONVOLUTION).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    if comm is None:
+        model(IMAGES).square().sum().backward()
+        optimizer.step()
+        return model.weight.detach()
+    strategy = make_strategy("all_reduce", {})
+    parameters = list(model.parameters())
+    strategy.start(parameters, comm, notes=1)
+    gradients = Gradients(parameters, strategy.gradient)
+    strategy.begin_pass(1 / comm.size, last=True)
+    model(IMAGES).square().sum().backward()
+    gradients.close()
+    strategy.exchange(torch.zeros(1, dtype=torch.float64))
+    strategy.hand_out()
+    strategy.apply(optimizer.step)
+    return model.weight.detach()
+
+
+def test_a_fused_optimizer_moves_parameters_whose_memory_is_in_another_order():
+    for weight in [*run_ranks(2, handed_out), handed_out(AloneComm())]:
+        torch.testing.assert_close(weight, handed_out(None))

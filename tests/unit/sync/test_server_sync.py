@@ -13,8 +13,8 @@ from instep.comm.buckets import lay_out
 from instep.comm.memory import run_ranks
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import Attempt
-from instep.sync.base import Servers, make_strategy
-from instep.sync.cuts import CUT, cut
+from instep.sync.base import Piece, Servers, make_strategy
+from instep.sync.cuts import CUT, Packed, cut
 from instep.system.host_memory import HostMemory
 from instep.worker.step.gradients import Gradients
 from instep.worker.step.served import ServedUpdate, put_together
@@ -343,6 +343,35 @@ def test_servers_without_workers_and_workers_without_servers_are_refused(ranks):
         refused(ranks=ranks)
 
 
+class Marked(torch.optim.SGD):
+    """Goes by what the user wrote on a parameter, and by a mark of its own."""
+
+    def __init__(self, params, **how):
+        super().__init__(params, **how)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["flat"] = parameter.dim() < 2
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rate = 1e-3 if self.state[parameter]["flat"] else 2e-3
+                    parameter.sub_(parameter.grad * rate * getattr(parameter, "rate", 1.0))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_optimizer_finds_what_the_user_marked_parameters_with(servers):
+    def make(parameters):
+        parameters[1].rate = 0.25
+        return Marked(parameters, lr=0.1)
+
+    wanted = run_ranks(2, lambda comm: trained(comm, make, parts=PARTS))
+    for rank in run_ranks(2 + servers, lambda comm: trained(comm, make, servers, parts=PARTS)):
+        assert all(map(torch.equal, rank[0], wanted[0][0]))
+
+
 class Lists(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
@@ -355,9 +384,36 @@ class Draws(torch.optim.SGD):
         torch.rand(1)
 
 
+class Together(torch.optim.SGD):
+    """Divides every gradient by the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        whole = sum(float(parameter.grad.square().sum()) for parameter in own)
+        for parameter in own:
+            parameter.sub_(parameter.grad / (1 + whole))
+
+
+class Learns(torch.optim.SGD):
+    """Counts its steps in its groups, as optimizers without a schedule do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / group["k"])
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(Lists, "Lists keeps 'seen' as list"), (Draws, "Draws draws random numbers in its step")],
+    [
+        (Lists, "Lists keeps 'seen' as list"),
+        (Draws, "Draws draws random numbers in its step"),
+        (Together, "Together moves parameters otherwise when it has all of them"),
+        (Learns, "Learns changes values of its param_groups in its step"),
+    ],
 )
 def test_an_optimizer_that_servers_cannot_have_is_refused(kind, why):
     def body(comm):
@@ -375,3 +431,19 @@ def test_a_scaled_loss_is_refused():
     on = torch.amp.GradScaler("cpu", enabled=True)
     with pytest.raises(SpecError, match="float16"):
         ServedUpdate(optimizer, None, [weight], seed=0, max_grad_norm=None, scaler=on)
+
+
+def test_what_is_taken_up_lies_in_memory_as_its_parameter_does():
+    """Fused optimizers go through both as they lie."""
+    whole = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    update = update_of(ServedUpdate, [whole], OPTIMIZERS["fused"])
+    piece = Piece(0, 0, whole.numel())
+    own = nn.Parameter(Packed([piece], [whole]).views[piece])
+    own.grad = torch.ones_like(own)
+    update.hold({piece: own})
+    update.step(1)
+    kept = {name: state.contiguous() for name, state in update.states().items()}
+    update.load_states(kept)
+    for name, state in update.states().items():
+        assert torch.equal(state, kept[name])
+        assert state.dim() == 0 or state.stride() == own.stride() == whole.stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -73,7 +74,7 @@ def make(runs, best=None, now=time.monotonic, **kept):
     return saver, connection
 
 
-def after(saver, step, last=False, metrics=None):
+def after(saver, step, last=False, metrics=None, **shards):
     saver.state.progress = saver.state.progress._replace(step=step)
     engine = SimpleNamespace(
         state=saver.state,
@@ -83,7 +84,7 @@ def after(saver, step, last=False, metrics=None):
     )
     due = last or saver.late() or saver.is_best(step, metrics)
     due = due or saver._member.job.checkpoint.due(step)
-    saver.after_step(engine, WHERE, due=due, last=last, metrics=metrics)
+    saver.after_step(engine, WHERE, due=due, last=last, metrics=metrics, **shards)
 
 
 def test_what_was_set_aside_is_no_longer_the_best(make_saver, tmp_path):
@@ -107,6 +108,18 @@ def test_what_was_set_aside_is_not_told_as_the_newest(saver):
     after(saver, 3, last=True)
     with pytest.raises(RunError, match=r"The newest checkpoint is that of step 2\."):
         saver.finish(3)
+
+
+def test_a_server_whose_disk_is_full_is_told_of_once_and_named_at_the_end(saver):
+    saver, connection = saver
+    for step in (1, 2, 3):
+        why = CheckpointError(f"no checkpoint of step {step}: server 2 could not write its part")
+        why.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        after(saver, step, last=step == 3, shards=why)
+    with pytest.raises(RunError, match=r"checkpoint could not be saved .*No space left on device"):
+        saver.finish(3)
+    warnings = [text for name, text in connection.told if name == "warning"]
+    assert warnings == ["no checkpoint of step 1: server 2 could not write its part"]
 
 
 def test_what_was_recorded_leaves_before_the_checkpoint_is_made(saver):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from instep.comm.buckets import laid_out_like
 from instep.errors import CheckpointError
 from instep.state.load import load
 from instep.state.packing import pack_state, unpack_state
@@ -177,6 +178,7 @@ def restore(
         for each, of in _updates(update, strategy, turns):
             own, group = each.update, f"optimizer{of}"
             own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+            _lay_out(own.optimizer.state)
             own.optimizer.state.update(put_together(shards, model))
             if own.scheduler is not None:
                 group = f"scheduler{of}"
@@ -194,6 +196,15 @@ def restore(
         each.strategy.load_state(tensors.get(f"strategy{of}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
     return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
+
+
+def _lay_out(state: Mapping[Any, Any]) -> None:
+    """Have what an optimizer keeps lie as its parameters do: files and messages keep no strides."""
+    for parameter, kept in state.items():
+        if isinstance(parameter, Tensor) and isinstance(kept, dict):
+            for name, value in kept.items():
+                if isinstance(value, Tensor):
+                    kept[name] = laid_out_like(value, parameter)
 
 
 def read_checkpoint(checkpoint: Path | None, model: nn.Module) -> Snapshot | None:

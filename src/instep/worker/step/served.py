@@ -8,6 +8,7 @@ that it makes for them is kept here. Who has which piece, the strategy knows
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from instep.comm.buckets import laid_out_like
 from instep.data.order import key
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import set_generators
@@ -39,7 +41,7 @@ BY_ELEMENT = frozenset(
 )
 """Those that move an element by nothing but its own gradient and state."""
 
-NUMBERS = {int: torch.int64, float: torch.float64}
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """The tensors in which numbers of an optimizer's state lie, under names that end with `:int`."""
 
 
@@ -73,7 +75,8 @@ class ServedUpdate(Update):
         """From now on these are what the optimizer moves here; it keeps state for nothing else.
 
         Raises:
-            RecipeError: the optimizer does more in a step than to move its parameters.
+            RecipeError: the optimizer does more in a step than to move its parameters, each by
+                its own gradient.
         """
         optimizer = self.optimizer
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -82,13 +85,17 @@ class ServedUpdate(Update):
                 "'server_sync' each server has only a part. Leave them out (averages of the "
                 "weights, as EMA), or use all_reduce."
             )
+        if pieces and not self.by_element:
+            self._check_apart()
         self.held, whole = dict(pieces), optimizer.state
+        for piece, own in self.held.items():  # what the user has marked a parameter with
+            vars(own).update(vars(self._parameters[piece.slot]))
         self._states = {
             piece: {
-                name: _part(value, piece, self._parameters[piece.slot])
+                name: _fitting(_part(value, piece, self._parameters[piece.slot]), own)
                 for name, value in whole.get(self._parameters[piece.slot], {}).items()
             }
-            for piece in pieces
+            for piece, own in pieces.items()
         }
         optimizer.state = defaultdict(dict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or schedulers warn on workers
@@ -101,27 +108,90 @@ class ServedUpdate(Update):
     def step(self, number: int) -> None:
         """Move what is held here by its `.grad`."""
         set_generators(key(self._seed, OF_UPDATE, number))
+        self._states = self._moved(self.held, self._states)
+
+    def _moved(
+        self, held: Mapping[Piece, nn.Parameter], states: Mapping[Piece, dict[str, Any]]
+    ) -> dict[Piece, dict[str, Any]]:
+        """One step of the optimizer, of these pieces alone; the state that they have then."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
         optimizer.state = defaultdict(dict)
-        for piece, parameter in self.held.items():
-            optimizer.state[parameter] = self._states[piece]
+        for piece, parameter in held.items():
+            optimizer.state[parameter] = states[piece]
         for group in groups:
             mine = {slots.get(id(parameter), -1) for parameter in group["params"]}
-            group["params"] = [own for piece, own in self.held.items() if piece.slot in mine]
+            group["params"] = [own for piece, own in held.items() if piece.slot in mine]
         drawn = torch.get_rng_state()
         try:
             optimizer.step()
+            states = {piece: optimizer.state[own] for piece, own in held.items()}
         finally:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
-            self._states = {piece: optimizer.state[own] for piece, own in self.held.items()}
             optimizer.state = defaultdict(dict)
         if not self.by_element and not torch.equal(drawn, torch.get_rng_state()):
             raise RecipeError(
                 f"the optimizer {type(optimizer).__name__} draws random numbers in its step: with "
                 "sync.name = 'server_sync' each server would draw its own. Use all_reduce."
+            )
+        return states
+
+    def _check_apart(self) -> None:
+        """Try on copies whether parameters move alone as they do together.
+
+        Raises:
+            RecipeError: they do not, or the optimizer keeps in its groups what it has learnt.
+        """
+        optimizer, whole = self.optimizer, self.optimizer.state
+        slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
+        chosen = list[int]()  # coupling shows in any two: the smallest of each group
+        for group in optimizer.param_groups:
+            own = [slots[id(p)] for p in group["params"] if id(p) in slots and p.numel()]
+            chosen += sorted(own, key=lambda slot: self._parameters[slot].numel())[:2]
+        generator = torch.Generator().manual_seed(0)
+        gradients = {
+            slot: [torch.randn(self._parameters[slot].shape, generator=generator) for _ in range(2)]
+            for slot in chosen
+        }
+        attributes = dict(vars(optimizer))
+        groups = [dict(group) for group in optimizer.param_groups]
+        options = [_options(group) for group in groups]
+        ends = list[dict[Piece, Tensor]]()
+        for together in ([chosen], [[slot] for slot in chosen]):
+            ends.append({})
+            for some in together:
+                held = {
+                    Piece(slot, 0, self._parameters[slot].numel()): _like(self._parameters[slot])
+                    for slot in some
+                }
+                states = {
+                    piece: copy.deepcopy(dict(whole.get(self._parameters[piece.slot], {})))
+                    for piece in held
+                }
+                for turn in range(2):
+                    for piece, tried in held.items():
+                        gradient = gradients[piece.slot][turn].to(tried.dtype, copy=True)
+                        tried.grad = laid_out_like(gradient, tried)
+                    states = self._moved(held, states)
+                ends[-1].update({piece: tried.detach() for piece, tried in held.items()})
+                learnt = [_options(group) for group in optimizer.param_groups] != options
+                vars(optimizer).update(attributes)
+                for group, before in zip(optimizer.param_groups, groups, strict=True):
+                    group.clear()
+                    group.update(before)
+                if learnt:
+                    raise RecipeError(
+                        f"the optimizer {type(optimizer).__name__} changes values of its "
+                        "param_groups in its step: with sync.name = 'server_sync' each server "
+                        "would have its own. Use all_reduce."
+                    )
+        if not all(torch.equal(ends[0][piece], ends[1][piece]) for piece in ends[0]):
+            raise RecipeError(
+                f"the optimizer {type(optimizer).__name__} moves parameters otherwise when it has "
+                "all of them than when it has one, so they cannot be shared out over servers. "
+                "Use all_reduce."
             )
 
     def apply(self, step: int) -> float | None:
@@ -164,9 +234,9 @@ class ServedUpdate(Update):
         for name, value in states.items():
             slot, kept, elements = name.split("/")
             start, stop = elements.split(":")
-            state = self._states[Piece(int(slot), int(start), int(stop))]
-            kept, state_value = _taken(kept, value)
-            state[kept] = state_value
+            piece = Piece(int(slot), int(start), int(stop))
+            kept, taken = _taken(kept, value)
+            self._states[piece][kept] = _fitting(taken, self.held[piece])
 
 
 def _taken(name: str, value: Tensor) -> tuple[str, Any]:
@@ -174,6 +244,27 @@ def _taken(name: str, value: Tensor) -> tuple[str, Any]:
     name, _, kind = name.partition(":")
     numbers: dict[str, Any] = {number.__name__: number for number in NUMBERS}
     return name, numbers[kind](value.item()) if kind else value.clone()
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy to try something on."""
+    tried = nn.Parameter(parameter.detach().clone())
+    vars(tried).update(vars(parameter))
+    return tried
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer says beside its parameters, as far as it can be compared."""
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if isinstance(value, (Tensor, bool, int, float, str)) and name != "params"
+    }
+
+
+def _fitting(value: Any, own: Tensor) -> Any:
+    """What an optimizer keeps for a piece, in memory like its own."""
+    return laid_out_like(value, own) if isinstance(value, Tensor) else value
 
 
 def _part(value: Any, piece: Piece, whole: nn.Parameter) -> Any:
