@@ -317,6 +317,6 @@ def test_the_table_of_a_second_master_knows_what_was_before(start: Start, tmp_pa
     reach(program, 50)
     kill(pid_of(program, "master_started"))
     assert program.end() == 0, program.stderr
-    assert "another has taken its place" in program.stderr
+    assert "another one has replaced it" in program.stderr
     assert json.loads((program.run / "summary.json").read_text())["generations"] == 1
     assert psutil.pid_exists(pid_of(program, "master_started")) is False

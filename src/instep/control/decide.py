@@ -151,7 +151,7 @@ def _advance(state: State, now: float) -> tuple[State, list[Action]]:
         return state, []
     regroup = Regroup(generation=state.generation)
     sends: list[Action] = [Send(worker, regroup) for worker in state.group]
-    return replace(state, changing=True), sends
+    return replace(state, changing=True, since=now), sends
 
 
 def _can_do_without(state: State, now: float) -> bool:

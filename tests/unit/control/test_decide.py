@@ -666,6 +666,8 @@ def test_the_others_train_while_a_replacement_gets_ready_and_take_it_in_at_a_com
     assert actions == [Send(worker, Regroup(generation=2)) for worker in (0, 2)]
     state, actions = at(state, 7.1, Broke(0, 2), Broke(2, 2))
     assert formed(actions) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    (log,) = [a.fields for a in actions if isinstance(a, Log)]
+    assert log["seconds"] == pytest.approx(0.1), "they trained until it was ready"
 
 
 def test_training_waits_for_a_replacement_that_takes_up_state_only_the_lost_worker_had():
