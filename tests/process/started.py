@@ -7,12 +7,14 @@ the one that started it and none can lose.
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -190,6 +192,59 @@ class Started:
 
 Start: TypeAlias = Callable[..., Started]
 """Starts a program, with these arguments."""
+
+
+def kill(pid: int) -> bool:
+    """End a process by SIGKILL; False if it is not there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False  # it is being replaced already
+    return True
+
+
+def newest_pids(program: Started) -> dict[int, int]:
+    """The process of each worker, as the log knows it."""
+    return {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
+
+
+def pid_of(program: Started, event: str) -> int:
+    """The newest process that an event tells of."""
+    return int(program.events(event)[-1]["pid"])
+
+
+def kill_members(
+    program: Started,
+    kills: int,
+    draw: random.Random,
+    *,
+    pauses_s: tuple[float, float] = (0.2, 0.8),
+    most_idle: int = 8,
+) -> Counter[int]:
+    """Kill members at random moments until it has happened `kills` times, or the run is over.
+
+    Args:
+        program: trains already.
+        kills: how many.
+        draw: the moments, and who is hit.
+        pauses_s: the shortest and the longest time before one, seconds.
+        most_idle: how many in which no further step is committed; ten would end the run.
+
+    Returns:
+        How often each member was killed; the last may have been done already.
+    """
+    killed, idle, farthest = Counter[int](), 0, 0
+    while killed.total() < kills and program.process.poll() is None:
+        time.sleep(draw.uniform(*pauses_s))  # the moment is what is drawn
+        committed = int(program.ledger["step"].max(initial=0))
+        idle = 0 if committed > farthest else idle
+        farthest = max(farthest, committed)
+        if idle < most_idle:
+            number, pid = draw.choice(list(newest_pids(program).items()))
+            hit = kill(pid)
+            killed[number] += hit
+            idle += hit
+    return killed
 
 
 def distance(one: Path, other: Path) -> float:

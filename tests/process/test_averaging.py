@@ -1,17 +1,14 @@
 """Rounds of averaging, against federated averaging as it stands in the paper, in plain PyTorch."""
 
-import contextlib
 import copy
-import os
 import random
-import signal
 import time
 
 import averages as recipes
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import Start, Started, slow
+from started import Start, Started, kill, newest_pids, slow
 from torch import nn
 
 import instep
@@ -133,10 +130,7 @@ def test_killed_workers_leave_no_trace(run: Start, kills, rounds):
     program.until(program.is_training, "training")
     while killed < kills and program.process.poll() is None:
         time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
-        pids = {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
-        with contextlib.suppress(ProcessLookupError):  # it is being replaced already
-            os.kill(draw.choice(list(pids.values())), signal.SIGKILL)
-            killed += 1
+        killed += kill(draw.choice(list(newest_pids(program).values())))
     assert program.end(300) == 0, program.stderr
     assert len(program.events("worker_lost")) > kills // 2
     alone = trained(run, 1, *longer)

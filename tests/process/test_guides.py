@@ -28,6 +28,16 @@ def follow(guide: str, package: Path) -> list[str]:
     return others
 
 
+def check_survives_kills(start: Start, job: Path, package: Path) -> None:
+    """Two workers of a job are killed, and the result is that of an undisturbed run."""
+    chaos = ("-m", "instep", "chaos", job, "--kills", "2", "--roles", "worker", "--json")
+    program = start(*chaos, environment={"PYTHONPATH": str(package)})
+    assert program.end() == 0, program.stderr
+    verdict = json.loads(program.stdout.splitlines()[-1])
+    assert verdict["holds"]
+    assert verdict["injected"] == 2
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """The folder of a copy of instep, to add to."""
@@ -54,12 +64,7 @@ def test_a_source_and_a_launcher_of_the_guides_train_and_survive_kills(
         '[checkpoint]\nevery = 5\n[launch]\nname = "nice"\n'
         f'[arguments]\ndata = "{tmp_path / "points.csv"}"\n'
     )
-    chaos = ("-m", "instep", "chaos", job, "--kills", "2", "--roles", "worker", "--json")
-    program = start(*chaos, environment={"PYTHONPATH": str(package)})
-    assert program.end() == 0, program.stderr
-    verdict = json.loads(program.stdout.splitlines()[-1])
-    assert verdict["holds"]
-    assert verdict["injected"] == 2
+    check_survives_kills(start, job, package)
 
 
 @pytest.mark.slow
@@ -79,9 +84,4 @@ def test_a_strategy_and_a_codec_of_the_guides_train_and_survive_kills(
         f'name = "net"\nrecipe = "{RECIPES / "tiny.py"}:recipe"\n'
         f"[train]\nsteps = 40\n[checkpoint]\nevery = 5\n[sync]\n{key}\n"
     )
-    chaos = ("-m", "instep", "chaos", job, "--kills", "2", "--roles", "worker", "--json")
-    program = start(*chaos, environment={"PYTHONPATH": str(package)})
-    assert program.end() == 0, program.stderr
-    verdict = json.loads(program.stdout.splitlines()[-1])
-    assert verdict["holds"]
-    assert verdict["injected"] == 2
+    check_survives_kills(start, job, package)

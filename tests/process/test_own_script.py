@@ -3,11 +3,10 @@
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, Started, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids, pid_of, slow
 
 from instep.store.run_folder import RunFolder
 
@@ -49,18 +48,6 @@ def check_as_if_nothing_had_been(program: Started, undisturbed: RunFolder) -> No
     program.check_nothing_is_left()
 
 
-def newest_pids(program: Started) -> dict[int, int]:
-    return {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
-
-
-def kill(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False  # it is being replaced already
-    return True
-
-
 @pytest.mark.parametrize("kills", [4, slow(30)])
 def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     start: Start, undisturbed: RunFolder, kills: int
@@ -68,23 +55,11 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     draw = random.Random(kills)
     program = start(*command(3, 0.006 * kills**0.5))
     program.until(program.is_training, "training")
-    killed, idle, farthest = 0, 0, 0
-    while killed < kills and program.process.poll() is None:
-        time.sleep(draw.uniform(0.1, 0.6))  # the moment is what is drawn
-        committed = int(program.ledger["step"].max(initial=0))
-        idle = 0 if committed > farthest else idle
-        farthest = max(farthest, committed)
-        if idle < 6:
-            hit = kill(draw.choice(list(newest_pids(program).values())))
-            killed, idle = killed + hit, idle + hit
+    killed = kill_members(program, kills, draw, pauses_s=(0.1, 0.6), most_idle=6)
     assert program.end(200) == 0, program.stderr
-    assert killed == kills
+    assert killed.total() == kills
     assert len(program.events("worker_lost")) >= kills - 1  # the last may have been done
     check_as_if_nothing_had_been(program, undisturbed)
-
-
-def pid_of(program: Started, event: str) -> int:
-    return int(program.events(event)[-1]["pid"])
 
 
 @pytest.mark.slow

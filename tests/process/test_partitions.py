@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started
-from test_recovery import check_same_result, kill, newest_pids, undisturbed
+from started import RECIPES, SOON_S, Start, Started, kill, newest_pids
+from test_recovery import check_same_result, undisturbed
 from test_survival import STEPS_OF_A_RUN, reach
 
 from instep.lab import netlab

@@ -3,11 +3,10 @@
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from started import RECIPES, Start, Started, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
 
 import instep
 from instep.store.run_folder import RunFolder
@@ -38,22 +37,9 @@ def begin(start: Start, folder: Path, workers: int, recipe: str = "slow_tiny.py"
     return start("-m", "instep", "run", job)
 
 
-def newest_pids(program: Started) -> dict[int, int]:
-    """The process of each worker, as the log knows it."""
-    return {int(e["worker"]): int(e["pid"]) for e in program.events("worker_joined")}
-
-
 def has_saved_twice(program: Started) -> bool:
     made = (program.work / "runs" / "disturbed" / "events.jsonl").is_file()
     return made and len(program.events("checkpoint_saved")) > 1
-
-
-def kill(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False  # it is being replaced already
-    return True
 
 
 def check_as_if_nothing_had_been(program: Started, undisturbed: Path) -> None:
@@ -80,15 +66,7 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     draw = random.Random(kills)
     program = begin(start, tmp_path, 3)
     program.until(program.is_training, "training")
-    killed, idle, farthest = 0, 0, 0
-    while killed < kills and program.process.poll() is None:
-        time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
-        committed = int(program.ledger["step"].max(initial=0))
-        idle = 0 if committed > farthest else idle
-        farthest = max(farthest, committed)
-        if idle < 8:  # ten without a step further would end the run
-            hit = kill(draw.choice(list(newest_pids(program).values())))
-            killed, idle = killed + hit, idle + hit
+    killed = kill_members(program, kills, draw).total()
     after = killed < kills  # the last may have hit a worker that was done
     assert program.end(300) == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)

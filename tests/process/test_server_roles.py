@@ -6,8 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, Start, Started
-from test_recovery import kill, newest_pids
+from started import RECIPES, Start, Started, kill, newest_pids
 
 from instep.cli import main
 from instep.lab.run_processes import roles_of

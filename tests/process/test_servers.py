@@ -5,18 +5,15 @@ the same model, to the bit.
 """
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from started import RECIPES, Start, Started, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
 from test_recovery import (
     STEPS,
     check_as_if_nothing_had_been,
     has_saved_twice,
-    kill,
-    newest_pids,
     undisturbed,
 )
 
@@ -85,22 +82,12 @@ def test_servers_and_workers_that_are_killed_at_random_moments_leave_no_trace(
     draw = random.Random(f"{workers} {servers} {kills}")
     program = begin(start, tmp_path, workers, servers, every=5, pause_s=1.3 if kills < 10 else 12)
     program.until(program.is_training, "training")
-    killed: dict[int, int] = {}
-    idle = farthest = 0
-    while sum(killed.values()) < kills and program.process.poll() is None:
-        time.sleep(draw.uniform(0.2, 0.8))  # the moment is what is drawn
-        committed = int(program.ledger["step"].max(initial=0))
-        idle = 0 if committed > farthest else idle
-        farthest = max(farthest, committed)
-        if idle < 8:  # ten without a step further would end the run
-            number, pid = draw.choice(list(newest_pids(program).items()))
-            hit = kill(pid)
-            killed[number], idle = killed.get(number, 0) + hit, idle + hit
+    killed = kill_members(program, kills, draw)
     assert program.end(500) == 0, program.stderr
     check_as_if_nothing_had_been(program, undisturbed)
     check_who_started_again(program, killed)
     check_checkpoints(program.run)
-    assert sum(killed.values()) == kills
+    assert killed.total() == kills
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from started import RECIPES, SOON_S, Start, Started, slow
-from test_recovery import check_as_if_nothing_had_been, kill, newest_pids, undisturbed
+from started import RECIPES, SOON_S, Start, Started, kill, newest_pids, pid_of, slow
+from test_recovery import check_as_if_nothing_had_been, undisturbed
 
 from instep.data.reading.choose import cores
 from instep.events import STEPS, read_records
@@ -35,11 +35,6 @@ def begin(start: Start, folder: Path, workers: int = 3, *settings: str) -> Start
     )
     sets = [part for setting in settings for part in ("--set", setting)]
     return start("-m", "instep", "run", job, *sets)
-
-
-def pid_of(program: Started, event: str) -> int:
-    """The newest process that an event tells of."""
-    return int(program.events(event)[-1]["pid"])
 
 
 def step_of(program: Started) -> int:
