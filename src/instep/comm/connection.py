@@ -3,7 +3,7 @@
 A message is kept until the master acknowledges that it took effect, and is sent again to
 the next master, which listens at the same address. While the process is busy, a thread
 receives for it and sends heartbeats (`listen`). What messages mean is not known here; only
-`Ack` is for the connection itself.
+`Ack` is for the connection itself, and whether a `question` is answered.
 
 Between hosts packets may be lost without an error: there a connection has a lease (`keep`).
 The master answers each heartbeat; without an answer in time the lease has run out, and the
@@ -21,7 +21,16 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from instep.comm.channel import Address, Channel
-from instep.comm.messages import Ack, AnyMessage, Heartbeat, Hello, Refused, Welcome
+from instep.comm.messages import (
+    Ack,
+    AnyMessage,
+    Heartbeat,
+    Hello,
+    Refused,
+    StoreGet,
+    StoreValue,
+    Welcome,
+)
 from instep.errors import PeerError
 
 HEARTBEAT_S = 0.2
@@ -60,9 +69,9 @@ class MasterConnection:
         """Sent again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether a lost master is waited for."""
-        self.question: AnyMessage | None = None
+        self.question: StoreGet | None = None
         """A request without an answer: it is sent again to the next master, which may not know it
-        though the last one did."""
+        though the last one did. Of two answers the first counts."""
         self._unacknowledged: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -361,6 +370,11 @@ class MasterConnection:
                 pass
             case Refused(text=text) if self._welcomed:
                 self._gone = PeerError(text)
+            case StoreValue(key=key):
+                if self.question is None or self.question.key != key:
+                    return True  # two masters were asked, and both have answered
+                self.question = None
+                return False
             case _:
                 return False
         return True
