@@ -20,6 +20,8 @@ from instep.control import decide as mind
 from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
+from instep.data.balance import deal
+from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep
 from instep.worker.step.catch_up import Beginning
 
 from . import workers
@@ -156,6 +158,42 @@ def _forgets(kind: type) -> Change:
     return change
 
 
+def _asks_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(connection: MasterConnection, channel: Any) -> Any:
+        question, connection.question = connection.question, None
+        introduced = real(connection, channel)
+        connection.question = question
+        return introduced
+
+    return mutant
+
+
+def _dealt_once_more(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(assignment: Lockstep, parts: int, speeds: Any) -> list[list[int]]:
+        units = real(assignment, parts, speeds)
+        every = deal(parts, len(assignment._working), speeds)
+        for rank, dealt in zip(assignment._working, every, strict=True):
+            units[rank] = sorted({*units[rank], *dealt})
+        return units
+
+    return mutant
+
+
+def _left_out(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(assignment: Lockstep, parts: int, speeds: Any) -> list[list[int]]:
+        return [[n for n in units if n < parts - 1] for units in real(assignment, parts, speeds)]
+
+    return mutant
+
+
+def _owes_nothing(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(state: State, worker: int) -> State:
+        after = real(state, worker)
+        return after if state.member(worker).wanted else after.note(worker, owes=False)
+
+    return mutant
+
+
 def _restarted_as_if_told(real: Callable[..., Any]) -> Callable[..., Any]:
     def mutant(state: State, now: float) -> Any:
         if state.phase == "gathering":
@@ -247,6 +285,48 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         mind,
         "_next_generation",
         _any_has_drained,
+    ),
+    "a worker that is lost while it leaves owes nothing": (mind, "_lose", _owes_nothing),
+    "what is handed over in doubt never counts": (
+        workers,
+        "beginning",
+        lambda real: lambda places: real([place._replace(laid=-1) for place in places]),
+    ),
+    # against rounds
+    "what members have finished of a round is computed again": (
+        workers,
+        "finished",
+        lambda real: lambda step, held: NOTHING_FINISHED,
+    ),
+    "finished parts of a round are dealt out once more": (
+        Lockstep,
+        "_around_finished",
+        _dealt_once_more,
+    ),
+    "a part of a round that nobody has finished is left out": (
+        Lockstep,
+        "_around_finished",
+        _left_out,
+    ),
+    "the work of a step is dealt among those that leave as well": (
+        Lockstep,
+        "__init__",
+        lambda real: (
+            lambda self, form, *rest, **named: real(
+                self, structs.replace(form, draining=()), *rest, **named
+            )
+        ),
+    ),
+    # against processes that another program has started
+    "a member is told its group twice": (
+        mind,
+        "_reminders",
+        lambda real: lambda state, worker, generation: real(state, worker, 0),
+    ),
+    "a key that was asked of a lost master is not asked of the next": (
+        MasterConnection,
+        "_introduce",
+        _asks_once,
     ),
     # against servers
     "a lost server is not replaced": (mind, "_replace", _server_dropped),

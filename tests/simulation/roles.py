@@ -80,6 +80,9 @@ class _File:
     def exists(self) -> bool:
         return False
 
+    def glob(self, pattern: str) -> list[_File]:
+        return []
+
 
 class _Steps:
     """As `events.Appender`, of the step records."""
@@ -191,6 +194,17 @@ class _Journal:
             return None
         return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
 
+    def keep(self, key: str, value: bytes) -> None:
+        self._world.takes_effect()
+        self._world.truth.keys[key] = value
+
+    def forget(self) -> None:
+        self._world.takes_effect()
+        self._world.truth.keys.clear()
+
+    def kept(self) -> list[tuple[str, bytes]]:
+        return list(self._world.truth.keys.items())
+
     def close(self) -> None:
         pass
 
@@ -253,7 +267,7 @@ class MasterProcess(Process):
             _File(),  # type: ignore[arg-type]
             board,
             views=[],
-            hosted=True,
+            hosted=not world.plan.joined,
             started=1e6,
             about={},
             start_point=StartPoint(0, None),
@@ -343,7 +357,11 @@ class Client(Process):
     def begin(self) -> None:
         """Bring up master and host, and listen to the one."""
         self._start_master()
-        self._world.start_host(fresh=True)
+        if self._world.plan.joined:
+            for number in range(self._world.plan.workers):
+                self.engine.after(self.engine.between(0.0, 2.0), self._world.joins, number)
+        else:
+            self._world.start_host(fresh=True)
         self.connection = SimulatedConnection(
             self._world, self, Hello(token="token", role="client", number=0, pid=0)
         )

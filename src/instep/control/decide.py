@@ -259,6 +259,8 @@ def _broke(state: State, event: Broke, now: float) -> tuple[State, list[Action]]
         return state, []
     if state.expect(event.worker, *IN_A_GROUP, Phase.LEFT, to="Broke").phase in IN_A_GROUP:
         state = state.move(event.worker, Phase.LEFT)
+    if event.holds:
+        state = state.note(event.worker, held=event.generation)
     if event.cause and (state.seen is None or (event.mine and not state.seen.mine)):
         state = replace(state, seen=event)
     if state.phase == "gathering":
@@ -499,7 +501,7 @@ def _silent(state: State, event: Silent, now: float) -> tuple[State, list[Action
     return endings.fail(state, Blame(event.worker, failure), now)
 
 
-# ---- last words
+# ---- last messages
 
 
 def _last_message(
