@@ -259,7 +259,7 @@ def test_an_exit_whose_code_is_unknown_is_reported_without_one():
     _, actions = after(*everybody_joined(), Ended(1, UNSEEN, 7), BETTER_CAUSE_S)
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
-    assert "went away without a message" in fields["cause"]
+    assert "disconnected without a message" in fields["cause"]
     assert "code" not in fields["cause"]
 
 
