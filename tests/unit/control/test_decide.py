@@ -1125,6 +1125,15 @@ def test_a_worker_that_was_lost_before_it_confirmed_its_group_may_have_committed
     assert heard(state, Built(0))[1] == [GoBack()]
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_who_was_given_the_state_before_its_group_broke_is_not_gone_back_behind(holds):
+    lost = Ended(1, -9, 1), Joined(1), Built(1)
+    state, _ = heard(ready(), Formed(0, 1), Formed(1, 1), *lost)
+    assert state.generation == 2
+    state, _ = heard(state, Broke(1, 2, holds=holds), Ended(0, -9, 1), Joined(0))
+    assert (GoBack() in heard(state, Built(0))[1]) == (not holds)
+
+
 def test_a_late_report_of_an_earlier_group_still_makes_a_holder():
     state, _ = heard(ready(), Restarted(), Formed(0, 1))
     assert (state.generation, state.holders, state.member(0).phase) == (2, {0}, Phase.FORMING)
