@@ -110,6 +110,7 @@ class Own:
         yield from end.exchange("known")
         point("taken over")
         self.begin_step(Stamp(step + 1, form.generation))
+        point("taken over")  # again: what was there before is gone by now
         self.things, self._next = carried, None
         self.made[form.generation] = step
 

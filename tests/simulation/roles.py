@@ -1,4 +1,4 @@
-"""Client, host and master of a story. The master's code is the real one, with its mind and watch.
+"""Client, host and master of a story. The master's code is the real one, with its decisions and its watch.
 
 The client brings the master up again as `watchdog.py` does; the host starts,
 adopts and ends workers, and has a spare, as `launch/fork_server.py`. Both
@@ -224,21 +224,21 @@ def staged(world: World) -> Generator[None, None, None]:
         "has_ended": lambda pid: not world.processes[pid].alive,
         "go_back": lambda run, job: world.goes_back(),
     }
-    of_the_books = {
+    of_the_recorder = {
         "EventLog": _Log,
         "Appender": _Steps,
         "cut_torn_record": lambda *_: None,
         "read_records": lambda *_: np.empty(0, STEPS),
         "last_step": lambda path: len(world.truth.ledger),
     }
-    of_the_questions = {
+    of_the_stack_requests = {
         "stack_file": lambda run, worker: _File(),
         "last_stack": lambda file, since_bytes: '  File "x.py", line 1 in <module>\n',
     }
     with (
         mock.patch.multiple(master_module, **of_the_master),
-        mock.patch.multiple(recorder, **of_the_books),
-        mock.patch.multiple(stack_requests, **of_the_questions),
+        mock.patch.multiple(recorder, **of_the_recorder),
+        mock.patch.multiple(stack_requests, **of_the_stack_requests),
         mock.patch.multiple(connection_module, time=TIME, Channel=Channel),
     ):
         yield

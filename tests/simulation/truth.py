@@ -143,6 +143,10 @@ class Truth:
             raise Violation(
                 f"step {step} upon {upon} counts what was computed for another: {wrong}"
             )
+        if idle := {part.worker for _, part in given} - set(with_work(form)):
+            raise Violation(
+                f"step {step} counts what {idle} computed, and they get no work: {form}"
+            )
         self.agreed[form.generation, step] = {unit: part.worker for unit, part in given}
 
     def units(self, step: int) -> int:

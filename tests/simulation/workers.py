@@ -39,7 +39,7 @@ class Released(Exception):
 
 
 class Last(NamedTuple):
-    """As `standing.Committed`."""
+    """As `committed.Commit`."""
 
     step: int
     told: bool

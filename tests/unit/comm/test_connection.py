@@ -191,7 +191,7 @@ def test_without_a_listener_the_connection_ends(masters, connection):
         connection.send(emit(1))
 
 
-def test_a_tie_that_does_not_last_ends_with_its_master(masters):
+def test_a_connection_that_does_not_last_ends_with_its_master(masters):
     connection = MasterConnection(masters.address, HELLO)
     masters.heard(1)
     masters.lose()
@@ -309,7 +309,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_a_lease_lasts_while_pulses_are_answered_and_runs_out_once_they_are_not(
+def test_a_lease_lasts_while_heartbeats_are_answered_and_runs_out_once_they_are_not(
     answers, connection
 ):
     lapses = []
