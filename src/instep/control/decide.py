@@ -529,8 +529,8 @@ def _interrupted(state: State, event: Interrupted, now: float) -> tuple[State, l
         return state, []
     fields = {"rule": "interrupted", "step": event.step, "why": f"{event.by} arrived"}
     log = Log("stop_requested", {"by": event.by, **fields})
-    first = not state.lost  # later, a newcomer joins a group that has trained
-    nothing_yet = not state.course or (first and state.phase == "training" and not event.ready)
+    forms = state.phase == "training" and not state.lost and not state.holders
+    nothing_yet = not state.course or forms  # the first group; a later one has trained
     if state.asked > 1 or nothing_yet:
         return endings.end(state, now, log)
     after = replace(state, stop=state.stop or "interrupted")

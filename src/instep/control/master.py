@@ -148,8 +148,6 @@ class Master:
         self._last_heartbeat: dict[int, tuple[float, m.Heartbeat | None]] = {}
         self._absent: dict[int, float] = {}  # since when it lives without a connection
         self._seen_ended: dict[int, float] = {}
-        self._ready: set[int] = set()
-        self._began = False  # whether all were ready at one time
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._gathered = False  # whether workers may be started
         self._unusable: dict[tuple[str, int], int] = {}  # such messages, by role and number
@@ -207,10 +205,6 @@ class Master:
                     self._watch_process(worker, pid, host)
         if (pace := self._recorder.take_up(folder, known.joined)) is not None:
             self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
-        ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
-        self._ready |= {int(event["worker"]) for event in ready}
-        again = known.generation > self._start_point.generations + 1
-        self._began = again or (known.course > 0 and self._ready >= set(known.group))
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._recorder.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, now)
@@ -273,7 +267,7 @@ class Master:
                 self._hub.drop(peer)  # no `Hello`
         while self._interrupts:
             by = self._interrupts.pop(0)
-            self._observe(s.Interrupted(by, self._began, self._recorder.committed))
+            self._observe(s.Interrupted(by, self._recorder.committed))
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
@@ -513,7 +507,7 @@ class Master:
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has handled it
-                    self._decide(s.Interrupted(by, self._began, self._recorder.committed))
+                    self._decide(s.Interrupted(by, self._recorder.committed))
             case m.HostEnded(code=code, detail=detail, number=number):
                 if self._hosts.fails(number):
                     self._decide(s.HostLost(code, detail))
@@ -550,10 +544,7 @@ class Master:
         clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
         if not self._recorder.record_event(name, fields, again=connection.resends > 0):
             return
-        if name == "worker_ready":
-            self._ready.add(connection.number)
-            self._began = self._began or self._ready >= set(self._state.group)
-        elif clean_step >= 0:
+        if clean_step >= 0:
             for event in self._verdicts.roll_back(RunFolder(self._run), clean_step):
                 self._observe(event)
 
@@ -808,7 +799,6 @@ class Master:
             case s.GoBack():
                 self._go_back()
             case s.Start(worker):
-                self._ready.discard(worker)
                 self._start_worker(worker)
             case s.Finish():
                 raise Outcome(action, self._state.blame)

@@ -169,8 +169,6 @@ class Interrupted:
     """A user wants the run to stop: once for the next commit, twice for now."""
 
     by: str
-    ready: bool = True
-    """Whether all members have been ready to train."""
     step: int = 0
     """The last that is known to be committed."""
 

@@ -580,9 +580,10 @@ TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
-def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
-    _, actions = after(*everybody_joined(), Interrupted("SIGINT", ready=False))
-    assert KillAll() in actions
+def test_an_interrupt_before_the_first_group_has_formed_ends_the_run_at_once():
+    assert KillAll() in heard(ready(), Interrupted("SIGINT"))[1]
+    _, actions = heard(ready(), Formed(0, 1), Formed(1, 1), Interrupted("SIGINT"))
+    assert KillAll() not in actions
 
 
 @pytest.mark.parametrize(
@@ -1178,7 +1179,7 @@ def test_a_process_that_could_not_join_is_replaced_and_one_that_fails_is_not(cod
 
 
 def test_an_interrupt_before_a_newcomer_is_ready_waits_for_the_commit():
-    events = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT", ready=False)]
+    events = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT")]
     _, actions = after(*events, recovers=True)
     assert KillAll() not in actions
 

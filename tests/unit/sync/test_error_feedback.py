@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import FakeMember
 from torch import nn
 from torch.nn import Parameter
 
@@ -17,6 +16,7 @@ from instep.system.host_memory import HostMemory
 from instep.worker.step.capture import Progress
 from instep.worker.step.engine import Engine
 from instep.worker.step.update import Update
+from ranks import FakeMember
 
 SHAPES = [(40, 7), (5,), (300,)]
 
