@@ -1,4 +1,4 @@
-"""Client, host and master of a story. The master's code is the real one, with its decisions and its watch.
+"""Client, host and master of a story. The master's code is the real one: decisions, watch, shell.
 
 The client brings the master up again as `watchdog.py` does; the host starts,
 adopts and ends workers, and has a spare, as `launch/fork_server.py`. Both
