@@ -172,7 +172,7 @@ class World:
     def kills_at(self, name: str) -> bool:
         """Whether a worker is killed at one of the places where that matters."""
         kills = self.plan.eager and TIME.now < self.plan.until_s and self.losses < 8
-        likely = 10 if name in ("taken over", "handed over") else 1
+        likely = {"taken over": 10, "handed over": 40}.get(name, 1)
         if kills and self.engine.chance(self.plan.eager * likely):
             self.losses += 1
             return True
