@@ -157,9 +157,10 @@ def in_a_session(case: Case, session: instep.Session) -> nn.Module:
     assert all(new is old for new, old in zip(prepared, parts, strict=True) if new is not loader), (
         "the same objects"
     )
-    moved = 0
+    moved = iterations = 0
     for _ in session.epochs(EPOCHS):
         for x, y in loader:
+            iterations += 1
             if case.weighted:
                 session.backward(of_targets(made(x), y))
             elif scaler is not None:
@@ -183,6 +184,8 @@ def in_a_session(case: Case, session: instep.Session) -> nn.Module:
             scheduler.step()
     assert session.step == STEPS
     assert moved == STEPS
+    if not case.bits:  # with them, batches may come twice
+        assert iterations == EPOCHS * len(loader)
     return made
 
 
