@@ -11,9 +11,11 @@ from torch.nn import Parameter
 
 from helpers import run_processes
 from instep import spec_file
+from instep.comm.codecs.int8 import Int8
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
 from instep.records import Attempt
+from instep.sync.all_reduce import AllReduce
 from instep.sync.base import make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.capture import Progress
@@ -261,6 +263,34 @@ def test_the_replacement_of_one_that_ended_as_it_had_taken_over_has_what_it_took
     engine.state._made = {1: (0, 5), 2: (0, 5)}  # as its peers know
     engine._take_what_was_left()
     run.check([replacement, workers[1]])
+
+
+def test_random_rounding_has_another_key_in_each_commit_and_the_same_in_a_second_attempt():
+    class Keyed(Int8):
+        def encode(self, values, out, *, key, left=None):
+            self.keys.append(key)
+            return super().encode(values, out, key=key, left=left)
+
+    def body(comm):
+        codec, found = Keyed(), []
+        strategy = AllReduce(bucket_mb=0.001, codec=codec)
+        parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
+        strategy.start(parameters, comm, notes=1)
+        for number in (1, 1, 2):
+            codec.keys = []
+            strategy.begin_step(Attempt(0, number, 1))
+            strategy.begin_pass(1.0, last=True)
+            for slot, parameter in enumerate(parameters):
+                strategy.gradient(slot, torch.ones_like(parameter))
+            strategy.exchange(torch.zeros(1, dtype=torch.float64))
+            strategy.abandon()
+            found.append(sorted(codec.keys))
+        return found
+
+    (first, again, second), others = run_ranks(2, body)
+    assert first == again
+    assert not {*first} & {*second}
+    assert len({*first, *others[0]}) == len(first) + len(others[0])  # and in each segment
 
 
 def test_a_model_that_float32_cannot_stand_for_is_refused():
