@@ -368,6 +368,8 @@ class Master:
         process = self._processes.get(number)
         if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
             return False
+        if state.member(number).phase is s.Phase.ENDED:  # it was refused, and has not read it yet
+            return False
         if number in state.joined:  # the same process, whose connection or master was lost
             same = number in self._hellos and self._hellos[number].pid == hello.pid
             if self._hosted:
