@@ -452,7 +452,10 @@ IN_A_RECIPE = {
     ),
     "an argument by another name": Part(
         {},
-        ["[arguments] gives 'witdh', which the recipe function 'recipe' has", "mean 'width'?"],
+        [
+            "[arguments] gives 'witdh', which the recipe function 'recipe' does not take",
+            "mean 'width'?",
+        ],
         {"witdh": 3},
     ),
 }

@@ -34,9 +34,13 @@ def some_members(numbers: Sequence[int], servers: Collection[int]) -> str:
 
 def some_workers(numbers: Sequence[int], most: int = 4) -> str:
     """`workers 0, 1 and 3 more`."""
-    named = ", ".join(str(n) for n in numbers[:most])
-    rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"worker{'s' if len(numbers) > 1 else ''} {named}{rest}"
+    return f"worker{'s' if len(numbers) > 1 else ''} {listed(numbers, most)}"
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """`0, 1 and 3 more`: at most so many of the names."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + rest
 
 
 def ranges(numbers: Iterable[int], most: int | None = None) -> str:

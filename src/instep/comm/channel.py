@@ -56,8 +56,6 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 
 class _Frames:
-    """Bytes in, messages out."""
-
     def __init__(self, largest: int = LARGEST) -> None:
         self._bytes = bytearray()
         self.largest = largest

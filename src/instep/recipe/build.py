@@ -1,9 +1,8 @@
-"""What the user brings: a function that returns model, data, loss and optimizer.
+"""The user's recipe: a function that returns model, data, loss and optimizer.
 
-This module finds that function, calls it with every generator seeded from the
-job, and checks what comes back as early as it can be checked, so that a
-mistake is named in the user's words and not by a traceback from our depths.
-It knows nothing of processes or steps.
+This file finds the function, calls it with all generators seeded from the job, and checks what it
+returns as early as possible, so that a mistake is named in the user's terms and not by a traceback
+from inside instep. Processes and steps are not known here.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.data.reading import generators
-from instep.data.torch_loader import LoaderParts, unpack_loader
-from instep.errors import InstepError, RecipeError, SpecError, near_miss
+from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
+from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
 from instep.spec import StartSpec
 from instep.system.causes import sentence
+from instep.words import listed
 
 
 class Turn(NamedTuple):
@@ -52,10 +52,10 @@ class Turn(NamedTuple):
     """From `(optimizer)`, or `(optimizer, steps)`, to a learning-rate scheduler."""
 
     def names(self, model: nn.Module) -> list[str]:
-        """Those of its parameters that need gradients, by their names in the model.
+        """The names in the model of its parameters that need gradients.
 
         Raises:
-            RecipeError: `parameters` gives something else than parameters of the model.
+            RecipeError: `parameters` returns something else than parameters of the model.
         """
         given = self.parameters(model)
         if isinstance(given, (Tensor, nn.Module)) or not isinstance(given, Iterable):
@@ -68,7 +68,7 @@ class Turn(NamedTuple):
         if strangers := len(wanted - {id(parameter) for parameter in every.values()}):
             raise RecipeError(
                 f"turns[{self.name!r}].parameters returned {strangers} that are not parameters of "
-                "the model: workers agree only on the model. Make them part of it."
+                "the model: only those are summed over the workers. Make them part of it."
             )
         return [n for n, p in every.items() if id(p) in wanted and p.requires_grad]
 
@@ -108,8 +108,8 @@ class Recipe:
     say."""
 
     weight: Callable[[Any], float] | None = None
-    """`weight(batch)`: how much of what the loss is a mean of a batch holds, such as its tokens
-    that count; its samples otherwise. A loss of torch knows its own (class weights,
+    """`weight(batch)`: how much a batch has of what the loss is a mean of, such as tokens that
+    count; by default its samples. For a loss of torch it is known (class weights,
     `ignore_index`), and a `compute_loss` may return an `instep.WeightedLoss` instead."""
 
     validate: Any = None
@@ -137,10 +137,10 @@ class Recipe:
     """How `train` and `validate` are read; a `DataLoader` in their place is taken apart."""
 
     def __new__(cls, **given: Any) -> Recipe:
-        """Check the names of what is given.
+        """Check the names of the parts.
 
         Raises:
-            RecipeError: a Recipe has no part of that name, or a needed one is not there.
+            RecipeError: a Recipe has no part of that name, or a required one is missing.
         """
         parts = [f.name for f in fields(cls) if f.init]
         for name in given:
@@ -212,8 +212,8 @@ def _check_loss(recipe: Recipe) -> None:
         )
     if recipe.batch_loss is not None and recipe.weight is not None:
         raise RecipeError(
-            "Recipe.weight says how much of what a loss is a mean of a micro-batch holds, but "
-            "batch_loss is of the whole global batch. Leave weight out."
+            "Recipe.weight is of a micro-batch, but batch_loss is a loss over the whole global "
+            "batch. Leave weight out."
         )
 
 
@@ -279,6 +279,8 @@ def _check_dataset(name: str, dataset: Any) -> None:
             f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
             "one with a length and dataset[i]."
         )
+    if columns := columns_in(dataset):
+        raise RecipeError(f"Recipe.{name} is {a_or_an(dataset)} {columns}")
     if len(dataset) == 0:
         raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
 
@@ -288,7 +290,7 @@ class BuiltTurn(NamedTuple):
 
     name: str
     parameters: list[nn.Parameter]
-    """Those that need gradients, in the order of their names in the model."""
+    """Parameters that need gradients, in the order of the model."""
     optimizer: Optimizer
     scheduler: Any
 
@@ -302,11 +304,11 @@ class Built:
     optimizer: Optimizer
     scheduler: Any
     parameters: list[nn.Parameter]
-    """Those that need gradients, each once, in the order of their names in the model."""
+    """Parameters that need gradients, each once, in the order of the model."""
     loaded: tuning.Loaded | None = None
-    """The file that the model was taken from, if one was."""
+    """The file that the model was loaded from, if any."""
     turns: Sequence[BuiltTurn] = ()
-    """Where a step has several updates; `optimizer` and `scheduler` are the first's."""
+    """If a step has several updates; `optimizer` and `scheduler` are then the first's."""
 
 
 def seed_everything(seed: int) -> None:
@@ -317,10 +319,10 @@ def seed_everything(seed: int) -> None:
 
 
 def set_generators(number: int) -> None:
-    """The same for a pass or an update, of which a step has many, in a tenth of the time.
+    """The same in a tenth of the time, for each pass and each update.
 
-    `torch.manual_seed` makes a traceback for each sort of device that is absent.
-    The generators of GPUs are set where they exist by now.
+    `torch.manual_seed` makes a traceback for every kind of device that is absent. Generators of
+    GPUs are set once CUDA is initialised.
     """
     generators.seed_all(number)
     if torch.cuda.is_initialized():
@@ -352,15 +354,14 @@ def load_module(path: Path) -> ModuleType:
     if loaded is not None and loaded.__file__ == str(path):
         return loaded
     if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise RecipeError(f"there is no recipe file {str(path)!r}. {near_miss(path.name, beside)}")
+        raise RecipeError(f"there is no recipe file {str(path)!r}. {file_beside(path, '*.py')}")
     spec = importlib.util.spec_from_file_location("instep_recipe", path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules["instep_recipe"] = module
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that a recipe can import what lies beside it
+        sys.path.insert(0, str(path.parent))  # so that a recipe can import files beside it
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -375,7 +376,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int) 
     """Call a recipe function with the job's `[arguments]`, seeded.
 
     Raises:
-        RecipeError: it does not take these arguments, or returns no Recipe.
+        RecipeError: it does not accept these arguments, or does not return a Recipe.
     """
     _check_arguments(function, arguments)
     seed_everything(seed)
@@ -400,8 +401,8 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
     for argument in arguments:
         if argument not in parameters:
             raise RecipeError(
-                f"[arguments] gives {argument!r}, which the recipe function {name!r} has not. "
-                f"{near_miss(argument, parameters)}"
+                f"[arguments] gives {argument!r}, which the recipe function {name!r} does not "
+                f"take. {near_miss(argument, parameters)}"
             )
     for p in parameters.values():
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in arguments:
@@ -423,12 +424,12 @@ def build(
     """Make and check the model on `device`, its optimizer and its scheduler.
 
     Args:
-        recipe: says how.
+        recipe: of the user.
         seed: of the job.
         device: where the model will be.
-        steps: of the whole run, for a scheduler that wants to know.
-        start: what the job starts from, freezes, and gives rates to.
-        load: whether to load the file of `start`; not where a checkpoint has the values.
+        steps: of the whole run, for a scheduler that needs it.
+        start: the file to load, what to freeze, and learning rates.
+        load: whether to load the file of `start`; not if a checkpoint has the values.
 
     Raises:
         RecipeError: the model has nothing to train, or a part is of the wrong type.
@@ -462,7 +463,7 @@ def build(
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:
-    """Every parameter that needs a gradient is trained by one turn."""
+    """The optimizers of all turns; every parameter must be trained by exactly one."""
     every, owner, built = dict(model.named_parameters()), dict[str, str](), []
     for turn in recipe.turns:
         names = turn.names(model)
@@ -481,10 +482,9 @@ def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn
         optimizer = _optimizer(turn, parameters, model, parameters, f"turns[{turn.name!r}]")
         scheduler = _scheduler(turn, optimizer, steps, f"turns[{turn.name!r}]")
         built.append(BuiltTurn(turn.name, parameters, optimizer, scheduler))
-    if left := [name for name, p in every.items() if p.requires_grad and name not in owner]:
-        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    if left := [repr(name) for name, p in every.items() if p.requires_grad and name not in owner]:
         raise RecipeError(
-            f"no turn trains {', '.join(map(repr, left[:4]))}{more}: give them to a turn, or "
+            f"no turn trains {listed(left, 4)}: give them to a turn, or "
             "freeze them with requires_grad_(False), or start.freeze in the job."
         )
     return built
@@ -511,7 +511,7 @@ def _optimizer(
 def _for_optimizer(
     recipe: Recipe, start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
 ) -> Any:
-    """What the recipe's function makes an optimizer of."""
+    """The argument of the recipe's `optimizer` function."""
     if recipe.parameters is None:
         return tuning.groups(start, model, parameters)
     if start.learning_rates:
@@ -539,7 +539,7 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if parameter.is_complex():
             raise RecipeError(
-                f"the parameter {name!r} is complex ({parameter.dtype}), which cannot be agreed on."
+                f"the parameter {name!r} is complex ({parameter.dtype}), which instep cannot train."
             )
 
 
@@ -569,7 +569,7 @@ def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
 def check_optimizer(
     optimizer: Optimizer, model: nn.Module, trained: Iterable[nn.Parameter] | None = None
 ) -> None:
-    """Refuse an optimizer that moves what the workers would not agree on.
+    """Refuse an optimizer of other tensors than the model's parameters, or of too few.
 
     Args:
         optimizer: of the recipe, or of one turn.
@@ -591,21 +591,20 @@ def check_optimizer(
     if strangers:
         raise RecipeError(
             f"the optimizer holds {len(strangers)} tensors that are not the model's parameters "
-            f"(the first has shape {strangers[0]}): workers agree only on the model. Make them "
-            "part of it."
+            f"(the first has shape {strangers[0]}): only those are summed over the workers. Make "
+            "them part of it."
             if trained is None
             else f"the optimizer of a turn holds {len(strangers)} tensors that are not its "
             f"parameters (the first has shape {strangers[0]}). Build it from what it is given."
         )
     moved = {id(p) for p in held}
     needed = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) in own]
-    still = [name for name, parameter in needed if id(parameter) not in moved]
-    if still:
+    left = sorted(repr(name) for name, parameter in needed if id(parameter) not in moved)
+    if left:
         total = len(needed)
-        more = f" and {len(still) - 4} more" if len(still) > 4 else ""
         raise RecipeError(
-            f"the optimizer holds {total - len(still)} of the model's {total} parameters that need "
-            f"gradients: {', '.join(map(repr, sorted(still)[:4]))}{more} would never be trained. "
+            f"the optimizer holds {total - len(left)} of the model's {total} parameters that need "
+            f"gradients: {listed(left, 4)} would never be trained. "
             "Give it all parameters; or freeze the others with requires_grad_(False), or "
             "start.freeze in the job."
         )
@@ -619,14 +618,14 @@ def check_optimizer(
     if wanted := _wanted_by(step):
         name = type(optimizer).__name__
         raise RecipeError(
-            f"{name}.step() wants {wanted!r}: instep calls step() with nothing, once a step, when "
-            "the gradients of all workers are agreed on. An optimizer that evaluates the loss "
-            f"itself cannot be used; if {name} wraps another one, give that."
+            f"{name}.step() wants {wanted!r}: instep calls step() without arguments, once a step, "
+            "with the gradients of all workers. An optimizer that evaluates the loss itself "
+            f"cannot be used; if {name} wraps another one, give that."
         )
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse a scheduler that cannot be advanced once a step with nothing.
+    """Refuse a scheduler whose `step` needs an argument.
 
     Raises:
         RecipeError: it wants a metric, as `ReduceLROnPlateau` does, or something else.
@@ -636,7 +635,7 @@ def check_scheduler(scheduler: Any) -> None:
         plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         raise RecipeError(
             f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
-            "every step with nothing. Use one that follows from the step, such as "
+            "every step without arguments. Use one that depends on the step alone, such as "
             "CosineAnnealingLR"
             + ("; a plateau can end the run instead, with stop.patience." if plateau else ".")
         )
@@ -646,7 +645,7 @@ def _wanted_by(step: Callable[..., Any]) -> str:
     """The first argument that `step` cannot be called without; empty if there is none."""
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # made in C: nothing is known of it
+    except (TypeError, ValueError):  # written in C: unknown
         return ""
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return next((p.name for p in named if p.default is p.empty), "")

@@ -2,7 +2,7 @@
 
 `RunFolder` reads the job, the events, the ledger and the step records once, and answers
 the questions that every report asks. It draws nothing and never writes. The folder of a run
-that is still going on, or that a crash cut short, is read as far as it got. If a session
+that is still running, or that a crash cut short, is read as far as it got. If a session
 began at an earlier checkpoint, or the workers went back because of corruption, the steps
 after that were discarded, and are left out here.
 """

@@ -13,7 +13,7 @@ from helpers import run_processes
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, RecipeError
-from instep.parallel.batch_norm import hold_still, make_global
+from instep.parallel.batch_norm import make_global, use_running_statistics
 from instep.recipe.weights import class_weights
 
 SHARES = [(5, 2, 0), (7,), (0, 3), (1, 1, 1), (2, 0, 0, 6)]
@@ -279,7 +279,7 @@ def test_a_copy_that_is_held_still_treats_each_sample_apart():
     model, inputs = made("net")
     make_global(model)
     copied, x = copy.deepcopy(model), inputs(5)
-    hold_still(copied)
+    use_running_statistics(copied)
     before = copy.deepcopy(dict(copied.named_buffers()))
     torch.testing.assert_close(copied(x)[:2], copied(x[:2]), rtol=1e-12, atol=1e-12)
     assert all(torch.equal(buffer, before[name]) for name, buffer in copied.named_buffers())

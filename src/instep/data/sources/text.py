@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.data.order import Indices
 from instep.data.sources.files import BatchDataset, Bytes, folder_contents
 from instep.errors import DataError
+from instep.words import listed
 
 
 class TextWindows(BatchDataset):
@@ -59,10 +60,9 @@ def text(
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
     if len(data) <= length:
-        files = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         raise DataError(
-            f"{files}: {len(data)} bytes, and one window of length {length} needs {length + 1}. "
-            "Give more text, or a smaller length."
+            f"{listed(paths, 1)}: {len(data)} bytes, and one window of length {length} needs "
+            f"{length + 1}. Give more text, or a smaller length."
         )
     return TextWindows(data, length)
 

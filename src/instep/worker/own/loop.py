@@ -878,7 +878,7 @@ class OwnLoop(Loop):
 
     def _save_last(self) -> None:
         own = self.engine.own_state() if self.engine.strategy.laws else {}
-        if self._saver is not None and not self.stopping.spoilt:
+        if self._saver is not None and not self.stopping.diverged:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
                 where = position(self.step, self.samples, self.job.train.global_batch)
