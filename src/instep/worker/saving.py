@@ -201,10 +201,14 @@ class Saver:
                 raise
             missing.append("model.safetensors")
         if missing:
-            newest = f"that of step {self._newest}" if self._newest else "from an earlier session"
+            newest = (
+                f"The newest checkpoint is that of step {self._newest}."
+                if self._newest
+                else "This session has saved no checkpoint."
+            )
             raise RunError(
                 f"training is over with step {step}, but {' and '.join(missing)} could not be "
-                f"saved in {self._member.run}: {_why(cause)}. The newest checkpoint is {newest}. "
+                f"saved in {self._member.run}: {_why(cause)}. {newest} "
                 "Make room, or get access, then resume the run."
             )
 

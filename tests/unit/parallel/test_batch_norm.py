@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from helpers import run_processes
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, RecipeError
@@ -401,21 +400,3 @@ def test_a_worker_that_goes_away_in_a_pass_breaks_it_with_a_peer_error_and_moves
         with pytest.raises(Gone):
             run_ranks(2, body, at)
     assert seen == [(1, False), (2, False), (3, False)]
-
-
-def in_a_process(comm, shares):
-    model, inputs = made("net")
-    torch.manual_seed(9)
-    x, target = inputs(sum(shares)), torch.randint(0, 4, (sum(shares),))
-
-    def loss(outputs, rows):
-        return functional.cross_entropy(outputs, target[rows])
-
-    found = dealt(comm, model, x, loss, lambda r: r.stop - r.start, shares)
-    assert_same(found, plain(model, x, loss), 1e-12)
-    return True
-
-
-@pytest.mark.process
-def test_processes_give_the_same_as_threads(tmp_path):
-    assert run_processes(3, in_a_process, tmp_path, (5, 2, 0)) == [True, True, True]

@@ -150,7 +150,7 @@ def test_draws_are_kept_apart_and_the_verdict_is_still_yes(layer):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (nn.BatchNorm1d(6), ["BatchNorm1d '2'", "sees 4 at a time", "show it 64"]),
+        (nn.BatchNorm1d(6), ["BatchNorm1d '2'", "sees 4 at a time", "would see 64"]),
         (nn.BatchNorm1d(6, track_running_stats=False), ["BatchNorm1d '2'"]),
         (nn.Sequential(nn.Dropout(0.4), nn.BatchNorm1d(6)), ["BatchNorm1d '2.1'"]),
         (CentredByBatch(), ["CentredByBatch '2'", "looks at the other samples"]),
