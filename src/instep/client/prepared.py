@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from instep.data.torch_loader import LoaderParts, Unused, columns_in, unpack_loader
 from instep.errors import SpecError
-from instep.recipe.build import a_or_an
+from instep.recipe.recipe import a_or_an
 from instep.spec import TrainSpec
 
 _WANTED = (

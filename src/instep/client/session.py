@@ -29,8 +29,9 @@ from instep.client.script import print_job_if_asked
 from instep.data.loader import Loader
 from instep.data.reading.choose import cores
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
-from instep.recipe.build import Recipe, call, seed_everything
+from instep.recipe.build import call, seed_everything
 from instep.recipe.quick_start import spare_dynamo
+from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder

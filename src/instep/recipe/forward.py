@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from instep.errors import RecipeError
 from instep.parallel.cached import CachedGradients, of_one_pass, probe
 from instep.parallel.nested import on_tensors
-from instep.recipe.build import Recipe, a_or_an
+from instep.recipe.recipe import Recipe, a_or_an
 from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
 
 

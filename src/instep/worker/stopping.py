@@ -19,7 +19,7 @@ import torch
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, Figures
 from instep.errors import SpecError, near_miss
-from instep.recipe.build import Recipe
+from instep.recipe.recipe import Recipe
 from instep.spec import StopSpec
 from instep.worker.member import Member
 

@@ -22,8 +22,9 @@ from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.parallel.nested import on_tensors
-from instep.recipe.build import Recipe, build, set_generators
+from instep.recipe.build import build, set_generators
 from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
 from instep.state.intact import discard_after

@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import BatchEncoding
 
 from instep.errors import RecipeError
-from instep.recipe.build import Recipe
 from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
 from instep.worker.trial.sameness import Spot, try_out
 

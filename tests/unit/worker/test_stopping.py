@@ -20,7 +20,7 @@ from instep.comm.messages import TOLD, Figures, Stop, Verdict, Welcome
 from instep.control.master import Master
 from instep.errors import SpecError
 from instep.events import STEPS as STEPS_OF
-from instep.recipe.build import Recipe
+from instep.recipe.recipe import Recipe
 from instep.spec import StopSpec
 from instep.worker.member import Member
 from instep.worker.stopping import Stopping, check_rules
