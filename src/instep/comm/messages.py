@@ -88,7 +88,7 @@ class Welcome(Message, frozen=True):
     """Whether the run is complete, so that there is nothing to do."""
     marks: list[Mark] = []
     """Samples at which processes have ended so far."""
-    goes_on: bool = False
+    others_have_state: bool = False
     """Whether other workers already have the state of the run."""
     role: str = "worker"
     """Of the process, as in `Form`."""
@@ -378,7 +378,7 @@ class Stop(Message, frozen=True):
 NOT_FINITE = "diverged"
 """The rule of a worker that stopped because the loss or the gradient norm was not finite."""
 
-TOLD = "told"
+ON_REQUEST = "told"
 """The rule of a worker that stopped because the master asked for it."""
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.messages import NOT_FINITE, TOLD
+from instep.comm.messages import NOT_FINITE, ON_REQUEST
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
@@ -39,7 +39,7 @@ from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comm
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
-from instep.worker.step.skipping import Teller
+from instep.worker.step.skipping import SkipReporter
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 from instep.worker.stopping import Stopping
@@ -116,7 +116,7 @@ class Loop(ABC):
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
         self._record: Record | None = None
-        self._teller = Teller(member)
+        self._skips = SkipReporter(member)
         self._warned: set[str] = set()
         self._done = 0  # steps that this process has committed
 
@@ -391,7 +391,7 @@ class Loop(ABC):
         """Agree with the other workers on the results of all passes."""
         losses, skipped = passed
         epoch = self.engine.where.epoch
-        self._teller.tell(skipped, dataset="training", step=self.step, epoch=epoch)
+        self._skips.report(skipped, dataset="training", step=self.step, epoch=epoch)
         self._waits()
         stop = self.stopping.asked_to_stop(self.step)
         samples = sum(part.size for part in share.passes if not part.repeats)
@@ -475,7 +475,7 @@ class Loop(ABC):
             self.rule = NOT_FINITE
             self.stopping.report(not_finite, self.step)
             return
-        self.rule = TOLD if asked else "stop_after_steps"
+        self.rule = ON_REQUEST if asked else "stop_after_steps"
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:

@@ -103,7 +103,7 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
-        self.goes_on = welcome.goes_on
+        self.others_have_state = welcome.others_have_state
         """Whether other workers have the state of the run."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         self.marks: Sequence[Mark] = welcome.marks

@@ -127,7 +127,7 @@ class Training(Loop):
             self._record = Record(member.run / f"contents-{member.number}.bin")
         self._unrepeatable: int | None = None
         """A training sample that was different when worker 0 read it again."""
-        if not member.goes_on and member.number == 0:
+        if not member.others_have_state and member.number == 0:
             self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._whole_batch = (
@@ -186,7 +186,7 @@ class Training(Loop):
             self.device.type == "cpu"
         )  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
-        if not self.member.goes_on:  # else the others send the result
+        if not self.member.others_have_state:  # else the others send the result
             self.state.trial = self._try()
             if self._validation is not None and self.member.number == 0:
                 samples = min(self._validation_batch, self._validation_samples)
@@ -347,7 +347,7 @@ class Training(Loop):
             member.emit("model_loaded", **self._built.loaded.fields())
         trial = self._trial
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
-        if self.engine.comm.rank == 0 and not member.goes_on:
+        if self.engine.comm.rank == 0 and not member.others_have_state:
             member.emit("same_as_one_machine", verdict=trial.verdict)
         self._announce(validation_samples=self._validation_samples)
 
@@ -438,7 +438,7 @@ class Training(Loop):
             self._waits,
         )
         left_out = found.skipped
-        self._teller.tell(left_out, dataset="validation", step=self.step, epoch=where.epoch)
+        self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.engine.comm.rank == 0:
             self.member.emit(
                 "validated",

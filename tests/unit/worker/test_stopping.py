@@ -16,7 +16,7 @@ from instep.comm.alone import AloneComm
 from instep.comm.channel import Hub
 from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.memory import run_ranks
-from instep.comm.messages import TOLD, Figures, Stop, Verdict, Welcome
+from instep.comm.messages import ON_REQUEST, Figures, Stop, Verdict, Welcome
 from instep.control.master import Master
 from instep.errors import SpecError
 from instep.events import STEPS as STEPS_OF
@@ -75,7 +75,7 @@ class Run:
             stopping.after_commit(step, 8.0 - step, 100.0 / step, last=last)
             if step % 5 == 0 and not last:
                 last = stopping.after_validation(step, {"loss": 0.0, "accuracy": step / 10})
-        member.done(step, TOLD if step < STEPS else "steps")
+        member.done(step, ON_REQUEST if step < STEPS else "steps")
         member.close()
         return step
 
