@@ -265,8 +265,6 @@ class Session:
             self._training.join()
             self._formed()
             yield from self._training.steps()
-            while not self._training.finish():  # one was lost before all had ended
-                yield from self._training.steps()
         except GeneratorExit:
             self.fail(WorkerError("the loop over session.steps() was left before its end."))
             raise

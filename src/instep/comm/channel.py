@@ -138,12 +138,6 @@ class Channel:
         except OSError as error:
             raise PeerError(f"the master is gone ({error}).") from None
 
-    def poll(self) -> AnyMessage | None:
-        """The next message that is already here, without waiting (about a microsecond)."""
-        if not self._inbox and self._ready.poll(0):
-            self._read()
-        return self._inbox.popleft() if self._inbox else None
-
     def wait(self, timeout_s: float | None) -> bool:
         """Whether something has arrived, or does so within a time; None waits for ever."""
         if self._inbox:

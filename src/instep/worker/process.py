@@ -91,11 +91,8 @@ class _Trainer:
         """Train to the end."""
         self._training = training = prepare(self._member, self._local_rank)
         training.join()
-        finished = False
-        while not finished:
-            for _ in training.steps():
-                pass
-            finished = training.finish()
+        for _ in training.steps():
+            pass
 
     def released(self) -> None:
         """The run continues without this worker."""

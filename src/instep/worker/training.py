@@ -354,8 +354,11 @@ class Training(Loop):
     # ---- the loop
 
     def steps(self) -> Iterator[Step]:
-        """Train; yields after each commit. See `Loop.run`."""
-        yield from self.run()
+        """Train to the end, and save the model; yields after each commit. See `Loop.run`."""
+        finished = False
+        while not finished:  # a worker may be lost before all have ended
+            yield from self.run()
+            finished = self.finish()
 
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
