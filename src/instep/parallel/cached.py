@@ -180,8 +180,8 @@ class CachedGradients:
         seen = "; ".join(f"{kind} in micro-batch {at}" for at, kind in own.items())
         return RecipeError(
             f"Recipe.embed returned other shapes or types for micro-batch {number} than for "
-            f"micro-batch {first}{f' ({seen})' if seen else ''}: beside the samples they must be "
-            "those of all. Pad to one length."
+            f"micro-batch {first}{f' ({seen})' if seen else ''}: apart from the samples they "
+            "must be the same in all. Pad to one length."
         )
 
     def loss(self, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> Tensor:

@@ -181,12 +181,12 @@ class Reads:
         return table[:, _HEAD : _HEAD + len(own)]
 
     def no_second(self, layer: int) -> RecipeError:
-        """The error of a gradient that is taken elsewhere than in `backward`, or of a gradient."""
+        """The error of a gradient that is not taken in `backward`, or of a second derivative."""
         return RecipeError(
-            f"a gradient was taken through the layer {self._layers[layer]!r} beside the backward "
-            "pass of the step, as a gradient penalty and an attack on the inputs do: it would mix "
-            "losses of several workers that are not weighted yet. Leave train.batch_norm = "
-            "'global' out, or that term of the loss."
+            f"a gradient was taken through the layer {self._layers[layer]!r} outside of the "
+            "backward pass of the step, as a gradient penalty and an attack on the inputs do: it "
+            "would mix losses of several workers that are not weighted yet. Leave "
+            "train.batch_norm = 'global' out, or that term of the loss."
         )
 
     def _mismatch(self, mine: list[float], rank: int, theirs: list[float]) -> RecipeError:

@@ -365,7 +365,9 @@ def test_gradients_taken_while_the_loss_is_computed_are_refused(penalty):
             (gradient,) = torch.autograd.grad(loss, given, create_graph=penalty)
             reads.backward(loss + gradient.square().sum(), 0.5)
 
-    with pytest.raises(RecipeError, match="taken through the layer '1' beside the backward pass"):
+    with pytest.raises(
+        RecipeError, match="taken through the layer '1' outside of the backward pass"
+    ):
         run_ranks(2, body)
 
 
