@@ -106,16 +106,13 @@ def corruption_in_words(found: dict[str, Any]) -> str:
     """
     named = ", ".join(f"worker {n}" for n in found["workers"])
     who = named or " or ".join(f"worker {n}" for n in found["suspects"])
+    then = f"training continued from step {readable_count(found['clean_step'])}"
+    if found["clean_step"] < 0:
+        then = "no worker had a copy to go back to"
     return (
         f"{who} had a wrong {found['what']} at step {readable_count(found['step'])} "
-        f"({found['where']}): {found['how']}; {_where_to(found['clean_step'])}"
+        f"({found['where']}): {found['how']}; {then}"
     )
-
-
-def _where_to(clean_step: int) -> str:
-    if clean_step < 0:
-        return "no worker had a copy to go back to"
-    return f"training continued from step {readable_count(clean_step)}"
 
 
 def printable(text: str) -> str:

@@ -40,7 +40,6 @@ from instep.integrity.repeats import (
     repeats_every,
     repeats_of,
 )
-from instep.spec import TrainSpec
 from instep.state.digest import MemoryWatch, combined, digests
 from instep.worker.observed import Observed
 from instep.worker.step.dealing import Speeds
@@ -194,11 +193,16 @@ class CorruptionCheck:
             yield where, share
 
     def _repeats_of(self, step: int, where: Position) -> list[Repeat]:
-        parts = parts_of(where, self._member.job.train)
-        return repeats_of(step, self._every, deal(parts, self._comm.size, self._speeds))
+        dealt = deal(self._parts(where), self._comm.size, self._speeds)
+        return repeats_of(step, self._every, dealt)
 
     def _pass(self, where: Position, number: int) -> Pass:
-        return repeated_pass(where, number, self._member.job.train)
+        """The pass that repeats a micro-batch; its gradient does not count."""
+        first, stop = micro_batch(where.first, where.stop, number, self._parts(where))
+        return Pass(Slice(where.epoch, first, stop), number, repeats=True)
+
+    def _parts(self, where: Position) -> int:
+        return parts_of(where, self._member.job.train)
 
     def begin_step(self, step: int, where: Position) -> None:
         """A step begins, or is tried again."""
@@ -433,12 +437,6 @@ class CorruptionCheck:
         self._member.flush()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("SIGKILL was survived")
-
-
-def repeated_pass(where: Position, number: int, train: TrainSpec) -> Pass:
-    """The pass that repeats a micro-batch of the step at `where`; its gradient does not count."""
-    first, stop = micro_batch(where.first, where.stop, number, parts_of(where, train))
-    return Pass(Slice(where.epoch, first, stop), number, repeats=True)
 
 
 def _in_words(found: Found, numbers: tuple[list[int], list[int]], step: int) -> str:

@@ -102,12 +102,9 @@ def _of_torch(loss: Any) -> _TorchLoss | None:
         kind = type(loss).__name__
         own = type(loss) is not getattr(nn, kind, None)
         return None if own or settings else _TorchLoss(kind, vars(loss) | dict(loss._buffers))
-    kind = _FUNCTIONS.get(loss, "") if callable(loss) and _hashable(loss) else ""
+    hashable = callable(loss) and type(loss).__hash__ is not None
+    kind = _FUNCTIONS.get(loss, "") if hashable else ""
     return _TorchLoss(kind, settings) if kind else None
-
-
-def _hashable(loss: Any) -> bool:
-    return type(loss).__hash__ is not None
 
 
 def weighing(weight: Weigh | None, loss: Any) -> Weighing:
@@ -119,7 +116,7 @@ def weighing(weight: Weigh | None, loss: Any) -> Weighing:
     """
     if weight is not None:
         name = "compute_loss" if loss is None else "Recipe.loss"
-        return Weighing(_checked(weight), True, name)
+        return Weighing(lambda batch: as_weight(weight(batch), "Recipe.weight"), True, name)
     if loss is None:
         return Weighing(None, False, "compute_loss")
     torch_loss = _of_torch(loss)
@@ -162,10 +159,6 @@ def class_weights(target: Any, weight: Tensor | None = None, ignored: int = -100
     if weight is None:
         return float(counts.sum())
     return float(weight.to(target.device, torch.float64)[target[counts]].sum())
-
-
-def _checked(weight: Weigh) -> Weigh:
-    return lambda batch: as_weight(weight(batch), "Recipe.weight")
 
 
 def as_weight(value: Any, name: str) -> float:

@@ -71,7 +71,8 @@ class RunFolder:
         for event, resumed_step in _returns(self.events):
             kept = steps["step"] <= resumed_step
             steps = steps[kept | (steps["begin"] >= event["time"])]
-        self.steps = _in_order(steps)
+        order = np.lexsort((steps["begin"], steps["worker"], steps["step"]))
+        self.steps: Records = steps[order]
         self.events = _without_discarded(self.events)
 
     def named(self, event: str) -> list[Event]:
@@ -349,11 +350,6 @@ def _check_steps(steps: Records, path: Path) -> None:
             f"{path} is damaged: record {number} of {len(steps)} is impossible. It holds the times "
             "and losses of steps: remove it to read the rest of the run."
         )
-
-
-def _in_order(steps: Records) -> Records:
-    ordered: Records = steps[np.lexsort((steps["begin"], steps["worker"], steps["step"]))]
-    return ordered
 
 
 def check_format(run: Path) -> None:

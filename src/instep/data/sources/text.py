@@ -54,9 +54,11 @@ def text(
         raise DataError(f"length = {length}: a window needs 1 byte or more.")
     paths = _text_paths(paths_or_folder, pattern)
     try:
-        single = len(paths) == 1 and paths[0].stat().st_size > 0
-        parts = [np.memmap(paths[0], np.uint8, "r")] if single else map(_file_bytes, paths)
-        data: Bytes = parts[0] if isinstance(parts, list) else np.concatenate(list(parts))
+        data: Bytes
+        if len(paths) == 1 and paths[0].stat().st_size > 0:
+            data = np.memmap(paths[0], np.uint8, "r")
+        else:
+            data = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
     if len(data) <= length:
@@ -65,10 +67,6 @@ def text(
             f"{length + 1}. Give more text, or a smaller length."
         )
     return TextWindows(data, length)
-
-
-def _file_bytes(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 def _text_paths(given: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:
