@@ -370,11 +370,6 @@ def test_arguments_that_no_job_file_could_hold_are_refused_by_name(arguments):
         build({**RECIPE, "arguments": arguments}, source="instep.train")
 
 
-def test_a_job_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        build(RECIPE, source="test").workers = 3
-
-
 def test_a_job_goes_over_the_wire_as_plain_data():
     job = build({**RECIPE, "arguments": {"a": [1, 2.5, "x", {"b": True}]}}, source="test")
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(job)))

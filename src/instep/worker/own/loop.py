@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from instep.comm.base import Comm
-from instep.comm.messages import TOLD, Heartbeat
+from instep.comm.messages import ON_REQUEST, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.reading.threads import cpu_clock
@@ -225,7 +225,7 @@ class OwnLoop(Loop):
         self.member.phases["group"] = time.time() - began
         for lost in self._lost:
             self._warn(lost.text)
-        if self.engine.comm.rank == 0 and not self.member.goes_on:
+        if self.engine.comm.rank == 0 and not self.member.others_have_state:
             verdict = verdict_of(self._model, self.job.train, self._lost)
             self.member.emit("same_as_one_machine", verdict=verdict)
         self._announce(validation_samples=0)
@@ -713,7 +713,7 @@ class OwnLoop(Loop):
         else:
             (told,) = talk()
         if told and not self.stopped:
-            self.rule = TOLD
+            self.rule = ON_REQUEST
             if self.state.last is None:  # of a step before this start of the run
                 self.state.ended = True
             else:
@@ -852,7 +852,7 @@ class OwnLoop(Loop):
                     agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
                 if agreed.stop and not self.stopped:
-                    self.rule = TOLD
+                    self.rule = ON_REQUEST
                 self._save_last()
                 if super().finish():
                     return True
@@ -878,7 +878,7 @@ class OwnLoop(Loop):
 
     def _save_last(self) -> None:
         own = self.engine.own_state() if self.engine.strategy.laws else {}
-        if self._saver is not None and not self.stopping.spoilt:
+        if self._saver is not None and not self.stopping.diverged:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
                 where = position(self.step, self.samples, self.job.train.global_batch)
