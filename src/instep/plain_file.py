@@ -89,10 +89,14 @@ def write_plain(path: Path, text: str) -> None:
         file.write(text)
 
 
-def replace_plain(path: Path, text: str, mode: int = 0o666) -> None:
+def replace_plain(path: Path, text: str, mode: int = 0o666, *, durable: bool = False) -> None:
     """Put a file with this text at `path`, all at once: readers see the former one or this one.
 
     A link at `path` is replaced, not followed.
+
+    Args:
+        path, text, mode: of the file.
+        durable: flush it to the disk first: else a crash of the host may leave an empty file.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -102,6 +106,9 @@ def replace_plain(path: Path, text: str, mode: int = 0o666) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with open(os.open(beside, flags, mode), "w", encoding="utf-8") as file:
             file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -116,11 +116,11 @@ def test_chaos_injects_faults_into_a_running_run_which_continues(
     going = start("-m", "instep", "run", job_file(tmp_path, 5000))
     going.until(going.is_training, "training")
     assert main(["chaos", str(going.run), "--partitions", "1"]) == 2
-    assert "is going on, and a run can be put on" in capsys.readouterr().err
+    assert "is running, and a run can be put on" in capsys.readouterr().err
     assert main(["chaos", str(going.run), "--kills", "2", "--over", "1", "--seed", "3"]) == 0
     said = capsys.readouterr().out
     assert "broken  2 of 2 times: kill worker 2" in said
-    assert "hash    nothing to compare with: the run is going on" in said
+    assert "hash    nothing to compare with: the run has not ended" in said
     assert f"next    instep replay {going.run} --step" in said
     assert len(going.events("worker_lost")) == 2
     assert going.process.poll() is None

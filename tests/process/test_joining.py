@@ -345,7 +345,7 @@ def test_a_killed_process_is_reported_to_have_exited_without_a_message(
     one.process.send_signal(number)
     assert zero.end(20) == 1
     assert "worker 1 failed" in zero.stderr
-    assert "the process went away without a message" in zero.stderr
+    assert "the process disconnected without a message" in zero.stderr
     assert "ended with code" not in zero.stderr
 
 

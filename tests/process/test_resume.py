@@ -277,7 +277,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_not_begun_again(run: Path
     for manifest in (run / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     ledger = (run / "ledger.bin").read_bytes()
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* can be believed"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is valid"):
         instep.resume(run, quiet=True)
     assert (run / "ledger.bin").read_bytes() == ledger
 

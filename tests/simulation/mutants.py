@@ -16,10 +16,12 @@ from msgspec import structs
 
 from instep.comm.connection import MasterConnection
 from instep.comm.messages import Broken, Done, Formed
-from instep.control import decide as mind
+from instep.control import decide as decisions
 from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
+from instep.data.balance import deal
+from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep
 from instep.worker.step.catch_up import Beginning
 
 from . import workers
@@ -156,10 +158,46 @@ def _forgets(kind: type) -> Change:
     return change
 
 
+def _asks_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(connection: MasterConnection, channel: Any) -> Any:
+        question, connection.question = connection.question, None
+        introduced = real(connection, channel)
+        connection.question = question
+        return introduced
+
+    return mutant
+
+
+def _dealt_once_more(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(assignment: Lockstep, parts: int, speeds: Any) -> list[list[int]]:
+        units = real(assignment, parts, speeds)
+        every = deal(parts, len(assignment._working), speeds)
+        for rank, dealt in zip(assignment._working, every, strict=True):
+            units[rank] = sorted({*units[rank], *dealt})
+        return units
+
+    return mutant
+
+
+def _left_out(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(assignment: Lockstep, parts: int, speeds: Any) -> list[list[int]]:
+        return [[n for n in units if n < parts - 1] for units in real(assignment, parts, speeds)]
+
+    return mutant
+
+
+def _owes_nothing(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(state: State, worker: int) -> State:
+        after = real(state, worker)
+        return after if state.member(worker).wanted else after.note(worker, owes=False)
+
+    return mutant
+
+
 def _restarted_as_if_told(real: Callable[..., Any]) -> Callable[..., Any]:
     def mutant(state: State, now: float) -> Any:
         if state.phase == "gathering":
-            return state, mind._starts(state)
+            return state, decisions._starts(state)
         return real(state, now)
 
     return mutant
@@ -167,24 +205,28 @@ def _restarted_as_if_told(real: Callable[..., Any]) -> Callable[..., Any]:
 
 MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "no record says who holds the state": (
-        mind,
+        decisions,
         "_formed",
         lambda real: lambda state, *rest: real(replace(state, course=99), *rest),
     ),
-    "a lost worker stays ready": (mind, "_lose", _stays(Phase.READY)),
-    "a lost worker stays a holder": (mind, "_lose", _stays(Phase.LEFT)),
+    "a lost worker stays ready": (decisions, "_lose", _stays(Phase.READY)),
+    "a lost worker stays a holder": (decisions, "_lose", _stays(Phase.LEFT)),
     "a group is formed before all are built": (
         State,
         "ready",
         lambda real: property(lambda state: state.living),
     ),
-    "the last word of an earlier generation counts": (mind, "_last_message", _any_generation),
-    "the run never goes back": (mind, "_advance", _without(GoBack)),
-    "a group that broke is not formed again": (mind, "_broke", _ignored),
-    "a worker that hangs is not killed": (mind, "_hung", _without(Kill)),
-    "a worker that reconnects is told nothing": (mind, "_reminders", lambda real: lambda *_: []),
+    "the last word of an earlier generation counts": (decisions, "_last_message", _any_generation),
+    "the run never goes back": (decisions, "_advance", _without(GoBack)),
+    "a group that broke is not formed again": (decisions, "_broke", _ignored),
+    "a worker that hangs is not killed": (decisions, "_hung", _without(Kill)),
+    "a worker that reconnects is told nothing": (
+        decisions,
+        "_reminders",
+        lambda real: lambda *_: [],
+    ),
     "a worker that leaves is never released": (
-        mind,
+        decisions,
         "_release",
         lambda real: lambda state: (state, []),
     ),
@@ -199,22 +241,26 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "Broken is not sent again": (MasterConnection, "_connect_to_next", _forgets(Broken)),
     # found by these stories
     "a member that may have committed is not asked": (
-        mind,
+        decisions,
         "_next_generation",
         _given(members=_with_members(_not_in_a_group)),
     ),
     "a worker that leaves goes before the others hold the state": (
-        mind,
+        decisions,
         "_next_generation",
         _given(members=_with_members(_holds_only_if_wanted)),
     ),
     "a lost worker cannot have committed anything": (
-        mind,
+        decisions,
         "_lose",
         _state(from_checkpoint=lambda before, after: before.from_checkpoint),
     ),
-    "a new master waits for members that are ready": (mind, "_restarted", _restarted_as_if_told),
-    "a new master does not kill again": (mind, "_restarted", _without(Kill)),
+    "a new master waits for members that are ready": (
+        decisions,
+        "_restarted",
+        _restarted_as_if_told,
+    ),
+    "a new master does not kill again": (decisions, "_restarted", _without(Kill)),
     "a new master skips the figures that were recorded": (
         Rules,
         "replay",
@@ -227,7 +273,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     # against the phases of a member
     "a worker that has left its group is inside again": (
-        mind,
+        decisions,
         "_broke",
         lambda real: lambda state, event, now: (state.move(event.worker, Phase.INSIDE), []),
     ),
@@ -238,19 +284,61 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     # against draining
     "a worker that leaves does not drain": (
-        mind,
+        decisions,
         "_next_generation",
         _given(drains=lambda state: False),
     ),
-    "a draining worker gets work": (mind, "_form", _form_without("draining")),
+    "a draining worker gets work": (decisions, "_form", _form_without("draining")),
     "a group that broke has drained": (
-        mind,
+        decisions,
         "_next_generation",
         _any_has_drained,
     ),
+    "a worker that is lost while it leaves owes nothing": (decisions, "_lose", _owes_nothing),
+    "what is handed over in doubt never counts": (
+        workers,
+        "beginning",
+        lambda real: lambda places: real([place._replace(laid=-1) for place in places]),
+    ),
+    # against rounds
+    "what members have finished of a round is computed again": (
+        workers,
+        "finished",
+        lambda real: lambda step, held: NOTHING_FINISHED,
+    ),
+    "finished parts of a round are dealt out once more": (
+        Lockstep,
+        "_around_finished",
+        _dealt_once_more,
+    ),
+    "a part of a round that nobody has finished is left out": (
+        Lockstep,
+        "_around_finished",
+        _left_out,
+    ),
+    "the work of a step is dealt among those that leave as well": (
+        Lockstep,
+        "__init__",
+        lambda real: (
+            lambda self, form, *rest, **named: real(
+                self, structs.replace(form, draining=()), *rest, **named
+            )
+        ),
+    ),
+    # against processes that another program has started
+    "a member is told its group twice": (
+        decisions,
+        "_reminders",
+        lambda real: lambda state, worker, generation: real(state, worker, 0),
+    ),
+    "a key that was asked of a lost master is not asked of the next": (
+        MasterConnection,
+        "_introduce",
+        _asks_once,
+    ),
     # against servers
-    "a lost server is not replaced": (mind, "_replace", _server_dropped),
-    "a server is a worker": (mind, "_form", _form_without("servers")),
+    "a lost server is not replaced": (decisions, "_replace", _server_dropped),
+    "a server is a worker": (decisions, "_form", _form_without("servers")),
 }
 """Module or class, the name in it, and what is made of what it names."""
 

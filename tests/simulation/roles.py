@@ -1,4 +1,4 @@
-"""Client, host and master of a story. The master's code is the real one, with its mind and watch.
+"""Client, host and master of a story. The master's code is the real one: decisions, watch, shell.
 
 The client brings the master up again as `watchdog.py` does; the host starts,
 adopts and ends workers, and has a spare, as `launch/fork_server.py`. Both
@@ -79,6 +79,9 @@ class _File:
 
     def exists(self) -> bool:
         return False
+
+    def glob(self, pattern: str) -> list[_File]:
+        return []
 
 
 class _Steps:
@@ -191,6 +194,17 @@ class _Journal:
             return None
         return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
 
+    def keep(self, key: str, value: bytes) -> None:
+        self._world.takes_effect()
+        self._world.truth.keys[key] = value
+
+    def forget(self) -> None:
+        self._world.takes_effect()
+        self._world.truth.keys.clear()
+
+    def kept(self) -> list[tuple[str, bytes]]:
+        return list(self._world.truth.keys.items())
+
     def close(self) -> None:
         pass
 
@@ -210,21 +224,21 @@ def staged(world: World) -> Generator[None, None, None]:
         "has_ended": lambda pid: not world.processes[pid].alive,
         "go_back": lambda run, job: world.goes_back(),
     }
-    of_the_books = {
+    of_the_recorder = {
         "EventLog": _Log,
         "Appender": _Steps,
         "cut_torn_record": lambda *_: None,
         "read_records": lambda *_: np.empty(0, STEPS),
         "last_step": lambda path: len(world.truth.ledger),
     }
-    of_the_questions = {
+    of_the_stack_requests = {
         "stack_file": lambda run, worker: _File(),
         "last_stack": lambda file, since_bytes: '  File "x.py", line 1 in <module>\n',
     }
     with (
         mock.patch.multiple(master_module, **of_the_master),
-        mock.patch.multiple(recorder, **of_the_books),
-        mock.patch.multiple(stack_requests, **of_the_questions),
+        mock.patch.multiple(recorder, **of_the_recorder),
+        mock.patch.multiple(stack_requests, **of_the_stack_requests),
         mock.patch.multiple(connection_module, time=TIME, Channel=Channel),
     ):
         yield
@@ -253,7 +267,7 @@ class MasterProcess(Process):
             _File(),  # type: ignore[arg-type]
             board,
             views=[],
-            hosted=True,
+            hosted=not world.plan.joined,
             started=1e6,
             about={},
             start_point=StartPoint(0, None),
@@ -343,7 +357,11 @@ class Client(Process):
     def begin(self) -> None:
         """Bring up master and host, and listen to the one."""
         self._start_master()
-        self._world.start_host(fresh=True)
+        if self._world.plan.joined:
+            for number in range(self._world.plan.workers):
+                self.engine.after(self.engine.between(0.0, 2.0), self._world.joins, number)
+        else:
+            self._world.start_host(fresh=True)
         self.connection = SimulatedConnection(
             self._world, self, Hello(token="token", role="client", number=0, pid=0)
         )

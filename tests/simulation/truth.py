@@ -14,10 +14,24 @@ from typing import Any, NamedTuple
 
 from instep.comm.messages import Form
 from instep.control.state import State
+from instep.data.order import position
+from instep.spec import TrainSpec
+from instep.worker.step.passes import Pass, parts_of, positions_of
 
 from .engine import Process, Violation
+from .owning import Things
 
 Lineage = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """Units of a step that follow each other, as one worker has computed them."""
+
+    worker: int
+    units: range
+    step: int
+    upon: Lineage
+    """The state that it began from."""
 
 
 class Record(NamedTuple):
@@ -25,7 +39,8 @@ class Record(NamedTuple):
 
     step: int
     generation: int
-    members: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    """Records of `events.LEDGER`."""
 
 
 def with_work(form: Form) -> tuple[int, ...]:
@@ -39,6 +54,9 @@ class Truth:
 
     steps: int
     """Of the job."""
+    train: TrainSpec
+    """The portions of a commit."""
+    samples: int
     servers: int = 0
     """That every generation must have."""
     owning: set[Process] = field(default_factory=set)
@@ -56,6 +74,12 @@ class Truth:
     """The newest step that a living process held when a generation was told to form."""
     committed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """Generation and step to the members that have committed it."""
+    parts: dict[Process, dict[int, Part]] = field(default_factory=dict)
+    """What each process has computed of the step that it is at, by number of the first unit."""
+    agreed: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Generation and step to the worker whose computing of each unit counts."""
+    owned: dict[tuple[int, int], dict[int, Things]] = field(default_factory=dict)
+    """Generation and step to what each worker alone has there."""
     ledger: list[Record] = field(default_factory=list)
     writer: Process | None = None
     """Who has the ledger open."""
@@ -65,6 +89,8 @@ class Truth:
     timed: list[Any] = field(default_factory=list)
     """Arrays of `events.STEPS`."""
     journal: State | None = None
+    keys: dict[str, bytes] = field(default_factory=dict)
+    """That the journal has."""
     done: set[tuple[int, int]] = field(default_factory=set)
     """Generation and worker that has said that it has nothing left to do."""
 
@@ -95,6 +121,37 @@ class Truth:
         return other.alive and self.formed.get((form.generation, other)) == form.rank
 
     # ---- steps
+
+    def computes(self, process: Process, worker: int, form: Form, step: int, part: Pass) -> Part:
+        """A worker has computed a pass of a step; nobody in its group has it yet."""
+        units = range(part.number, part.number + part.micro_batches)
+        done = Part(worker, units, step, self.held[process])
+        for other, parts in self.parts.items():
+            if other.alive and (form.generation, other) in self.formed:
+                there = [p for p in parts.values() if (p.step, p.upon) == (step, done.upon)]
+                if any(not set(units).isdisjoint(p.units) for p in there):
+                    raise Violation(f"{process} computes {done}, and {other} has it: {there}")
+        return done
+
+    def agrees(self, form: Form, step: int, upon: Lineage, parts: Iterable[Part]) -> None:
+        """What all members have given to a step: each unit once, from the same state."""
+        given = [(unit, part) for part in parts for unit in part.units]
+        units = sorted(unit for unit, _ in given)
+        if units != list(range(self.units(step))):
+            raise Violation(f"step {step} counts units {units} of {self.units(step)}")
+        if wrong := [part for _, part in given if (part.step, part.upon) != (step, upon)]:
+            raise Violation(
+                f"step {step} upon {upon} counts what was computed for another: {wrong}"
+            )
+        if idle := {part.worker for _, part in given} - set(with_work(form)):
+            raise Violation(
+                f"step {step} counts what {idle} computed, and they get no work: {form}"
+            )
+        self.agreed[form.generation, step] = {unit: part.worker for unit, part in given}
+
+    def units(self, step: int) -> int:
+        """How many a step has."""
+        return parts_of(position(step, self.samples, self.train.global_batch), self.train)
 
     def commits(self, process: Process, worker: int, generation: int, step: int) -> Lineage:
         """A step counts for a worker; gives back its lineage."""
@@ -130,6 +187,25 @@ class Truth:
         """Who has a state that counts."""
         return [p for p in self.held if p.alive and p not in self.forgotten]
 
+    def owns(self, form: Form, worker: int, lineage: Lineage, things: Things) -> None:
+        """What a worker has alone at a step: with all others of its group, all that there is."""
+        there = self.owned.setdefault((form.generation, len(lineage)), {})
+        there[worker] = things
+        if there.keys() < set(form.members):
+            return
+        every = sorted(thing for each in there.values() for thing in each)
+        if every != sorted(self.left_over(lineage)):
+            lost, again = self.left_over(lineage) - {*every}, len(every) - len({*every})
+            raise Violation(
+                f"of what workers alone have at step {len(lineage)} of generation "
+                f"{form.generation}, {sorted(lost)} is lost and {again} is there twice: {there}"
+            )
+
+    def left_over(self, lineage: Lineage) -> Things:
+        """All that the steps of a lineage have left over."""
+        steps = enumerate(lineage, 1)
+        return frozenset((s, g, worker) for s, g in steps for worker in with_work(self.forms[g]))
+
     # ---- the ledger
 
     def open_ledger(self, process: Process) -> None:
@@ -148,8 +224,24 @@ class Truth:
         if record.step != len(self.ledger) + 1:
             raise Violation(f"the ledger has {len(self.ledger)} steps, and {record} follows")
         form = self.forms[record.generation]
-        if record.members != with_work(form):
-            raise Violation(f"{record} does not cover the work of {form.members}")
+        where = position(record.step, self.samples, self.train.global_batch)
+        units = range(self.units(record.step))
+        named: dict[int, list[int]] = {unit: [] for unit in units}
+        covered = 0
+        for *_, worker, _, _, first, stop in record.rows:
+            covered += stop - first
+            for unit in units:
+                low, high = positions_of(where, range(unit, unit + 1), len(units))
+                if first <= low and high <= stop:
+                    named[unit].append(worker)
+        agreed = self.agreed[record.generation, record.step]
+        rows_of = {worker for *_, worker, _, _, _, _ in record.rows}
+        if (
+            named != {unit: [worker] for unit, worker in agreed.items()}
+            or covered != where.stop - where.first
+            or rows_of != set(form.members) - set(form.servers)
+        ):
+            raise Violation(f"{record} is not what was computed: {agreed}")
         self.ledger.append(record)
 
     def mend(self, newest: int, record: Record | None) -> None:

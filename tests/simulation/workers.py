@@ -21,12 +21,14 @@ from instep.control.watch import WAITING
 from instep.errors import PeerError
 from instep.events import STEPS
 from instep.worker.member import FLUSH_S
+from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep, finished
 from instep.worker.step.catch_up import NOWHERE, Place, beginning
 
 from .engine import TIME, Death, Process, Violation
 from .groups import End, Wait
+from .owning import Own, Stamp, Things
 from .roles import SimulatedConnection
-from .truth import Lineage, Record, with_work
+from .truth import Lineage, Part, Record, with_work
 
 if TYPE_CHECKING:
     from .world import World
@@ -37,11 +39,19 @@ class Released(Exception):
 
 
 class Last(NamedTuple):
-    """As `standing.Committed`."""
+    """As `committed.Commit`."""
 
     step: int
     told: bool
     ends: bool
+
+
+class Staged(NamedTuple):
+    """A step of which all is there but the commit."""
+
+    done: Last
+    record: Record
+    things: Things
 
 
 class Worker(Process):
@@ -68,9 +78,16 @@ class Worker(Process):
         self._last: Last | None = None
         self._settled = 0
         self._record: Record | None = None
+        self._assignment: Lockstep | None = None
+        self._parts: dict[int, Part] = {}
+        """Of the step that it is at, by number of the first unit."""
+        self._recovers = True
+        self._own = Own(number, world.memory[number])
+        self._staged: Staged | None = None
+        self._in_doubt = False
+        self._inside = -1  # the newest generation that it was inside; 0 if it was given the state
         self._regroups = False
         self._told_by_rule = False
-        self._known_keys: dict[str, bytes] = {}
         self.lead(self._life())
 
     # ---- the connection
@@ -79,10 +96,17 @@ class Worker(Process):
         """Something is there to be read."""
         if self._listening:
             for message in self.connection.takes_in():
-                newer = isinstance(message, m.Form) and self.form is not None
-                if newer and message.generation > self.form.generation:
-                    self._interrupt()
+                if isinstance(message, m.Form):
+                    self._told_to_form(message)
         self.wake()
+
+    def _told_to_form(self, form: m.Form) -> None:
+        """As `Member._arrived`."""
+        self.connection.hello = msgspec.structs.replace(
+            self.connection.hello, generation=form.generation
+        )
+        if self.form is not None and form.generation > self.form.generation:
+            self._interrupt()
 
     @property
     def is_server(self) -> bool:
@@ -137,18 +161,14 @@ class Worker(Process):
                 case m.Verdict():
                     self._verdicts.append(message)
                 case m.Form():
-                    self._take(message)
+                    self._next = message
                 case m.Regroup(generation=generation):
                     self._regroup_at = generation
+                case m.StoreValue():
+                    pass
                 case _:
                     self.connection.put_back(message)
                     return
-
-    def _take(self, form: m.Form) -> None:
-        self._next = form
-        self.connection.hello = msgspec.structs.replace(
-            self.connection.hello, generation=form.generation
-        )
 
     def _flush(self) -> None:
         self._flushed = TIME.now
@@ -176,7 +196,7 @@ class Worker(Process):
         self.connection._welcomed = True
         if isinstance(answer, m.Refused):
             return 5
-        self.connection.lasting = answer.recovers
+        self._recovers = answer.recovers
         self.connection.shows_itself()
         self._listening = True
         self._beat()
@@ -187,23 +207,25 @@ class Worker(Process):
             while True:
                 yield from self._steps()
                 if (yield from self._finish()):
-                    return 0
+                    break
         except Released:
-            return 0
+            pass
         except PeerError as error:
             self.engine.tell(self, f"fails: {error}")
             return PeerError.exit_code  # nobody hears why
+        self._world.memory.pop(self.number, None)  # it is given back
+        return 0
 
     def _wait_for_group(self) -> Wait:
         if self.form is None:
-            self.connection.send(m.Built(recovers=True))
+            self.connection.send(m.Built(recovers=self._recovers))
             self.built = True
         present = self.form.generation if self.form else -1
         while not self._next or self._next.generation <= present:
             answer = yield from self._wait_for(m.Form, m.Release)
             if isinstance(answer, m.Release):
                 raise Released
-            self._take(answer)
+            self._next = answer
         self.form, self._next = self._next, None
 
     def _regroup(self) -> Wait:
@@ -215,6 +237,8 @@ class Worker(Process):
                 yield from self._form()
                 return
             except PeerError:
+                if not self._recovers:
+                    raise
                 self._leave()
 
     def _leave(self) -> None:
@@ -222,6 +246,8 @@ class Worker(Process):
         assert self.form is not None
         if self._in_group and self._end is not None:
             self._in_group = False
+            if not self._in_doubt:
+                self._staged = None
             self._end.close()
             self._truth.close_ledger(self)
         if self._regroups and self.number in self.form.draining:
@@ -230,9 +256,11 @@ class Worker(Process):
             self._truth.owning.discard(self)
         self._regroups = False
         self._step = len(self._lineage)
+        if not self._world.plan.participants:  # else what is finished of the round is kept
+            self._parts.clear()
         self._flush()
         self.engine.tell(self, f"leaves generation {self.form.generation} at step {self._step}")
-        self.connection.send(m.Broken(generation=self.form.generation))
+        self.connection.send(m.Broken(generation=self.form.generation, holds=self._holds))
 
     # ---- a generation begins
 
@@ -245,10 +273,15 @@ class Worker(Process):
             yield from end.exchange("lengths")
             self._point("beginning")
             given = yield from self._begin(form, end)
+            yield from self._assign(form, end)
             if not given:
                 checked = yield from end.exchange("equal", self._lineage)
                 if len(set(checked)) > 1:
                     raise Violation(f"members begin with different states: {checked}")
+            if self._world.plan.drains:
+                yield from self._own.start(form, end, len(self._lineage), self._point)
+                self._truth.owns(form, self.number, self._lineage, self._own.things)
+            self._inside = form.generation
         except PeerError:
             end.close()
             raise
@@ -272,16 +305,36 @@ class Worker(Process):
         numbers = []
         known: dict[str, bytes] = {}
         for rank in range(len(form.members)):
-            key = f"{prefix}{rank}"
-            self.connection.send(m.StoreGet(key=key))
-            while key not in known:
+            self.connection.question = question = m.StoreGet(key=f"{prefix}{rank}")
+            self.connection.send(question)
+            while question.key not in known:
                 answer = yield from self._wait_for(m.StoreValue, m.Form, m.Release)
                 if not isinstance(answer, m.StoreValue):
+                    self.connection.question = None
                     self.connection.put_back(answer)
                     raise PeerError("the members changed while the group was forming.")
                 known[answer.key] = answer.value
-            numbers.append(int(known[key]))
+            numbers.append(int(known[question.key]))
         yield from end.connect(numbers, form.timeout_s)
+
+    def _assign(self, form: m.Form, end: End) -> Wait:
+        """Who computes what; of a round, around what members have finished of it."""
+        plan, job, step = self._world.plan, self._world.job, len(self._lineage) + 1
+        self._go_to(step)
+        known = NOTHING_FINISHED
+        if plan.participants:
+            known = finished(step, (yield from end.exchange("finished", tuple(self._parts))))
+            if known.holders:
+                self.engine.tell(self, f"knows of finished parts of round {step}: {known.holders}")
+        self._assignment = Lockstep(
+            form, job.per_commit, plan.samples, by_speed=False, finished=known
+        )
+
+    def _go_to(self, step: int) -> None:
+        """As `Rounds`: what was computed for another step is of no use."""
+        if any(part.step != step for part in self._parts.values()):
+            self._parts.clear()
+        self._truth.parts[self] = self._parts
 
     def _begin(self, form: m.Form, end: End) -> Wait:
         if form.checkpoint is None:
@@ -290,30 +343,54 @@ class Worker(Process):
             raise Death
         self._lineage = self._world.checkpoint(form.checkpoint)
         self._last, self._settled, self._ended = None, len(self._lineage), form.ends
+        self._staged, self._in_doubt = None, False
+        self._own.load(self._truth.left_over(self._lineage) if form.rank == 0 else frozenset())
+        self._own.tried = form.generation
         return False
 
     def _catch_up(self, end: End) -> Wait:
-        last = self._last
+        last, form, own = self._last, self.form, self._own
+        assert form is not None
         mine = NOWHERE
         if self._holds:
             told, ends = (last.told, last.ends) if last else (self._ended, self._ended)
-            generation = self.form.generation if self.form is not None else 0
-            mine = Place(0, len(self._lineage), -1, generation, self._settled, told, ends)
+            prepared = self._staged.record.step if self._staged is not None else -1
+            mine = Place(
+                course=0,
+                number=len(self._lineage),
+                prepared=prepared,
+                generation=self._inside,
+                settled=self._settled,
+                told=told,
+                ends=ends,
+                tried=own.tried,
+                laid=own.laid,
+            )
         there = beginning((yield from end.exchange("places", mine)))
-        root = self.form is not None and self.form.rank == there.root
+        if self._staged is not None and self._staged.record.step == there.number:
+            self.engine.tell(self, f"applies step {there.number}, which was in doubt")
+            self._apply(self._staged)
+        self._staged, self._in_doubt = None, False
+        own.resolve(there.generation, there.number)
+        root, fresh = form.rank == there.root, not self._holds
         if root:
             self._truth.open_ledger(self)
             self._truth.mend(there.number, self._record)
             self._truth.close_ledger(self)
             self._point("mended")
         if there.shared:
-            own = (self._lineage, self._last) if root else None
-            given = (yield from end.exchange("state", own))[there.root]
+            state = (self._lineage, self._last, own.made) if root else None
+            given = (yield from end.exchange("state", state))[there.root]
             if not root and not (self._holds and len(given[0]) == len(self._lineage)):
-                self._lineage, self._last = given
+                self._lineage, self._last, own.made = given[0], given[1], dict(given[2])
+                self._inside, self._holds = max(self._inside, 0), True
                 self._truth.takes(self, self._lineage)
+        if fresh:
+            own.take_what_was_left(len(self._lineage))
+        own.tried = form.generation
         if self._last is not None:
-            self._last = self._last._replace(told=there.told, ends=there.ends)
+            told, ends = self._last.told or there.told, self._last.ends or there.ends
+            self._last = self._last._replace(told=told, ends=ends)
         self._ended = self._last is None and bool(there.ends)
         self._settled = there.settled
         return there.shared
@@ -327,7 +404,8 @@ class Worker(Process):
                 if not self._regroups:
                     return
             except PeerError:
-                pass
+                if not self._recovers:
+                    raise
             self._leave()
             yield from self._regroup()
 
@@ -347,31 +425,58 @@ class Worker(Process):
                 break
 
     def _one_step(self) -> Wait:
-        plan, end = self._world.plan, self._end
+        plan, end, form = self._world.plan, self._end, self.form
         assert end is not None
-        for _ in range(plan.passes):
-            self._listen()
-            if self._next is not None:
-                raise PeerError("the members have changed in the middle of a step.")
-            if not self._has_work:
-                break
-            self.phase = "forward"
-            yield plan.step_s / plan.passes * self.engine.between(0.7, 1.3)
-            yield from self._world.hangs(self)
-            self._progress += 1
+        assert form is not None
+        assert self._assignment is not None
+        self._go_to(self._step)
+        if plan.drains:
+            self._own.begin_step(Stamp(self._step, form.generation))
+        merge = plan.passes == 1 and not plan.participants
+        ((where, share),) = self._assignment.plan(self._step, self._step, merge=merge)
+        self._check_members()
+        for each in share.passes:
+            if each.number not in self._parts:  # else it was finished before they changed
+                self._check_members()
+                self.phase = "forward"
+                yield plan.step_s / len(share.passes) * self.engine.between(0.7, 1.3)
+                yield from self._world.hangs(self)
+                self._progress += 1
+                part = self._truth.computes(self, self.number, form, self._step, each)
+                self._parts[each.number] = part
         self.phase = "exchange"
         told = yield from self._told()
-        wish = (told, self._regroup_at == self.form.generation if self.form else False)
+        given = [self._parts[each.number] for each in share.passes]
+        stamp, things = Stamp(self._step, form.generation), self._own.things
+        if plan.drains:  # before the last message without which nobody can finish
+            things = self._own.after(stamp, works=self._has_work)
         self._point("exchanging")
-        agreed = yield from end.exchange(("step", self._step, self._lineage), wish)
-        self.phase = "update"
+        agreed = yield from end.exchange(
+            ("step", self._step, self._lineage),
+            (told, self._regroup_at == form.generation, given),
+        )
+        parts = [part for _, _, given in agreed for part in given]
+        self._truth.agrees(form, self._step, self._lineage, parts)
         self._point("agreed")
-        self._regroups = any(regroups for _, regroups in agreed)
-        stop = any(stop for stop, _ in agreed)
+        regroups = any(regroups for _, regroups, _ in agreed)
+        stop = any(stop for stop, _, _ in agreed)
         ends = stop or self._step == plan.steps
-        self._commit()
-        self._last = Last(self._step, stop, ends)
-        return self._last
+        self._assignment.prepared(0, self._step, where)
+        record = Record(*stamp, tuple(self._assignment.records()))
+        staged = self._staged = Staged(Last(self._step, stop, ends), record, things)
+        if plan.drains:
+            self._in_doubt = True
+            yield from end.exchange(("vote", self._step))
+            self._point("voted")
+        self._regroups = regroups
+        self.phase = "update"
+        self._commit(staged)
+        return staged.done
+
+    def _check_members(self) -> None:
+        self._listen()
+        if self._next is not None:
+            raise PeerError("the members have changed in the middle of a step.")
 
     def _told(self) -> Wait:
         self._listen()
@@ -389,13 +494,23 @@ class Worker(Process):
         self._listen()  # `regroups` is asked for next
         return self._told_by_rule or stop
 
-    def _commit(self) -> None:
+    def _apply(self, staged: Staged) -> None:
+        """All that is staged counts."""
+        step, generation, _ = self._record = staged.record
+        self._lineage = self._truth.commits(self, self.number, generation, step)
+        self._last, self._own.things, self._own.made[generation] = staged.done, staged.things, step
+        self._staged, self._in_doubt = None, False
+        if self._world.plan.drains:
+            form = self._truth.forms[generation]
+            self._truth.owns(form, self.number, self._lineage, staged.things)
+
+    def _commit(self, staged: Staged) -> None:
         form = self.form
         assert form is not None
-        self._record = Record(self._step, form.generation, with_work(form))
-        self._lineage = self._truth.commits(self, self.number, form.generation, self._step)
+        self._apply(staged)
         self.engine.tell(self, f"commits step {self._step} in generation {form.generation}")
         if form.rank == 0:
+            assert self._record is not None
             self._point("committed")
             self._truth.append(self._record)
         self._point("written")
@@ -458,7 +573,7 @@ class Worker(Process):
                 if self._end is not None:
                     self._end.close()
                 return True
-            self._take(answer)
+            self._next = answer
         self._leave()
         yield from self._regroup()
         return False

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from instep.control.state import Finish
 
 from .engine import TIME, Death, Engine, Listener, Process, Violation
 from .groups import End, Wait
+from .owning import Memory
 from .roles import Client, Host, MasterProcess, Wisher, staged
 from .truth import Lineage, Truth
 from .workers import Worker
@@ -47,17 +49,25 @@ class Plan:
     """How likely the master is killed with a decision, having carried out a part of it."""
     drains: bool
     """Whether members own state, and hand it over before they leave."""
+    participants: int
+    """Of a round of averaging; 0 where a commit is a step."""
+    joined: bool
+    """Whether the workers were started by another program, and none can be replaced."""
     servers: int
+    samples: int
+    """Of the dataset: the last batch of an epoch may be a small one."""
 
 
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    drains = random.random() < 0.4
+    kind = random.choices(["drains", "rounds", "joined", "plain"], [8, 5, 2, 5])[0]
+    drains, rounds, joined = (kind == each for each in ("drains", "rounds", "joined"))
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
-    figures = random.random() < 0.3
+    figures = random.random() < 0.3 and not rounds
+    workers = random.choice([1, 2, 2, 3, 3, 4])
     return Plan(
-        workers=random.choice([1, 2, 2, 3, 3, 4]),
+        workers=workers,
         steps=steps,
         step_s=random.choice([0.02, 0.1, 0.1, 0.4]),
         passes=random.choice([1, 2]),
@@ -67,10 +77,13 @@ def drawn(engine: Engine) -> Plan:
         fires_at=random.randint(1, steps) if figures and random.random() < 0.5 else 0,
         faults=random.choice([0, 1, 2, 3, 4, 6, 8]),
         until_s=random.uniform(2.0, 10.0),
-        eager=random.choice([0.0, 0.0, 0.01, 0.03]),
+        eager=0.0 if joined else random.choice([0.0, 0.0, 0.01, 0.03]),
         eager_master=random.choice([0.0, 0.0, 0.03, 0.1]),
         drains=drains,
-        servers=random.choice([0, 0, 0, 1, 2]),
+        participants=max(workers, random.choice([2, 3, 5, 8])) if rounds else 0,
+        joined=joined,
+        servers=0 if rounds or joined else random.choice([0, 0, 1, 2]),
+        samples=random.randint(3, 6) * 64 + random.choice([0, 8, 24]),
     )
 
 
@@ -82,10 +95,13 @@ class World:
         if verbose:
             self.engine.story = []
         self.plan = drawn(self.engine)
-        self.truth = Truth(self.plan.steps, self.plan.servers)
         self.job = _job(self.plan)
+        portions, samples = self.job.per_commit, self.plan.samples
+        self.truth = Truth(self.plan.steps, portions, samples, self.plan.servers)
         self.processes: dict[int, Process] = {}
         self.ends: dict[int, End] = {}
+        self.memory: defaultdict[int, Memory] = defaultdict(Memory)
+        """Of the host, by the number of a worker."""
         self.dismissed: set[Process] = set()
         """Who was told to end, or was ended."""
         self.listener = Listener(Process(self.engine, 0, "listener"))
@@ -123,6 +139,10 @@ class World:
             if fresh:
                 self.launched = host
 
+    def joins(self, number: int) -> None:
+        """A process that another program has started joins."""
+        self.engine.tell(self.start_worker(number), "was started by another program")
+
     def start_worker(self, number: int) -> Worker:
         """A host forks a worker."""
         worker = Worker(self, self._pid(), number)
@@ -152,7 +172,7 @@ class World:
     def kills_at(self, name: str) -> bool:
         """Whether a worker is killed at one of the places where that matters."""
         kills = self.plan.eager and TIME.now < self.plan.until_s and self.losses < 8
-        likely = 10 if name == "handed over" else 1
+        likely = {"taken over": 10, "handed over": 40}.get(name, 1)
         if kills and self.engine.chance(self.plan.eager * likely):
             self.losses += 1
             return True
@@ -292,6 +312,8 @@ def _job(plan: Plan) -> Any:
     sync: dict[str, Any] = {"codec": "int8"} if plan.drains else {}
     if plan.servers:
         sync |= {"name": "server_sync", "servers": plan.servers}
+    if plan.participants:
+        sync = {"name": "averaging", "participants": plan.participants, "local_steps": 2}
     table = {
         "name": "story",
         "recipe": "story.py:recipe",
@@ -309,7 +331,7 @@ def _job(plan: Plan) -> Any:
 def misfortunes(world: World) -> None:
     """Draw what happens, and when."""
     engine, plan = world.engine, world.plan
-    names = list(KINDS)
+    names = [name for name in KINDS if name in SURVIVED or not plan.joined]
     weights = [KINDS[name][1] for name in names]
     bursts = [engine.between(0.2, plan.until_s) for _ in range(engine.random.randint(1, 3))]
     for name in engine.random.choices(names, weights, k=plan.faults):
@@ -458,6 +480,19 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "workers are cut off": (_cut_workers, 5),
 }
 """What may befall a run, and how often relative to the rest."""
+
+
+SURVIVED = (
+    "the master is killed",
+    "the master stalls",
+    "the master hangs",
+    "a worker pauses",
+    "all workers pause",
+    "a stop is asked for",
+    "the master is cut off",
+    "workers are cut off",
+)
+"""What a run survives whose workers cannot be replaced."""
 
 
 def tell(seed: int, *, verbose: bool = False) -> World:

@@ -37,7 +37,7 @@ from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
 from instep.sync import SERVERS
 from instep.system import causes
-from instep.system.kernels import set_kernels, share
+from instep.system.kernels import per_machine, set_kernels, share
 from instep.worker.loop import Step
 from instep.worker.member import Member, Released
 from instep.worker.own.evaluation import EvaluationLoader
@@ -136,8 +136,8 @@ def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -
     place = placement.Placement(
         rank=script.member.number,
         size=workers,
-        local_rank=script.member.number,
-        local_size=workers,
+        local_rank=script.local_rank,
+        local_size=per_machine(workers, len(script.member.job.launch.hosts)),
         key="",
     )
     session = script.session = Session(script.member, place, None, script)
@@ -234,7 +234,7 @@ class Session:
     def begin(self, recipe: Callable[..., Any] | Recipe | None) -> None:
         """Seed everything, choose a device, make the recipe if needed; `join` calls it."""
         seed_everything(self.job.seed)
-        self.device = choose_device(self.job, self._place.local_rank)
+        self.device = choose_device(self.job, self._place.local_rank, self._place.local_size)
         chosen = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 0
         if self._script is not None:
             chosen = share(cores(), self.job.workers, len(self.job.launch.hosts))

@@ -38,18 +38,15 @@ class ChannelStore(Store):
         """A value, once it is set; PeerError once another group is to form."""
         name = self._prefix + key
         if name not in self._known:
-            question = StoreGet(key=name)
+            self._connection.question = question = StoreGet(key=name)
             self._connection.send(question)
-            # with a listening thread a lost master ends the group, and a second reply would stay
-            self._connection.question = None if self._connection.listens else question
-            while name not in self._known:
-                answer = self._connection.wait_for(StoreValue, Form, Release)
-                if not isinstance(answer, StoreValue):  # this group will never form
-                    self._connection.put_back(answer)
-                    self._connection.question = None
-                    raise PeerError("the members changed while the group was forming.")
-                self._known[answer.key] = answer.value
-            self._connection.question = None
+        while name not in self._known:
+            answer = self._connection.wait_for(StoreValue, Form, Release)
+            if not isinstance(answer, StoreValue):  # this group will never form
+                self._connection.question = None
+                self._connection.put_back(answer)
+                raise PeerError("the members changed while the group was forming.")
+            self._known[answer.key] = answer.value  # or one of a group that did not form
         return self._known[name]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

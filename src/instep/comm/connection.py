@@ -2,7 +2,8 @@
 
 A message is kept until the master acknowledges it, and is sent again to the next master, which
 listens at the same address. While the process is busy, a thread receives messages and sends
-heartbeats (`listen`). The meaning of messages is not known here, except for `Ack`.
+heartbeats (`listen`). The meaning of messages is not known here, except for `Ack`, and for whether
+a message answers the `question`.
 
 Between hosts packets may be lost without an error, so there a connection has a lease (`keep`).
 The master acknowledges each heartbeat. Without an acknowledgement in time the lease expires, and
@@ -20,7 +21,16 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from instep.comm.channel import Address, Channel
-from instep.comm.messages import Ack, AnyMessage, Heartbeat, Hello, Refused, Welcome
+from instep.comm.messages import (
+    Ack,
+    AnyMessage,
+    Heartbeat,
+    Hello,
+    Refused,
+    StoreGet,
+    StoreValue,
+    Welcome,
+)
 from instep.errors import PeerError
 
 HEARTBEAT_S = 0.2
@@ -59,9 +69,9 @@ class MasterConnection:
         """Sent again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
         """Whether to wait for the next master if this one is lost."""
-        self.question: AnyMessage | None = None
+        self.question: StoreGet | None = None
         """A request without a reply: it is sent again to the next master, which may not know it,
-        even if it was acknowledged."""
+        even if it was acknowledged. Of two replies the first counts."""
         self._unacknowledged: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -358,6 +368,11 @@ class MasterConnection:
                 pass
             case Refused(text=text) if self._welcomed:
                 self._gone = PeerError(text)
+            case StoreValue(key=key):
+                if self.question is None or self.question.key != key:
+                    return True  # two masters were asked, and both have answered
+                self.question = None
+                return False
             case _:
                 return False
         return True

@@ -284,6 +284,8 @@ class Broken(Message, frozen=True):
     """Why the group came apart, as this worker saw it; empty if its members change."""
     mine: bool = False
     """Whether the worker itself is the cause, and not a connection."""
+    holds: bool = False
+    """Whether it holds the state of the run, of whichever generation."""
 
 
 class Regroup(Message, frozen=True):

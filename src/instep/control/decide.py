@@ -259,6 +259,8 @@ def _broke(state: State, event: Broke, now: float) -> tuple[State, list[Action]]
         return state, []
     if state.expect(event.worker, *IN_A_GROUP, Phase.LEFT, to="Broke").phase in IN_A_GROUP:
         state = state.move(event.worker, Phase.LEFT)
+    if event.holds:
+        state = state.note(event.worker, held=event.generation)
     if event.cause and (state.seen is None or (event.mine and not state.seen.mine)):
         state = replace(state, seen=event)
     if state.phase == "gathering":
@@ -499,7 +501,7 @@ def _silent(state: State, event: Silent, now: float) -> tuple[State, list[Action
     return endings.fail(state, Blame(event.worker, failure), now)
 
 
-# ---- last words
+# ---- last messages
 
 
 def _last_message(
@@ -527,8 +529,8 @@ def _interrupted(state: State, event: Interrupted, now: float) -> tuple[State, l
         return state, []
     fields = {"rule": "interrupted", "step": event.step, "why": f"{event.by} arrived"}
     log = Log("stop_requested", {"by": event.by, **fields})
-    first = not state.lost  # later, a newcomer joins a group that has trained
-    nothing_yet = not state.course or (first and state.phase == "training" and not event.ready)
+    forms = state.phase == "training" and not state.lost and not state.holders
+    nothing_yet = not state.course or forms  # the first group; a later one has trained
     if state.asked > 1 or nothing_yet:
         return endings.end(state, now, log)
     after = replace(state, stop=state.stop or "interrupted")

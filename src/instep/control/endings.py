@@ -109,7 +109,7 @@ def of(code: int | None, step: int, place: Whereabouts | None = None) -> Failed:
         return failed("killed", f"the process has ended{at}, and its exit code is not known.", step)
     if code == UNSEEN:
         cause = (
-            "the process went away without a message: it was killed, has ended, or lost its "
+            "the process disconnected without a message: it was killed, has ended, or lost its "
             "connection. Look at the output of the program that started it."
         )
         return failed("exit", cause, step)

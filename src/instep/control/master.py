@@ -42,7 +42,7 @@ from instep.control.keys import Keys
 from instep.control.recorder import Recorder
 from instep.control.resume import go_back
 from instep.control.stack_requests import StackRequests
-from instep.control.verdicts import Verdicts, found_wrong
+from instep.control.verdicts import Verdicts
 from instep.control.watch import Watch
 from instep.errors import InstepError, PeerError
 from instep.report.terminal.live import View
@@ -144,14 +144,10 @@ class Master:
         # of workers, by number
         self._peers: dict[int, Peer] = {}
         self._processes: dict[int, Process] = {}  # under `instep.join`: of this machine only
-        self._homes: dict[int, int] = {}  # of the host where its memory lies, also once it ended
-        self._pids: dict[int, int] = {}
-        self._nodes: dict[int, str] = {}  # the name of its machine
+        self._hellos: dict[int, m.Hello] = {}  # of the last process, also once it ended
         self._last_heartbeat: dict[int, tuple[float, m.Heartbeat | None]] = {}
         self._absent: dict[int, float] = {}  # since when it lives without a connection
         self._seen_ended: dict[int, float] = {}
-        self._ready: set[int] = set()
-        self._began = False  # whether all were ready at one time
         self._gone: set[tuple[int, int]] = set()  # host and pid of workers that have ended
         self._gathered = False  # whether workers may be started
         self._unusable: dict[tuple[str, int], int] = {}  # such messages, by role and number
@@ -202,28 +198,20 @@ class Master:
         folder = RunFolder(self._run)
         for event in folder.named("worker_joined"):  # the newest process of each number
             if event["time"] >= self._started:
-                self._homes[int(event["worker"])] = int(event.get("host", 0))
-            if event["worker"] in known.joined and event["time"] >= self._started:
-                worker, pid = int(event["worker"]), int(event["pid"])
-                if self._hosted:
-                    self._watch_process(worker, pid, int(event.get("host", 0)))
-                self._pids[worker] = pid
+                worker, pid, host = (int(event.get(key, 0)) for key in ("worker", "pid", "host"))
+                hello = m.Hello(token="", role="worker", number=worker, pid=pid, host=host)
+                self._hellos[worker] = hello
+                if worker in known.joined and self._hosted:
+                    self._watch_process(worker, pid, host)
         if (pace := self._recorder.take_up(folder, known.joined)) is not None:
             self._watch.step_s, self._watch.load_s = pace.step_s, pace.load_s
-        ready = (e for e in folder.named("worker_ready") if e["time"] >= self._started)
-        self._ready |= {int(event["worker"]) for event in ready}
-        again = known.generation > self._start_point.generations + 1
-        self._began = again or (known.course > 0 and self._ready >= set(known.group))
         fields = {"pid": os.getpid(), "again": True, "why": self._why}
         self._recorder.emit("master_started", fields)
         self._absent = dict.fromkeys(known.joined, now)
         for worker in [] if known.recovers else known.living:  # none may stay away
             self._watch.begins(worker, now)
-        self._verdicts.take_over(folder)
-        if (step := found_wrong(folder.events)) is not None:
-            self._roll_back(folder, step)
-        for fired in self._verdicts.fired_after(folder, self._start_point.step):
-            self._observe(fired)  # the lost master may not have decided on it
+        for missed in self._verdicts.take_over(folder, self._start_point.step):
+            self._observe(missed)
         self._observe(s.Restarted())
 
     def interrupt(self, by: str) -> None:
@@ -272,15 +260,14 @@ class Master:
                 try:
                     self._welcome(peer, message)
                 except (TypeError, ValueError, AssertionError):  # a pid beyond all, say
-                    self._hub.drop(peer)
-                    self._closed(peer)
+                    self._hang_up(peer)
             elif peer in self._connections:
                 self._receive(peer, message)
             else:
                 self._hub.drop(peer)  # no `Hello`
         while self._interrupts:
             by = self._interrupts.pop(0)
-            self._observe(s.Interrupted(by, self._began, self._recorder.committed))
+            self._observe(s.Interrupted(by, self._recorder.committed))
         self._watch_hosts()
         self._watch_processes()
         self._watch_progress()
@@ -311,7 +298,7 @@ class Master:
             return
         self._hub.trust(peer)
         if not self._may_come(peer, hello):
-            text = "the run goes on without this process: another has its place."
+            text = "the run has replaced this process: another has its place."
             self._hub.send(peer, m.Refused(kind="Unwanted", text=text, exit_code=5))
             self._hub.drop(peer)
             return
@@ -340,8 +327,7 @@ class Master:
         self._recorder.emit("host_joined", {"pid": hello.pid, "host": number})
         before = self._hosts.joins(peer, number, hello.pid, now)
         if before is not None:
-            self._connections.pop(before, None)
-            self._hub.drop(before)
+            self._hang_up(before)
         if hello.machine == self._machine:  # its first imports may take long
             self._connections[peer].lease = Lease(hello.pid, now, first_s=math.inf)
         own = [(n, process.pid) for n, process in self._processes.items() if process.host == number]
@@ -362,13 +348,10 @@ class Master:
         )
         if not same if self._hosted else hello.machine == self._machine and known is None:
             self._watch_process(number, hello.pid, hello.host, far=far)
-        self._pids[number], self._nodes[number] = hello.pid, hello.node
+        self._hellos[number] = hello
         self._watch.begins(number, now, ready=number in state.ready)
         if number in state.joined:
             self._observe(s.Reconnected(number, hello.generation or 0))
-            if self._hosts.several and state.member(number).phase is s.Phase.FORMING:
-                # the answers to what it asked of its group are lost with the connection
-                self._observe(s.Broke(number, state.generation))
             return
         role = state.member(number).role
         fields = {"worker": number, "role": role, "pid": hello.pid, "host": hello.host}
@@ -385,13 +368,14 @@ class Master:
         process = self._processes.get(number)
         if self._hosts.is_abandoned(hello.host, hello.pid) or _is_abandoned(process):
             return False
+        if state.member(number).phase is s.Phase.ENDED:  # it was refused, and has not read it yet
+            return False
         if number in state.joined:  # the same process, whose connection or master was lost
-            same = self._pids.get(number) == hello.pid
+            same = number in self._hellos and self._hellos[number].pid == hello.pid
             if self._hosted:
                 same &= process is not None and process.host == hello.host
             if same and (before := self._peers.pop(number, None)) is not None:
-                self._connections.pop(before, None)
-                self._hub.drop(before)
+                self._hang_up(before)
             return same
         if hello.generation is not None:  # the run has continued without it
             return False
@@ -412,15 +396,14 @@ class Master:
         self._processes[number] = (
             RemoteProcess(self._hosts, host, pid) if far else LocalProcess(host, pid)
         )
-        self._homes[number] = host
 
     def _start_worker(self, number: int) -> None:
         """Have a host start a process under this number."""
         role = self._state.member(number).role
         log = str(self._run / "logs" / f"{role}-{number}.log")
         placed = [process.host for process in self._processes.values()]
-        owns = self._state.drains or role == "server"
-        home = self._homes.get(number) if owns else None
+        owns = self._state.drains or role == "server"  # its memory lies on the host where it was
+        home = self._hellos[number].host if owns and number in self._hellos else None
         self._hosts.start(number, log, placed, role, home=home)
 
     # ---- messages
@@ -433,8 +416,7 @@ class Master:
         if not what or (times >= MOST_UNUSABLE and role != "worker"):
             self._confirm(peer, message)  # else it would be sent again
             return
-        self._hub.drop(peer)
-        self._closed(peer)
+        self._hang_up(peer)
         if times >= MOST_UNUSABLE:
             how = f"sent a message that the master cannot use, {times} times ({what}),"
             step = self._recorder.in_flight(number)
@@ -497,8 +479,8 @@ class Master:
                 self._decide(s.Built(number, recovers))
             case m.Formed(generation=generation):
                 self._decide(s.Formed(number, generation))
-            case m.Broken(generation=generation, cause=cause, mine=mine):
-                self._decide(s.Broke(number, generation, cause, mine))
+            case m.Broken(generation=generation, cause=cause, mine=mine, holds=holds):
+                self._decide(s.Broke(number, generation, cause, mine, holds))
             case m.Notice():
                 self._decide(s.Noticed(number))
             case m.Done() | m.Failed():
@@ -527,7 +509,7 @@ class Master:
         match message:
             case m.Interrupt(by=by, times=times):
                 if times > self._state.asked:  # else another master has handled it
-                    self._decide(s.Interrupted(by, self._began, self._recorder.committed))
+                    self._decide(s.Interrupted(by, self._recorder.committed))
             case m.HostEnded(code=code, detail=detail, number=number):
                 if self._hosts.fails(number):
                     self._decide(s.HostLost(code, detail))
@@ -564,20 +546,9 @@ class Master:
         clean_step = int(fields["clean_step"]) if name == "corruption_found" else -1
         if not self._recorder.record_event(name, fields, again=connection.resends > 0):
             return
-        if name == "worker_ready":
-            self._ready.add(connection.number)
-            self._began = self._began or self._ready >= set(self._state.group)
-        elif clean_step >= 0:
-            self._roll_back(RunFolder(self._run), clean_step)
-
-    def _roll_back(self, folder: RunFolder, step: int) -> None:
-        """The workers return to a step in memory: figures of later ones may be wrong."""
-        if not self._verdicts.evaluates:
-            return
-        self._verdicts.roll_back(folder, step)
-        events: list[s.Event] = [*self._verdicts.fired_after(folder, step - 1)]
-        for event in events or [s.RolledBack(step)]:  # the worker that asked may be lost
-            self._observe(event)
+        if clean_step >= 0:
+            for event in self._verdicts.roll_back(RunFolder(self._run), clean_step):
+                self._observe(event)
 
     # ---- processes that end
 
@@ -621,14 +592,20 @@ class Master:
         step = (place.step if place is not None else 0) or self._recorder.in_flight(worker)
         self._observe(s.Ended(worker, code, step, self._recorder.reached, place))
 
-    def _closed(self, peer: Peer) -> None:
+    def _hang_up(self, peer: Peer, why: str = "it hung up") -> None:
+        """Close a connection; what follows is as if the process had closed it."""
+        self._hub.drop(peer)
+        self._closed(peer, why)
+
+    def _closed(self, peer: Peer, why: str = "it hung up") -> None:
         """A connection is closed."""
         connection = self._connections.pop(peer, None)
         if connection is None:
             return
         number = connection.number
         if connection.role == "host" and self._hosts.leaves(number, peer) and self._hosts.several:
-            self._host_lost(number, "it hung up")
+            self._recorder.emit("host_lost", {"host": number, "why": why})
+            self._observe(s.HostJoined())  # another starts what it was to start
         if connection.role == "worker" and self._peers.get(number) is peer:
             self._peers.pop(number)
             self._absent[number] = time.monotonic()
@@ -637,11 +614,6 @@ class Master:
                 self._watch.leaves(number)
                 code = 0 if number in self._state.done else endings.UNSEEN
                 self._observe(s.Ended(number, code, self._recorder.in_flight(number)))
-
-    def _host_lost(self, number: int, why: str) -> None:
-        """One of several hosts is gone: another starts what it was to start."""
-        self._recorder.emit("host_lost", {"host": number, "why": why})
-        self._observe(s.HostJoined())
 
     def _watch_processes(self) -> None:
         """Processes whose end no host reports, or that do not connect again."""
@@ -683,10 +655,7 @@ class Master:
         """Find hosts that are silent, and workers that were lost with one."""
         now = time.monotonic()
         for peer in self._hosts.turn(now):
-            number = self._connections.pop(peer).number
-            self._hub.drop(peer)
-            if self._hosts.leaves(number, peer):
-                self._host_lost(number, f"it gave no sign of life for {FLOOR_S:g} s")
+            self._hang_up(peer, f"it gave no sign of life for {FLOOR_S:g} s")
         for peer, connection in list(self._connections.items()):
             if connection.lease is not None and (how := connection.lease.turn(now)):
                 self._end_host(peer, connection.lease.pid, how)
@@ -705,8 +674,7 @@ class Master:
         process = Watched(pid)
         process.signal(signal.SIGKILL)
         process.close()
-        self._hub.drop(peer)
-        self._closed(peer)
+        self._hang_up(peer)
 
     def _watch_remote(self, worker: int, process: RemoteProcess, now: float) -> None:
         last, heartbeat = self._last_heartbeat.setdefault(worker, (now, None))
@@ -775,9 +743,9 @@ class Master:
         if silent is None or (len(self._state.wanted) == 1 and not self._hosted):
             return  # no other worker waits for it
         worker = silent.worker
-        pid, node = self._pids.get(worker, 0), self._nodes.get(worker, "")
-        process = self._processes.get(worker)
-        stopped = process is not None and process.stopped
+        hello = self._hellos.get(worker)
+        pid, node = (hello.pid, hello.node) if hello is not None else (0, "")
+        stopped = self._is_stopped(worker)
         cause = silent.cause(pid, node, stopped=stopped, joined=not self._hosted)
         _, last = self._last_heartbeat.get(worker, (now, None))
         step, phase = (last.step, last.phase) if last else (self._recorder.in_flight(worker), "")
@@ -833,7 +801,6 @@ class Master:
             case s.GoBack():
                 self._go_back()
             case s.Start(worker):
-                self._ready.discard(worker)
                 self._start_worker(worker)
             case s.Finish():
                 raise Outcome(action, self._state.blame)
@@ -858,8 +825,7 @@ class Master:
                 code = PeerError.exit_code
                 refused = m.Refused(kind=PeerError.__name__, text=text, exit_code=code)
                 self._hub.send(peer, refused)  # else it would connect again
-                self._hub.drop(peer)
-                self._closed(peer)
+                self._hang_up(peer)
         for process in self._processes.values() if self._hosted else ():
             process.signal(signal.SIGKILL)
 

@@ -1,13 +1,12 @@
 """Resuming a run: what is checked and repaired before its processes start again.
 
-A run resumes from its newest sound checkpoint, with any number of workers: the next global
+A run resumes from its newest valid checkpoint, with any number of workers: the next global
 batch is a function of the step alone. Steps that were committed after that checkpoint are
 trained again, so they are removed from the ledger. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ import msgspec
 from instep import spec_file
 from instep.control.stop_rules import recorded
 from instep.errors import CheckpointError, RunError, SpecError
-from instep.plain_file import plain
+from instep.plain_file import plain, replace_plain
 from instep.spec import JobSpec, as_table
 from instep.state.intact import discard_newer, newest_intact
 from instep.state.manifest import Manifest, read_manifest
@@ -113,7 +112,7 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
         was, given = _at(old, key), _at(new, key)
         if was != given:
             raise SpecError(
-                f"{key} was {_shown(was)} and cannot become {_shown(given)} when a run goes on: "
+                f"{key} was {_shown(was)} and cannot become {_shown(given)} when a run is resumed: "
                 f"{reason}. Leave it, or begin a new run with instep run."
             )
 
@@ -146,7 +145,7 @@ def prepare(
 
     Raises:
         RunError: a process still writes the ledger, or the folder cannot be written.
-        CheckpointError: there are checkpoints, and none is sound.
+        CheckpointError: there are checkpoints, and none is valid.
         SpecError: the run is complete already, has used up its time or is to stop at a
             step that lies behind it; or the checkpoint is of another job.
     """
@@ -156,20 +155,24 @@ def prepare(
     start_point = go_back(folder, job, check=_check_stop if at_its_end else _check_ahead)
     warnings = list(start_point.warnings)
     if before and before != recipe_sha256:
-        warnings.append(
-            f"{job.recipe.rpartition(':')[0]} has changed since the run was started; "
-            "it goes on with what it is now."
-        )
-    _replace(folder / "job.toml", spec_file.dump(job))
+        file = job.recipe.rpartition(":")[0]
+        warnings.append(f"{file} has changed since the run was started; the new version is used.")
+    path = folder / "job.toml"
+    try:
+        replace_plain(path, spec_file.dump(job), durable=True)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror}. Make room, or get access to it."
+        ) from None
     return replace(start_point, warnings=tuple(warnings))
 
 
 def go_back(
     folder: Path, job: JobSpec, check: Callable[[RunFolder, JobSpec, int], None] = lambda *_: None
 ) -> StartPoint:
-    """Go back to the newest sound checkpoint: the ledger ends with its step again.
+    """Go back to the newest valid checkpoint: the ledger ends with its step again.
 
-    The model of an earlier end of the run is moved away.
+    The model that an earlier end of the run saved is removed, or renamed.
 
     Args:
         folder: of the run.
@@ -179,7 +182,7 @@ def go_back(
 
     Raises:
         RunError: a process still writes the ledger, or the folder cannot be written.
-        CheckpointError: there are checkpoints, and none is sound.
+        CheckpointError: there are checkpoints, and none is valid.
         SpecError: the checkpoint is of a job that cannot become this one.
     """
     with _no_other_writer(folder / "ledger.bin"):
@@ -188,36 +191,36 @@ def go_back(
         step = size_bytes = 0
         if checkpoint is None and refused:
             raise CheckpointError(
-                f"no checkpoint in {folder / 'checkpoints'} can be believed: {refused[0]} "
-                "Put it right from a copy, or remove the checkpoints to begin again."
+                f"no checkpoint in {folder / 'checkpoints'} is valid: {refused[0]} "
+                "Restore one from a copy, or remove the checkpoints to begin again."
             )
         if checkpoint is not None:
             manifest = read_manifest(checkpoint)
             step, size_bytes = manifest.step, int(manifest.facts["ledger_bytes"])
             check_changes(_job_of(checkpoint, manifest), job)
         check(run, job, step)
-        kept = _take_model_away(run, step)
+        kept = _set_model_aside(run, step)
         if checkpoint is not None:
             discard_newer(checkpoint)
         cut_back(folder / "ledger.bin", size_bytes)
     warnings = [f"{sentence} An earlier checkpoint is used." for sentence in refused] + kept
     if (step or len(run.ledger)) and not run.named("run_started"):
         warnings.append(
-            f"{folder / 'events.jsonl'} has lost the events of the sessions before: it was cut or "
-            "removed. The report will tell of what follows, and of what the ledger has."
+            f"{folder / 'events.jsonl'} has lost the events of earlier sessions: it was cut or "
+            "removed. The report covers what follows, and what the ledger has."
         )
     watched = job.stop.by_step or job.stop.by_metric
     figures = tuple(recorded(run.steps, run.validations, step)) if watched else ()
     return StartPoint(step, checkpoint, len(run.generations), tuple(warnings), figures, run.seconds)
 
 
-def _take_model_away(run: RunFolder, step: int) -> list[str]:
-    """Remove the model of an earlier end: while a run trains it has none.
+def _set_model_aside(run: RunFolder, step: int) -> list[str]:
+    """Delete the model of an earlier end if the checkpoint of `step` has the same; else rename it.
 
-    It is deleted where the checkpoint of `step` has the same, else given another name.
+    While a run trains, its folder has no model.
 
     Returns:
-        A sentence that says so, where it was given another name.
+        A sentence that says so, where it was renamed.
 
     Raises:
         RunError: the folder cannot be written.
@@ -228,15 +231,13 @@ def _take_model_away(run: RunFolder, step: int) -> list[str]:
             model.unlink(missing_ok=True)
         elif model.exists() and its_step is not None:
             aside = model.replace(model.with_name(f"model-of-step-{its_step}.safetensors"))
-            return [f"the model of step {its_step}, which no sound checkpoint has, is now {aside}."]
-        elif model.exists():  # the log that would tell its step was cut, or taken away
+            return [f"the model of step {its_step}, which no valid checkpoint has, is now {aside}."]
+        elif model.exists():  # the log that has its step was cut, or removed
             names = (model.with_name(f"{name}.safetensors") for name in numbered("model-before"))
             aside = model.replace(next(path for path in names if not path.exists()))
-            return [
-                f"the model that was in {run.path}, of a step that no event tells, is now {aside}."
-            ]
+            return [f"the model in {run.path}, of an unknown step, is now {aside}."]
     except OSError as error:
-        raise RunError(f"{model} cannot be moved away: {error.strerror}. Get access.") from None
+        raise RunError(f"{model} cannot be renamed: {error.strerror}. Get access.") from None
     return []
 
 
@@ -249,7 +250,7 @@ def check_own(folder: Path, checkpoint: Path, manifest: Manifest) -> None:
     if missing := [name for name in _KEPT if name not in kept]:
         raise CheckpointError(
             f"{checkpoint} was saved by instep {manifest.instep}, which did not keep all that this "
-            f"one goes on from ({', '.join(missing)}): go on with that one, or begin a new run."
+            f"one needs ({', '.join(missing)}): resume it with that version, or begin a new run."
         )
     if manifest.facts["run"] != run_id(folder):
         raise CheckpointError(
@@ -272,8 +273,8 @@ def _check_stop(run: RunFolder, job: JobSpec, step: int) -> None:
     stop = job.train.stop_after_steps
     if 0 < stop <= step:
         raise SpecError(
-            f"train.stop_after_steps = {stop}: {run.path} goes on from step {step}. "
-            "Name a later one, or leave it out."
+            f"train.stop_after_steps = {stop}: {run.path} resumes from step {step}. "
+            "Set a later step, or leave it out."
         )
 
 
@@ -327,18 +328,3 @@ def _no_other_writer(ledger: Path) -> Iterator[None]:
             yield
         finally:
             unlock(file)
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash of the host may leave an empty one
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise RunError(
-            f"{path} cannot be written: {error.strerror}. Make room, or access."
-        ) from None

@@ -71,6 +71,8 @@ class Broke:
     """What the member saw, if anything."""
     mine: bool = False
     """Whether the member itself is the cause, and no connection."""
+    holds: bool = False
+    """Whether it holds the state of the run, which a peer may have given it before all broke."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,6 @@ class Interrupted:
     """A user wants the run to stop: once for the next commit, twice for now."""
 
     by: str
-    ready: bool = True
-    """Whether all members have been ready to train."""
     step: int = 0
     """The last that is known to be committed."""
 
@@ -344,6 +344,8 @@ class Member:
     phase: Phase = Phase.ABSENT
     formed: int = 0
     """The newest generation whose group it was in; 0 for none."""
+    held: int = 0
+    """The newest generation that it left with the state of the run; 0 for none."""
     last_message: Done | Failed | None = None
     """Its last message: it has finished, or failed."""
     hung: str = ""
@@ -535,7 +537,8 @@ class State:
     def holders(self) -> frozenset[int]:
         """Members that hold the state of the run."""
         since = max(self.course, 1)
-        return frozenset(n for n in self.ready if self.members[n].formed >= since)
+        records = ((n, self.members[n]) for n in self.ready)
+        return frozenset(n for n, each in records if max(each.formed, each.held) >= since)
 
     @property
     def done(self) -> dict[int, Done]:

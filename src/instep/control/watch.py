@@ -38,7 +38,7 @@ OF_A_STEP = frozenset(["forward", "backward", "update"])
 BLAMED_S = UNKNOWN_S / STEPS
 """At most so much is learnt from a read that was ended: it may be an endless loop."""
 
-_UNHEARD = Heartbeat(step=0, phase="joining", progress=0)
+_NO_HEARTBEAT = Heartbeat(step=0, phase="joining", progress=0)
 """Stands for a worker that was sent `Form`, and has sent no heartbeat since."""
 
 _GETTING_READY = Heartbeat(phase="recipe")
@@ -286,7 +286,7 @@ class Watch:
         for worker, seen in self._seen.items():
             often = times.get(worker, 0)
             silent, idle = now - seen.last_heartbeat, now - seen.since
-            at = seen.heartbeat or (_UNHEARD if seen.ready else _GETTING_READY)
+            at = seen.heartbeat or (_NO_HEARTBEAT if seen.ready else _GETTING_READY)
             if self._is_silent(seen, silent / 2**often, partial(is_stopped, worker)):
                 how = f"gave no sign of life for {silent:.1f} s"
                 among = excused if seen.ready and silent <= UNKNOWN_S else found

@@ -1,7 +1,7 @@
 """Breaks a run on purpose and has it judged: `instep chaos`.
 
 A job is run twice, once undisturbed and once broken; a run that has ended is repeated and
-broken; a run that is going on is broken as it is. `breaker.py` carries out the injections,
+broken; a running job is broken as it is. `breaker.py` carries out the injections,
 `verdict.py` judges. Nothing here imports torch.
 Way in: `break_job`, `break_again`, `break_running`.
 """
@@ -22,6 +22,7 @@ import psutil
 
 from instep import spec_file
 from instep.client.job_checks import check_job
+from instep.client.script import MAIN
 from instep.client.submit import run_job
 from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError
 from instep.lab.breaker import Breaker, Plan, Say
@@ -63,7 +64,7 @@ def break_job(job: JobSpec, runs: Path, plan: Plan, say: Say) -> Verdict:
     if plan.partitions:
         check_can_partition(job)
     check_job(job)
-    if job.train.steps and not plan.over_s:
+    if job.train.steps and not plan.over_s and not job.recipe.endswith(f":{MAIN}"):
         check_long_enough(job.train.steps, plan.injections, _longer(job, plan))
     say("running the job undisturbed")
     done = run_job(_named(job, SUFFIXES[0]), runs, named=False, quiet=True, watch=Progress(say))
@@ -115,7 +116,7 @@ def break_again(
 
 
 def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
-    """Break a run that is going on, and judge how it recovered; it continues afterwards.
+    """Break a running job, and judge how it recovered; it continues afterwards.
 
     Args:
         run: the run.
@@ -129,7 +130,7 @@ def break_running(run: RunFolder, plan: Plan, say: Say) -> Verdict:
     check_own(run)
     if plan.partitions:
         raise SpecError(
-            f"--partitions {plan.partitions}: {run.path} is going on, and a run can be put on "
+            f"--partitions {plan.partitions}: {run.path} is running, and a run can be put on "
             "emulated hosts only from its start. Give the job file, or leave --partitions out."
         )
     last = run.planned_steps or 0
@@ -230,7 +231,10 @@ def _longer(job: JobSpec, plan: Plan) -> str:
     """How to make the job long enough."""
     if job.train.steps:
         return f"Lengthen it: --set train.steps={4 * plan.injections}"
-    return f"Lengthen it: --set train.epochs={4 * job.train.passes}, or more, or ask for fewer."
+    longer = f"--set train.epochs={4 * job.train.passes}, or more"
+    if job.recipe.endswith(f":{MAIN}"):
+        longer += " where the script loops over session.epochs()"
+    return f"Lengthen it: {longer}; or ask for fewer."
 
 
 def _judged(folder: Path, undisturbed: RunFolder | None, breaker: Breaker, **more: Any) -> Verdict:
@@ -293,7 +297,7 @@ class _Program:
             raise WorkerError(f"the disturbed run did not begin: {why}")
 
     def stop(self) -> None:
-        """End the run, if it is still going on: SIGTERM, SIGTERM again, SIGKILL."""
+        """End the run, if it still runs: SIGTERM, SIGTERM again, SIGKILL."""
         with on_signals(signal.SIG_IGN):  # a second Ctrl-C would leave its processes behind
             for ask in (self._process.terminate, self._process.terminate, self._process.kill):
                 if not self.is_running:

@@ -2,7 +2,7 @@
 
 A replay is a run of one worker in a temporary folder. It begins at a checkpoint that the
 run kept, or at the beginning, and ends with the step asked for. The recorded run is only
-read, and may still be going on. `comparison.py` compares the results. Nothing
+read, and may still be running. `comparison.py` compares the results. Nothing
 here imports torch. Way in: `replay`.
 """
 
@@ -173,7 +173,7 @@ def _start_point(run: RunFolder, step: int, folder: Path) -> tuple[StartPoint, l
 
 
 def _copy_of(checkpoint: Path, folder: Path) -> Path:
-    """Our own copy: a run that is going on may delete its checkpoint at any moment."""
+    """Our own copy: a running job may delete its checkpoint at any moment."""
     try:
         return Path(shutil.copytree(checkpoint, folder / "from" / checkpoint.name))
     except (OSError, shutil.Error) as error:

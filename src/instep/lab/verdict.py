@@ -227,7 +227,7 @@ class Verdict:
     def _result_lines(self) -> Iterator[str]:
         sha256 = str(_sha256(self.run))
         if self.undisturbed is None:
-            why = "the run is going on" if self.going_on else "there is no other run"
+            why = "the run has not ended" if self.going_on else "there is no other run"
             why += "; a step of it can be replayed" if self.bits else ""
             yield f"hash    nothing to compare with: {why}"
             return
@@ -268,7 +268,7 @@ def judge(
     """Judge a run that was broken.
 
     Args:
-        run: that run, ended or going on.
+        run: that run, ended or not.
         undisturbed: another run of the same job that was left alone, or None.
         injected: what was broken, in the order of time.
         falls: of its ledger, as they were seen.

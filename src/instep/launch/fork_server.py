@@ -372,7 +372,10 @@ class Server:
             from instep.worker.process import main as work
 
             host_memory.give(memory)
-            code = work(self._endpoint, order.number, {**self._phases, "forked": forked})
+            # workers of this host that live have a page each, also of a server before this one
+            local_rank = page.number if page is not None else MOST_PAGES
+            phases = {**self._phases, "forked": forked}
+            code = work(self._endpoint, order.number, local_rank, phases)
             if code == 0:
                 host_memory.give_back()
         finally:

@@ -52,5 +52,9 @@ def share(cores: int, workers: int, hosts: int) -> int:
         workers: of the run, on all machines.
         hosts: how many machines it has; 0 and 1 are this one.
     """
-    here = -(-workers // max(1, hosts))
-    return max(1, cores // here)
+    return max(1, cores // per_machine(workers, hosts))
+
+
+def per_machine(workers: int, hosts: int) -> int:
+    """The most workers that one of so many machines has; 0 and 1 are this one."""
+    return -(-workers // max(1, hosts))

@@ -234,7 +234,7 @@ class Loop(ABC):
         if any(went_back) and self._stopping is not None:
             self._stopping.go_back(self.state.progress.step)
         self.step = self.state.progress.step
-        self.member.broken(error)
+        self.member.broken(error, holds=self.state.held)
 
     def _form(self) -> None:
         """Form the group, agree on the last commit, and get ready for the next step.

@@ -41,6 +41,7 @@ from instep.comm.messages import (
     Regroup,
     Release,
     Stop,
+    StoreValue,
     Verdict,
 )
 from instep.comm.metered import tcp_traffic
@@ -157,22 +158,21 @@ class Member:
             answer = self._connection.wait_for(Form, Release)
             if isinstance(answer, Release):
                 raise Released
-            self._take(answer)
+            self._next = answer
         self._connection.wait_for_lease()
         self.form, self._next = self._next, None
         self.marks = self.form.marks
         return self.form
 
-    def _take(self, form: Form) -> None:
-        self._next = form
-        self._connection.hello = msgspec.structs.replace(
-            self._connection.hello, generation=form.generation
-        )
-
     def _arrived(self, message: AnyMessage) -> None:
         """In the listening thread: abort an exchange that cannot end any more."""
-        form = self.form
-        if isinstance(message, Form) and form and message.generation > form.generation:
+        if not isinstance(message, Form):
+            return
+        # before this thread connects to another master, which would send the form again
+        self._connection.hello = msgspec.structs.replace(
+            self._connection.hello, generation=message.generation
+        )
+        if self.form is not None and message.generation > self.form.generation:
             self.interrupt()
 
     def _lapsed(self) -> None:
@@ -233,16 +233,18 @@ class Member:
         assert self.form is not None, "no generation yet"
         self._connection.send(Formed(generation=self.form.generation))
 
-    def broken(self, error: PeerError | None = None) -> None:
+    def broken(self, error: PeerError | None = None, *, holds: bool = False) -> None:
         """Report that this worker has left the group, and waits for the next.
 
         Args:
             error: why the group came apart; None if only its members change.
+            holds: whether this worker holds the state of the run.
         """
         assert self.form is not None, "no generation yet"
         self.flush()
         cause, mine = (str(error), error.mine) if error is not None else ("", False)
-        self._connection.send(Broken(generation=self.form.generation, cause=cause, mine=mine))
+        generation = self.form.generation
+        self._connection.send(Broken(generation=generation, cause=cause, mine=mine, holds=holds))
 
     def store(self) -> ChannelStore:
         """The store by which the members of the present generation connect."""
@@ -274,9 +276,11 @@ class Member:
                 case Verdict():
                     self._verdicts.append(message)
                 case Form():
-                    self._take(message)
+                    self._next = message
                 case Regroup(generation=generation):
                     self._regroup = generation
+                case StoreValue():
+                    pass  # of a group that did not form
                 case _:
                     self._connection.put_back(message)
                     return
@@ -355,7 +359,7 @@ class Member:
             answer = self._connection.wait_for(Release, Form)
             if isinstance(answer, Release):
                 return True
-            self._take(answer)
+            self._next = answer
         return False
 
     def close(self) -> None:

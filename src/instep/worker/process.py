@@ -22,19 +22,20 @@ from instep.data.reading.process import own_file_offsets
 from instep.errors import PeerError, RecipeError, WorkerError
 from instep.recipe.build import call, load_function
 from instep.system import causes
-from instep.system.kernels import set_kernels, set_threads, share
+from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
 from instep.worker.member import Member, Released
 from instep.worker.training import Training, choose_device
 
 
-def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
+def main(endpoint: Endpoint, number: int, local_rank: int, phases: Mapping[str, float]) -> int:
     """Work until the run is over.
 
     Args:
         endpoint: where the master is.
         number: this worker's.
+        local_rank: its number among the workers of its machine, from 0: that of its GPU.
         phases: seconds that parts of the start took before; `forked` is the Unix time of the fork.
 
     Returns:
@@ -51,7 +52,7 @@ def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
     member.show_itself()
     is_script = member.job.recipe.endswith(":__main__")
-    work: Script | _Trainer = Script(member) if is_script else _Trainer(member, number)
+    work = Script(member, local_rank) if is_script else _Trainer(member, local_rank)
     try:
         work.run()
     except Released:
@@ -106,7 +107,7 @@ def prepare(member: Member, local_rank: int) -> Training:
     lap("fork")
     hosts = len(job.launch.hosts)
     set_kernels(job.train, share(cores(), job.workers, hosts))
-    device = choose_device(job, local_rank)
+    device = choose_device(job, local_rank, per_machine(job.workers, hosts))
     recipe = call(load_function(job.recipe), job.arguments, job.seed)
     lap("recipe")
     member.phase = "building"
@@ -132,13 +133,14 @@ class Script:
 
     Args:
         member: this worker's membership in the run; `instep.join` finds it here.
+        local_rank: as of `main`.
     """
 
     started: ClassVar[Script | None] = None
     """The one that this process runs."""
 
-    def __init__(self, member: Member) -> None:
-        self.member = member
+    def __init__(self, member: Member, local_rank: int) -> None:
+        self.member, self.local_rank = member, local_rank
         self.session: Any = None
         """What `instep.join` gave the script; None before."""
         self.at = 0, "script"

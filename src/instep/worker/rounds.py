@@ -28,7 +28,7 @@ from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
-from instep.worker.step.assignment import Finished
+from instep.worker.step.assignment import Finished, finished
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.update import OF_UPDATE, Update
@@ -167,10 +167,8 @@ class Rounds:
         table = torch.zeros(comm.size, self._participants, device=self._engine.parameters[0].device)
         table[comm.rank, list(self._ways)] = 1.0
         comm.all_reduce(table).wait()
-        held = table.amax(0).tolist()
-        holders = {n: int(table[:, n].argmax()) for n, any_ in enumerate(held) if any_}
         self._there = frozenset(way.part.samples for way in self._ways.values())
-        return Finished(step, holders)
+        return finished(step, [row.nonzero().flatten().tolist() for row in table])
 
     def _go_to(self, course: int, step: int) -> None:
         """What was computed for another round is of no use."""

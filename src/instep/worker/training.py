@@ -462,8 +462,13 @@ class Training(Loop):
             self._validation.close()
 
 
-def choose_device(job: JobSpec, local_rank: int) -> torch.device:
+def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.device:
     """A GPU for each worker if there are enough, else the CPU.
+
+    Args:
+        job: says which is wanted.
+        local_rank: of this worker among those of its machine, from 0.
+        local_size: how many these are.
 
     Raises:
         SpecError: the job wants CUDA and there is not a GPU for this worker.
@@ -471,14 +476,14 @@ def choose_device(job: JobSpec, local_rank: int) -> torch.device:
     wanted, count = job.train.device, torch.cuda.device_count()
     if wanted == "cuda" and local_rank >= count:
         raise SpecError(
-            f"train.device = 'cuda' with {job.workers} workers, but this machine has {count} GPUs. "
-            "Use fewer workers, or train.device = 'cpu'."
+            f"train.device = 'cuda': this machine has {count} GPUs, and {local_size} workers or "
+            "more. Use fewer workers, or train.device = 'cpu'."
             if count
             else f"train.device = 'cuda', but torch {torch.__version__} finds no GPU on this "
             "machine. Use train.device = 'cpu'; or install a driver, and a torch that is built for "
             "CUDA."
         )
-    enough = count >= job.workers and job.sync.name not in SERVERS
+    enough = count >= max(local_size, local_rank + 1) and job.sync.name not in SERVERS
     if wanted == "cuda" or (wanted == "auto" and enough):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -6,13 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from test_connection import TIMEOUT_S, Masters, until
 
 from instep import spec_file
 from instep.comm.channel import Hub
 from instep.comm.channel_store import ChannelStore
 from instep.comm.connection import MasterConnection
-from instep.comm.endpoint import Switchboard
-from instep.comm.messages import Form, Hello, Release, Stop, StoreGet
+from instep.comm.endpoint import Endpoint, Switchboard
+from instep.comm.messages import (
+    Ack,
+    Form,
+    Hello,
+    Release,
+    Stop,
+    StoreGet,
+    StoreValue,
+    Welcome,
+)
 from instep.comm.torch_comm import TorchComm
 from instep.control.master import Master
 from instep.errors import PeerError
@@ -123,3 +133,44 @@ def test_a_newer_generation_ends_the_wait_for_a_key_and_its_message_is_kept(word
         connection.close()
     finally:
         hub.close()
+
+
+@pytest.fixture
+def masters():
+    each = Masters()
+    yield each
+    each.close()
+
+
+def test_who_meets_while_its_master_is_lost_meets_with_the_help_of_the_next(masters):
+    """As under `instep.join`, where another master does not form another group."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Member, Endpoint(masters.address, "t"), 0)
+        masters.heard(1)
+        masters.hub.send(masters.last, Welcome(job='recipe = "a.py:f"', run="", started=0.0))
+        member = waiting.result()
+    member.show_itself()
+    form, question = Form(generation=1, rank=0, members=[0, 1]), StoreGet(key="generation-1/1")
+    masters.hub.send(masters.last, form)
+    until(lambda: member._connection._inbox)
+    masters.lose()  # the worker has not looked yet
+    masters.begin()
+    (hello,), _ = masters.heard(1)
+    assert hello.generation == 1, "another form of this group would end it"
+    assert member.wait_for_group() == form
+    got = []
+    asking = threading.Thread(target=lambda: got.append(member.store().get("1")), daemon=True)
+    asking.start()
+    (_, asked), peer = masters.heard(2)
+    assert asked == question
+    masters.hub.send(peer, Ack(count=2))
+    member._connection.wait_until_acknowledged(TIMEOUT_S)
+    masters.lose()
+    masters.begin()
+    (_, asked), peer = masters.heard(2)
+    assert asked == question, "the next master does not know who waits for what"
+    masters.hub.send(peer, StoreValue(key=question.key, value=b"one"))
+    asking.join(TIMEOUT_S)
+    assert got == [b"one"]
+    assert not member.superseded
+    member.close()

@@ -18,6 +18,7 @@ from instep.comm.messages import (
     Release,
     Stop,
     StoreGet,
+    StoreValue,
     Welcome,
 )
 from instep.errors import PeerError
@@ -127,10 +128,12 @@ def test_an_unanswered_request_is_sent_again_also_if_it_was_acknowledged(masters
         assert connection.poll() is None
         again, peer = masters.heard(2)
         assert (again[0].resends, again[1:]) == (1, [StoreGet(key="a")])
-    connection.question = None
+    for value in (b"first", b"second"):  # it was asked twice, and the last master has heard both
+        masters.hub.send(peer, StoreValue(key="a", value=value))
     masters.hub.send(peer, Ack(count=1))
     masters.hub.send(peer, Stop(rule="a"))
-    assert connection.wait_for(Stop) == Stop(rule="a")
+    assert connection.wait_for(StoreValue).value == b"first"
+    assert connection.poll() == Stop(rule="a")  # the second is in nobody's way
     masters.lose()
     masters.begin()
     assert connection.poll() is None
@@ -188,7 +191,7 @@ def test_without_a_listener_the_connection_ends(masters, connection):
         connection.send(emit(1))
 
 
-def test_a_tie_that_does_not_last_ends_with_its_master(masters):
+def test_a_connection_that_does_not_last_ends_with_its_master(masters):
     connection = MasterConnection(masters.address, HELLO)
     masters.heard(1)
     masters.lose()
@@ -306,7 +309,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_a_lease_lasts_while_pulses_are_answered_and_runs_out_once_they_are_not(
+def test_a_lease_lasts_while_heartbeats_are_answered_and_runs_out_once_they_are_not(
     answers, connection
 ):
     lapses = []

@@ -268,7 +268,7 @@ def test_an_exit_whose_code_is_unknown_is_reported_without_one():
     _, actions = after(*everybody_joined(), Ended(1, UNSEEN, 7), BETTER_CAUSE_S)
     (fields,) = blamed(actions)
     assert (fields["worker"], fields["step"], fields["kind"]) == (1, 7, "exit")
-    assert "went away without a message" in fields["cause"]
+    assert "disconnected without a message" in fields["cause"]
     assert "code" not in fields["cause"]
 
 
@@ -596,9 +596,10 @@ TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
-def test_an_interrupt_before_every_worker_is_ready_ends_the_run_at_once():
-    _, actions = after(*everybody_joined(), Interrupted("SIGINT", ready=False))
-    assert KillAll() in actions
+def test_an_interrupt_before_the_first_group_has_formed_ends_the_run_at_once():
+    assert KillAll() in heard(ready(), Interrupted("SIGINT"))[1]
+    _, actions = heard(ready(), Formed(0, 1), Formed(1, 1), Interrupted("SIGINT"))
+    assert KillAll() not in actions
 
 
 @pytest.mark.parametrize(
@@ -1141,6 +1142,15 @@ def test_a_worker_that_was_lost_before_it_confirmed_its_group_may_have_committed
     assert heard(state, Built(0))[1] == [GoBack()]
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_who_was_given_the_state_before_its_group_broke_is_not_gone_back_behind(holds):
+    lost = Ended(1, -9, 1), Joined(1), Built(1)
+    state, _ = heard(ready(), Formed(0, 1), Formed(1, 1), *lost)
+    assert state.generation == 2
+    state, _ = heard(state, Broke(1, 2, holds=holds), Ended(0, -9, 1), Joined(0))
+    assert (GoBack() in heard(state, Built(0))[1]) == (not holds)
+
+
 def test_a_late_report_of_an_earlier_group_still_makes_a_holder():
     state, _ = heard(ready(), Restarted(), Formed(0, 1))
     assert (state.generation, state.holders, state.member(0).phase) == (2, {0}, Phase.FORMING)
@@ -1185,7 +1195,7 @@ def test_a_process_that_could_not_join_is_replaced_and_one_that_fails_is_not(cod
 
 
 def test_an_interrupt_before_a_newcomer_is_ready_waits_for_the_commit():
-    events = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT", ready=False)]
+    events = [*everybody_joined(), KILL, Joined(1), Interrupted("SIGINT")]
     _, actions = after(*events, recovers=True)
     assert KillAll() not in actions
 

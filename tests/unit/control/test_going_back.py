@@ -130,7 +130,7 @@ def test_a_checkpoint_of_an_earlier_instep_is_refused_with_a_sentence(run, missi
     facts = facts_of(run, job_of(), 10)
     del facts[missing]
     save(run, facts, 10)
-    with pytest.raises(CheckpointError, match=rf"did not keep all .*\({missing}\): go on with"):
+    with pytest.raises(CheckpointError, match=rf"did not keep all .*\({missing}\): resume it with"):
         go_on(run)
 
 

@@ -24,7 +24,7 @@ def recorder(tmp_path):
 
 
 @pytest.fixture
-def next_books(tmp_path):
+def next_recorder(tmp_path):
     """Of the master after one that was lost."""
     made = []
 
@@ -45,10 +45,12 @@ def test_steps_are_written_and_how_long_they_took_is_given_back(tmp_path, record
     assert (recorder.committed, recorder.in_flight(1), recorder.in_flight(0)) == (5, 6, 0)
 
 
-def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, recorder, next_books):
+def test_steps_that_a_lost_master_had_written_are_not_written_again(
+    tmp_path, recorder, next_recorder
+):
     recorder.emit("run_started", {"job": {}})
     recorder.record(0, b"", steps(1, 2), again=False)
-    after = next_books(0)
+    after = next_recorder(0)
     assert after.lately == (2, 0.75, 0.0)
     assert (after.committed, after.in_flight(0)) == (2, 3)
     assert after.record(0, b"", steps(1, 2), again=True) is None
@@ -57,11 +59,11 @@ def test_steps_that_a_lost_master_had_written_are_not_written_again(tmp_path, re
 
 
 def test_an_event_that_a_lost_master_had_written_is_not_written_again(
-    tmp_path, recorder, next_books
+    tmp_path, recorder, next_recorder
 ):
     recorder.emit("run_started", {"job": {}})
     assert recorder.record_event("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False)
-    after = next_books(0)
+    after = next_recorder(0)
     assert not after.record_event("validated", {"step": 3, "metrics": {"loss": 0.5}}, again=True)
     assert after.record_event(
         "validated", {"step": 3, "metrics": {"loss": 0.5}}, again=False

@@ -7,17 +7,19 @@ import pytest
 
 from instep import spec_file
 from instep.errors import RunError, SpecError
-from instep.lab.chaos import check_can_be_repeated, check_own, is_running
+from instep.lab.breaker import Plan
+from instep.lab.chaos import break_again, check_can_be_repeated, check_own, is_running
 from instep.spec import as_table
 from instep.store.run_folder import RunFolder
 
 
-def run_of(folder, *sessions, outcome="completed", **started):
+def run_of(folder, *sessions, outcome="completed", recipe="a.py:f", **started):
     """Each session has a first step and a length; the last one ends at step 9."""
     folder.mkdir()
     events = []
     for resumed, steps in sessions:
-        job = spec_file.build({"recipe": "a.py:f", "train": {"steps": steps}}, source="test")
+        train = {"steps": steps} if steps else {}
+        job = spec_file.build({"recipe": recipe, "train": train}, source="test")
         events.append({"event": "run_started", "job": as_table(job), **started})
         events[-1] |= {"resumed_step": resumed} if resumed else {}
     if outcome:
@@ -61,3 +63,18 @@ def test_a_run_on_another_machine_is_not_broken_while_it_goes_on(tmp_path):
         assert is_running(run.path)
         with pytest.raises(SpecError, match="is running on afar, and this is "):
             check_own(run)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps", "hint"),
+    [
+        ("a.py:f", 9, "--set train.steps=40"),
+        ("a.py:f", 0, "--set train.epochs=40, or more; or ask for fewer."),
+        ("a.py:__main__", 0, "--set train.epochs=40, or more where the script loops over session."),
+    ],
+)
+def test_the_hint_for_a_run_that_is_too_short_is_one_that_it_takes(tmp_path, recipe, steps, hint):
+    run = run_of(tmp_path / "run", (0, steps), recipe=recipe)
+    with pytest.raises(SpecError, match="9 steps are too few") as refused:
+        break_again(run, tmp_path, Plan(kills=10, hangs=0, seed=0), print)
+    assert hint in str(refused.value)

@@ -143,7 +143,8 @@ def test_a_run_that_goes_on_is_judged_without_another(folders):
     assert found.holds
     said = list(found.lines())
     assert (
-        "hash    nothing to compare with: the run is going on; a step of it can be replayed" in said
+        "hash    nothing to compare with: the run has not ended; a step of it can be replayed"
+        in said
     )
     assert "verdict holds, as far as can be said without an undisturbed run" in said
     assert said[-1] == f"next    instep replay {run.path} --step 20"

@@ -14,6 +14,7 @@ from instep.comm.messages import Adopt, Emit, Exited, StartWorker, Whereabouts
 from instep.data.samples import last_read
 from instep.launch import fork_server
 from instep.launch.fork_server import Server
+from instep.worker import process
 
 SEAT = Endpoint(Address("127.0.0.1", 1), "token", 0)
 
@@ -29,6 +30,9 @@ class MasterConnection:
 
     def poll(self):
         return self.orders.pop(0) if self.orders else None
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
@@ -184,3 +188,29 @@ def test_where_a_process_ended_is_told_with_its_end(served):
     assert server._pages.collect(pid) is None  # it is told once, and the page is another's
     for one in (read, write):
         os.close(one)
+
+
+def test_a_worker_is_told_its_number_among_those_of_its_host(served, monkeypatch, tmp_path):
+    server, _ = served
+    told, tells = os.pipe()
+
+    def main(endpoint, number, local_rank, phases):
+        os.write(tells, bytes([number, local_rank]))
+        signal.pause()
+
+    def start(number):
+        server._fork(StartWorker(number=number, log=str(tmp_path / "log")))
+        return tuple(os.read(told, 2))
+
+    monkeypatch.setattr(process, "main", main)
+    try:
+        assert [start(number) for number in (1, 3, 5)] == [(1, 0), (3, 1), (5, 2)]
+        ended(next(pid for pid, number in server._workers.items() if number == 3))
+        server._reap()
+        assert start(7) == (7, 1)
+        for pid in list(server._workers):
+            ended(pid)
+        server._reap()
+    finally:
+        os.close(told)
+        os.close(tells)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from helpers import run_processes
+from instep import spec_file
 from instep.comm.codecs.int8 import Int8
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
@@ -17,6 +18,10 @@ from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import make_strategy
 from instep.system.host_memory import HostMemory
+from instep.worker.step.capture import Progress
+from instep.worker.step.engine import Engine
+from instep.worker.step.update import Update
+from ranks import FakeMember
 
 SHAPES = [(40, 7), (5,), (300,)]
 
@@ -210,6 +215,54 @@ def test_a_hand_over_that_broke_counts_on_every_rank_or_on_none(seen):
     run.generation = 2
     run.generation_of(workers, 1, draining=[2])
     run.check(workers[:2])
+
+
+def test_the_replacement_of_one_that_ended_as_it_had_taken_over_has_what_it_took_over(tmp_path):
+    """Both slots of its memory are of the last step: from before and after the hand-over."""
+    run, workers = Run(), [Worker(n) for n in range(3)]
+    run.generation_of(workers, 5)
+
+    class Ends:
+        """Ends its rank once the last message of `start` has come back."""
+
+        def __init__(self, comm):
+            self.comm, self.votes = comm, 0
+
+        def __getattr__(self, name):
+            return getattr(self.comm, name)
+
+        def all_reduce(self, tensor):
+            work = self.comm.all_reduce(tensor)
+            self.votes += tensor.numel() == 1
+            if self.votes == 2:
+                work.wait()
+                raise PeerError("it is killed")
+            return work
+
+    def body(comm):
+        at = Attempt(0, 5, 2)
+        if comm.rank == 0:
+            with pytest.raises(PeerError, match="it is killed"):
+                workers[0].start(Ends(comm), at, draining=[2])
+        else:
+            workers[comm.rank].start(comm, at, draining=[2])
+            workers[comm.rank].strategy.stop()
+
+    run_ranks(3, body)
+    replacement = Worker(0, workers[0].memory)
+    assert replacement.memory.stamps() == [(0, 5, 2), (0, 5, 1)]
+    job = spec_file.build({"recipe": "a.py:f"}, source="a test")
+    parameters = replacement.parameters
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    update = Update(optimizer, None, parameters, seed=0, max_grad_norm=None, scaler=scaler)
+    model = nn.ParameterList(parameters)
+    engine = Engine(FakeMember(job, tmp_path, 0), model, parameters, replacement.strategy, update)
+    engine.memory = replacement.memory
+    engine.state.progress = Progress(step=5)
+    engine.state._made = {1: (0, 5), 2: (0, 5)}  # as its peers know
+    engine._take_what_was_left()
+    run.check([replacement, workers[1]])
 
 
 def test_random_rounding_has_another_key_in_each_commit_and_the_same_in_a_second_attempt():

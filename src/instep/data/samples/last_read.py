@@ -31,7 +31,12 @@ class _Read(ctypes.Structure):
 class Page(ctypes.Structure):
     """What one process writes."""
 
-    _fields_ = (("pid", ctypes.c_int64), ("step", ctypes.c_int64), ("reads", _Read * len(DATASETS)))
+    _fields_ = (
+        ("pid", ctypes.c_int64),
+        ("number", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("reads", _Read * len(DATASETS)),
+    )
 
 
 class CurrentRead:
@@ -81,10 +86,11 @@ class Pages:
         self._pages = (Page * count).from_buffer(mmap.mmap(-1, count * ctypes.sizeof(Page)))
 
     def free(self) -> Page | None:
-        """An empty, unused page for a process that is about to be forked."""
-        page = next((page for page in self._pages if not page.pid), None)
+        """The first unused page, emptied, for a process that is about to be forked."""
+        number, page = next(((n, p) for n, p in enumerate(self._pages) if not p.pid), (0, None))
         if page is not None:
             ctypes.memset(ctypes.addressof(page), 0, ctypes.sizeof(page))
+            page.number = number
         return page
 
     def assign(self, page: Page | None, pid: int) -> None:

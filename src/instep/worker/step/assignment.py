@@ -7,7 +7,7 @@ records for a commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -36,6 +36,17 @@ class Finished(NamedTuple):
 
 
 NOTHING_FINISHED = Finished(0, {})
+
+
+def finished(step: int, held: Sequence[Iterable[int]]) -> Finished:
+    """Who gives which of the units that are computed already.
+
+    Args:
+        step: that they are of.
+        held: the numbers that each rank has computed; of several the lowest rank gives it.
+    """
+    ranks = reversed(list(enumerate(held)))
+    return Finished(step, {unit: rank for rank, units in ranks for unit in units})
 
 
 class Lockstep:

@@ -233,7 +233,8 @@ class Engine:
             # of an older commit where its process was replaced on another host meanwhile
             newest = stamp[:2] == (self.state.progress.course, self.state.number)
             counts = newest and self.state.happened(Attempt(*stamp))
-            left = self.memory.at(*stamp) if counts else None
+            # the newest: one before it is of before others handed theirs over
+            left = self.memory.at(*stamp) if counts and not taken else None
             if left is not None:
                 self.strategy.load_left(left, self.parameters)
                 taken = True
