@@ -40,6 +40,7 @@ def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
     from instep.sync.base import make_strategy
     from instep.worker.step.assignment import Lockstep
     from instep.worker.step.engine import Engine, Weighed
+    from instep.worker.step.turns import TurnState
     from instep.worker.step.update import Update
 
     size, votes = CASES[case]
@@ -65,7 +66,8 @@ def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     update = Update(optimizer, None, [], seed=0, max_grad_norm=None, scaler=scaler)
     strategy = make_strategy("all_reduce", {})
-    engine = Engine(member, model, [model.weight], strategy, update, votes=votes)  # type: ignore[arg-type]
+    turn = TurnState("", [model.weight], update, strategy)
+    engine = Engine(member, model, [model.weight], [turn], votes=votes)  # type: ignore[arg-type]
     meeting = folder / f"meeting-{case}"
     comm = (
         TorchComm(torch.distributed.FileStore(str(meeting), size), rank, size)

@@ -348,10 +348,11 @@ def _check_rounds(job: JobSpec) -> None:
     for key, given in (
         ("participants", sync.participants != 0),
         ("local_steps", sync.local_steps != 1),
+        ("local_optimizers", sync.local_optimizers != "reset"),
     ):
         if given:
             raise SpecError(
-                f"sync.{key} = {getattr(sync, key)}: {sync.name} agrees on every step. Leave the "
+                f"sync.{key} = {getattr(sync, key)!r}: {sync.name} agrees on every step. Leave the "
                 "key out, or use sync.name = 'averaging'."
             )
 

@@ -107,10 +107,11 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        strategy = make_strategy(self.job.sync.name, self.job.sync.options, self.job.sync.codec)
-        self.engine = Engine(
-            member, model, parameters, strategy, update, ends=self._ends, more=more, turns=turns
-        )
+        sync = self.job.sync
+        turns = turns or [
+            TurnState("", parameters, update, make_strategy(sync.name, sync.options, sync.codec))
+        ]
+        self.engine = Engine(member, model, parameters, turns, ends=self._ends, more=more)
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comm: Comm | None = None  # of a group that forms, or has
         self._regroups = False
@@ -407,8 +408,8 @@ class Loop(ABC):
 
     def _ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
         """Whether this start of the run ends with a step that was not told to."""
-        spoilt = bool(self.stopping.not_finite(agreed.loss, norm))
-        return spoilt or step in (self.last_step, self.job.train.stop_after_steps)
+        diverged = bool(self.stopping.not_finite(agreed.loss, norm))
+        return diverged or step in (self.last_step, self.job.train.stop_after_steps)
 
     # ---- what follows a commit
 
@@ -442,12 +443,12 @@ class Loop(ABC):
         shards: dict[str, Shard] | CheckpointError = {}
         if self.engine.strategy.laws and (due or metrics is not None):
             # only the worker that saves knows which are the best; and its folder is there by now
-            told = torch.tensor([float(due and not self.stopping.spoilt)], device=self.device)
+            told = torch.tensor([float(due and not self.stopping.diverged)], device=self.device)
             self.engine.comm.broadcast(told)
             due = bool(told.item())
             own = self.engine.own_state() if due else {}
             shards = write_shards(self.engine, self.member) if due else {}
-        if saver is not None and not self.stopping.spoilt:
+        if saver is not None and not self.stopping.diverged:
             saver.after_step(
                 self.engine,
                 where,

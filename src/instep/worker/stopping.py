@@ -40,7 +40,7 @@ class Stopping:
         self.spec = member.job.stop
         self._asked: deque[int | None] = deque()  # steps of verdicts to come; None: they are void
         self._rule, self._of_step = "", 0  # which fired first, by the figures of which step
-        self._spoilt_at: int | None = None  # the first such step
+        self._diverged_at: int | None = None  # the first such step
 
     def regroup(self, comm: Comm) -> None:
         """Another generation begins; verdicts that were asked for may still come."""
@@ -55,18 +55,18 @@ class Stopping:
         self._asked = deque(None if of is None or of > step else of for of in self._asked)
         if self._of_step > step:
             self._rule, self._of_step = "", 0
-        if self._spoilt_at is not None and self._spoilt_at > step:
-            self._spoilt_at = None
+        if self._diverged_at is not None and self._diverged_at > step:
+            self._diverged_at = None
         self._member.forget_stop(step)
 
     @property
-    def spoilt(self) -> bool:
+    def diverged(self) -> bool:
         """Whether the parameters are past saving: the last checkpoint is better than a new one."""
-        return self._spoilt_at is not None
+        return self._diverged_at is not None
 
     def _spoil(self, step: int) -> None:
-        if self._spoilt_at is None:
-            self._spoilt_at = step
+        if self._diverged_at is None:
+            self._diverged_at = step
 
     def told(self, step: int) -> bool:
         """Whether this worker was told to stop with a step; waits for the verdict on the last.

@@ -289,7 +289,10 @@ class Training(Loop):
         """Whether cutting a global batch into micro-batches changes the result."""
         self.phase = "trying a batch"
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
-        return trial if self._rounds is None else rounds.verdict(trial, self.job)
+        if self._rounds is None:
+            return trial
+        reason = "each participant of a round is computed apart"
+        return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only where every member's trial says so, and say `yes` only where each does.

@@ -207,7 +207,7 @@ def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stan
 
 
 @pytest.mark.parametrize(
-    ("rules", "loss", "norm", "spoilt"),
+    ("rules", "loss", "norm", "diverged"),
     [
         ({"non_finite": True}, math.nan, 1.0, True),
         ({"non_finite": True}, 1.0, math.inf, True),
@@ -217,20 +217,20 @@ def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stan
         ({"non_finite": False}, math.nan, None, False),
     ],
 )
-def test_parameters_are_past_saving_after_a_figure_that_is_not_finite(rules, loss, norm, spoilt):
+def test_parameters_are_past_saving_after_a_figure_that_is_not_finite(rules, loss, norm, diverged):
     with Silent(**rules) as master:
         master.stopping.after_commit(1, loss, norm, last=True)
-        assert master.stopping.spoilt == spoilt
+        assert master.stopping.diverged == diverged
         assert master.heard() == []
 
 
-@pytest.mark.parametrize(("rule", "spoilt"), [("diverged", True), ("gradient_norm", False)])
-def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_one(rule, spoilt):
+@pytest.mark.parametrize(("rule", "diverged"), [("diverged", True), ("gradient_norm", False)])
+def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_one(rule, diverged):
     with Silent(rise=2) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=1, rule=rule, number=1))
         assert master.stopping.told(2)
-        assert master.stopping.spoilt == spoilt
+        assert master.stopping.diverged == diverged
 
 
 def test_a_verdict_counts_after_its_step_also_where_that_is_computed_again():
@@ -267,19 +267,19 @@ def test_a_verdict_on_a_step_that_was_undone_does_not_count(back_to, stands, hea
         if heard:
             assert master.stopping.told(8)
         went_back(master, back_to)
-        assert master.stopping.told(8) == master.stopping.spoilt == stands
+        assert master.stopping.told(8) == master.stopping.diverged == stands
         master.stopping.after_commit(8, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=8, rule="diverged", number=2))
         assert master.stopping.told(9)
-        assert master.stopping.spoilt
+        assert master.stopping.diverged
 
 
-@pytest.mark.parametrize(("back_to", "spoilt"), [(4, False), (5, True)])
-def test_a_loss_that_was_undone_does_not_keep_the_run_from_being_saved(back_to, spoilt):
+@pytest.mark.parametrize(("back_to", "diverged"), [(4, False), (5, True)])
+def test_a_loss_that_was_undone_does_not_keep_the_run_from_being_saved(back_to, diverged):
     with Silent(non_finite=True) as master:
         master.stopping.after_commit(5, math.nan, None, last=True)
         went_back(master, back_to)
-        assert master.stopping.spoilt == spoilt
+        assert master.stopping.diverged == diverged
 
 
 @pytest.mark.parametrize(
