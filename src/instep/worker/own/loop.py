@@ -510,7 +510,7 @@ class OwnLoop(Loop):
                 "as 0, and no rule sees that it is not finite. Call session.backward(loss), or "
                 "session.record(loss) before it"
             )
-        with self._together(f"the gradients of step {self.step}"):
+        with self._together(f"the exchange of the gradients of step {self.step}"):
             self._agreed = super()._exchange(Passed(self._losses, self._skipped), self._share)
 
     def _exchange(self, passed: Passed, share: Share) -> Agreement | None:
@@ -926,7 +926,7 @@ class OwnLoop(Loop):
                 while agreed is None:  # others may have had a step, whose gradients did not fit
                     # a rule may have fired at the very last step
                     told = self.stopping.verdict()
-                    with self._together("the end of the session"):
+                    with self._together("session.close()"):
                         agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
                 if agreed.stop and not self.stopped:
