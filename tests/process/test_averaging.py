@@ -4,7 +4,9 @@ import copy
 import functools
 import os
 import random
+import re
 import time
+from pathlib import Path
 
 import averages as recipes
 import pytest
@@ -305,6 +307,27 @@ def test_what_has_no_sense_in_a_round_is_refused(start: Start, tmp_path, more, s
     program = start("-m", "instep", "run", script, environment={"PYTHONPATH": paths(RECIPES)})
     assert program.end() in (2, 5), program.stderr
     assert sentence in program.error
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_trains_and_sends_as_much_as_it_says(start: Start, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/guides/averaging.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", guide, re.M | re.S)
+    codes = dict(reversed(blocks))  # the first of each language
+    (tmp_path / "waves.py").write_text(codes["python"])
+    (tmp_path / "job.toml").write_text(codes["toml"])
+    sent = {}
+    for local in LOCAL:
+        settings = ("train.epochs=3", optimizers(local))
+        more = [word for each in settings for word in ("--set", each)]
+        program = start("-m", "instep", "run", tmp_path / "job.toml", *more)
+        assert program.end() == 0, program.stderr
+        assert (program.summary["steps"], program.summary["samples"]) == (24, 24 * 512)
+        sent[local] = program.summary["wire_bytes"] / 24 / 1e6
+    assert sent == {
+        local: pytest.approx(float(said), rel=0.1)
+        for local, said in re.findall(r"\| `averaging`, `\"(\w+)\"` \| ([\d.]+) MB", guide)
+    }
 
 
 def paths(*folders):
