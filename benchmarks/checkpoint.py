@@ -21,17 +21,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine import engine_around
 from torch import Tensor, nn
 
 from instep.data.order import Position
-from instep.spec import CheckpointSpec, JobSpec
 from instep.units import readable_bytes, readable_seconds
 from instep.worker.saving import Saver
-from instep.worker.step.engine import Clock
+from instep.worker.step.engine import Engine
 from instep.worker.step.update import Update
 
 
@@ -68,18 +67,13 @@ class Trained:
         return flat
 
 
-def saver_of(trained: Trained, folder: Path) -> tuple[Saver, Any]:
-    """What worker 0 of a run saves with, and stand-ins for what it is told of the run."""
-    job = JobSpec(recipe="none.py:recipe", checkpoint=CheckpointSpec(every=1))
-    nothing = {"emit": lambda *_, **__: None, "flush": lambda: None}
-    member: Any = SimpleNamespace(job=job, run=folder, fenced=False, **nothing)
+def saver_of(trained: Trained, folder: Path) -> tuple[Saver, Engine]:
+    """What worker 0 of a run saves with, and the engine whose commits it saves."""
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     parameters = list(trained.model.parameters())
     update = Update(trained.optimizer, None, parameters, seed=0, max_grad_norm=None, scaler=scaler)
-    replica: Any = SimpleNamespace(
-        strategy=SimpleNamespace(state=dict), clock=Clock(), ledger_bytes=0
-    )
-    return Saver(member, trained.model, update), replica
+    engine, member, _ = engine_around(trained.model, update, folder, checkpoint={"every": 1})
+    return Saver(member, trained.model), engine
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -90,12 +84,14 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 def measure(megabytes: int, tensors: int, turns: int, folder: Path) -> dict[str, Any]:
     trained = Trained(megabytes, tensors)
-    saver, replica = saver_of(trained, folder)
+    saver, engine = saver_of(trained, folder)
     target = torch.zeros_like(trained.flat)
     copies, held, quiet, beside, written = [], [], [], [], []
 
     def save(step: int) -> float:
-        return seconds_of(lambda: saver.after_step(step, Position(0, 0, step), replica, last=False))
+        engine.state.progress = engine.state.progress._replace(step=step)
+        where = Position(0, 0, step)
+        return seconds_of(lambda: saver.after_step(engine, where, due=True, last=False))
 
     for turn in range(1, turns + 2):
         quiet.append(seconds_of(trained.step))

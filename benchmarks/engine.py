@@ -22,32 +22,55 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from turns import write
 
+if TYPE_CHECKING:
+    from instep.worker.step.assignment import Lockstep
+    from instep.worker.step.engine import Engine
+    from instep.worker.step.update import Update
+
 CASES = {"alone": (1, False), "alone, vote": (1, True), "two": (2, False), "two, vote": (2, True)}
 SAMPLES = 1 << 40
 
 
-def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
-    """One step of one worker's engine, around next to nothing."""
+def engine_around(
+    model: "torch.nn.Module",
+    update: "Update",
+    folder: Path,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    votes: bool = False,
+    **job: object,
+) -> "tuple[Engine, Any, Lockstep]":
+    """An engine that has started, what stands in for its member of a run, and who computes what.
+
+    Args:
+        model: whose parameters are all agreed on.
+        update: moves them.
+        folder: of the run, and where ranks meet.
+        rank: of this process.
+        size: how many processes there are.
+        votes: whether every commit is voted for.
+        job: entries of the job file.
+    """
     from instep import spec_file
     from instep.comm.alone import AloneComm
     from instep.comm.messages import Form
     from instep.comm.torch_comm import TorchComm
     from instep.sync.base import make_strategy
     from instep.worker.step.assignment import Lockstep
-    from instep.worker.step.engine import Engine, Weighed
+    from instep.worker.step.engine import Engine
     from instep.worker.step.turns import TurnState
-    from instep.worker.step.update import Update
 
-    size, votes = CASES[case]
-    table = {"recipe": "a.py:recipe", "workers": size}
-    job = spec_file.build(table, source="a benchmark")
-    member = SimpleNamespace(
-        job=job,
+    member: Any = SimpleNamespace(
+        job=spec_file.build(
+            {"recipe": "a.py:recipe", "workers": size, **job}, source="a benchmark"
+        ),
         run=folder,
         number=rank,
         started=time.time(),
@@ -56,27 +79,38 @@ def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
         fenced=False,
         check_lease=lambda: None,
         fence=lambda: None,
+        flush=lambda: None,
         record=lambda *_: None,
         emit=lambda *_, **__: None,
         waits_for_writer=lambda: False,
     )
+    parameters = list(model.parameters())
+    turn = TurnState("", parameters, update, make_strategy("all_reduce", {}))
+    engine = Engine(member, model, parameters, [turn], votes=votes)
+    store = folder / f"meeting-{size}-{votes}"
+    comm = (
+        TorchComm(torch.distributed.FileStore(str(store), size), rank, size)
+        if size > 1
+        else AloneComm()
+    )
+    engine.begin(comm)
+    assignment = Lockstep(member.form, member.job.train, SAMPLES, by_speed=False)
+    engine.start(comm, assignment)
+    return engine, member, assignment
+
+
+def stepper(case: str, rank: int, folder: Path) -> Callable[[], None]:
+    """One step of one worker's engine, around next to nothing."""
+    from instep.worker.step.engine import Weighed
+    from instep.worker.step.update import Update
+
+    size, votes = CASES[case]
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     update = Update(optimizer, None, [], seed=0, max_grad_norm=None, scaler=scaler)
-    strategy = make_strategy("all_reduce", {})
-    turn = TurnState("", [model.weight], update, strategy)
-    engine = Engine(member, model, [model.weight], [turn], votes=votes)  # type: ignore[arg-type]
-    meeting = folder / f"meeting-{case}"
-    comm = (
-        TorchComm(torch.distributed.FileStore(str(meeting), size), rank, size)
-        if size > 1
-        else AloneComm()
-    )
-    engine.begin(comm)
-    assignment = Lockstep(member.form, job.train, SAMPLES, by_speed=False)
-    engine.start(comm, assignment)
+    engine, _, assignment = engine_around(model, update, folder, rank=rank, size=size, votes=votes)
     planned = assignment.plan(1, SAMPLES, merge=True)
 
     def step() -> None:
