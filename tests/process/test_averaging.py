@@ -19,6 +19,7 @@ import instep
 from conftest import instep_run
 from instep.data.order import Order, key, micro_batch, position
 from instep.state.manifest import published
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -181,6 +182,23 @@ def test_killed_workers_leave_no_trace(run: Start, kills, rounds, local):
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 
 
+@pytest.mark.slow
+def test_kept_optimizers_go_with_their_participants_where_a_run_is_scaled(run: Start, start: Start):
+    longer = (*QUICK, *BITS, "train.steps=150", "data.loaders=0", optimizers("kept"))
+    program = run("averages.py:all_moves", *longer, "workers=2", "arguments.pause_s=0.001")
+    program.until(program.is_training, "training")
+    for workers in (4, 1, 3):
+        asked = start("-m", "instep", "scale", program.run, "--workers", workers)
+        assert asked.end() == 0, asked.stderr
+        program.until(
+            lambda: len(program.events("generation_started")[-1]["members"]) == workers,  # noqa: B023
+            "scaled",
+        )
+    assert program.end(200) == 0, program.stderr
+    alone = trained(run, 1, *longer, local="kept")
+    assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+
+
 @pytest.mark.parametrize("local", ["reset", slow("kept")])
 def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
     run: Start, alone, tmp_path, local
@@ -216,9 +234,10 @@ def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
 OWN = RECIPES / "own_rounds.py"
 
 
-def own_loop(start, workers, local, advanced="session", pause_s=0.0, epochs=2):
+def own_loop(start, workers, local, advanced="session", pause_s=0.0, epochs=2, stop_after=0):
+    options = ("--workers", workers, "--set", f"train.stop_after_steps={stop_after}")
     arguments = (workers, local, advanced, pause_s, epochs)
-    return start("-m", "instep", "run", OWN, "--workers", workers, "--", *arguments)
+    return start("-m", "instep", "run", OWN, *options, "--", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +275,18 @@ def test_a_loop_of_ones_own_has_the_hash_of_a_recipe(start: Start, run: Start, l
     program = own_loop(start, 3, local)
     assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == of_a_recipe(run, 3, local)
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_resumed_between_two_rounds(start: Start):
+    whole, begun = own_loop(start, 2, "kept"), own_loop(start, 2, "kept", stop_after=4)
+    assert (whole.end(), begun.end()) == (0, 0), begun.stderr
+    assert begun.summary["steps"] == 4  # the first of the second epoch
+    resumed = start("-m", "instep", "resume", begun.run)
+    assert resumed.end() == 0, resumed.stderr
+    sums = [RunFolder(each.run).last("model_saved") for each in (whole, begun)]
+    assert [each["step"] for each in sums] == [6, 6]
+    assert sums[0]["parameters_sha256"] == sums[1]["parameters_sha256"]
 
 
 @pytest.mark.slow

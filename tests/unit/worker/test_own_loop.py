@@ -64,5 +64,7 @@ def test_the_verdict_names_a_sampler_that_is_not_used():
 
 def test_each_process_of_an_own_loop_is_one_participant():
     job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
-    with pytest.raises(SpecError, match=r"participants = 4 with 2 processes.*to 2, or train a"):
+    with pytest.raises(
+        SpecError, match=r"participants = 4 with 2 processes.*Start 4 processes, set"
+    ):
         OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)

@@ -86,8 +86,8 @@ def refuse(job: JobSpec) -> None:
     if job.sync.participants not in (0, job.workers):
         raise SpecError(
             f"sync.participants = {job.sync.participants} with {job.workers} processes: in your "
-            "own loop each process is one participant. Set sync.participants to "
-            f"{job.workers}, or train a recipe."
+            f"own loop each process is one participant. Start {job.sync.participants} processes, "
+            f"set sync.participants to {job.workers}, or train a recipe."
         )
     if job.check.corruption:
         raise SpecError(

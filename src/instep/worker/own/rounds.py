@@ -81,6 +81,11 @@ class OwnRounds(OwnLoop):
 
     # ---- the loader
 
+    @property
+    def _merge(self) -> bool:
+        """Each participant has a pass of its own."""
+        return False
+
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
         rounds = self.engine.assignment.plan(1, self._per_epoch, merge=False)
