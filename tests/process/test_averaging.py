@@ -149,7 +149,7 @@ def test_with_bits_the_hash_is_the_same_on_any_number_of_workers(
 @pytest.mark.slow
 @pytest.mark.parametrize("local", LOCAL)
 def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(
-    run: Start, alone, local
+    run: Start, start: Start, alone, local
 ):
     """Checkpoints and stops count rounds, and the scheduler is where its local steps have led."""
     stops = ("train.stop_after_steps=3", "checkpoint.every=2")
@@ -159,6 +159,9 @@ def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(
     resumed = instep.resume(program.run, workers=3, quiet=True)
     assert resumed.summary["steps"] == ROUNDS
     assert resumed.summary["parameters_sha256"] == alone(local)
+    replayed = start("-m", "instep", "replay", program.run, "--step", 3)
+    assert replayed.end() == 0, replayed.stderr
+    assert "the same bits" in replayed.stdout
 
 
 @pytest.mark.timeout(400)

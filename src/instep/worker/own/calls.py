@@ -9,7 +9,9 @@ members the one with more results has all that the other has.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from instep.errors import SpecError
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
+from instep.worker.own.evaluation import Piece, exchange
 from instep.worker.step.sections import Sections
 
 
@@ -135,6 +138,52 @@ class Calls(Sections[list[Call]]):
             part = number - 1 if number else next(free)
             if rank == comm.rank:
                 self._given = key, part
+
+
+class Waits:
+    """Where this process waits for the others; so that a wait in vain has a cause with a name."""
+
+    def __init__(self) -> None:
+        self._done = 0  # calls of all processes since the last commit, or since the group formed
+        self._now: tuple[int, int, str] | None = None  # the last commit, `_done`, and the call
+
+    def commit(self) -> None:
+        """A step counts."""
+        self._done = 0
+
+    @contextmanager
+    def call(self, name: str, step: int) -> Iterator[None]:
+        """All processes are in this call at the same time, after the commit of this step."""
+        self._now = step, self._done, name
+        yield
+        self._now, self._done = None, self._done + 1
+
+    def compare(self, comm: Comm, device: torch.device) -> None:
+        """Look whether the last group came apart since processes waited in different calls.
+
+        Of two that had come equally far, that can only be where their code is not alike. Every
+        member of the new group calls this.
+
+        Raises:
+            SpecError: they waited in different calls.
+            PeerError: a member went away meanwhile.
+        """
+        text = json.dumps(self._now).encode()
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        every = exchange(comm, device, "a new group", Piece(0, [own]))
+        self._now, self._done = None, 0
+        waited = dict[tuple[int, int], tuple[int, str]]()
+        for rank, piece in enumerate(every):
+            found = json.loads(bytes(piece.leaves[0].numpy()))
+            if found is None:
+                continue
+            step, done, name = found
+            other, called = waited.setdefault((step, done), (rank, name))
+            if called != name:
+                raise SpecError(
+                    f"process {other} waited in {called} while process {rank} waited in {name}: "
+                    "every process needs to make the same calls in the same order."
+                )
 
 
 EVALUATION = "the loop over an evaluation loader"

@@ -15,7 +15,6 @@ worker that takes another's place is answered from a log (`calls.py`).
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -37,11 +36,11 @@ from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
 from instep.spec import JobSpec
-from instep.state.retention import Best, best_rule
+from instep.state.retention import best_rule
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.own import evaluation
-from instep.worker.own.calls import EVALUATION, Call, Calls
+from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
 from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
 from instep.worker.own.taken_over import take_over
@@ -167,8 +166,7 @@ class OwnLoop(Loop):
         self._guard = Guard(model, optimizer, alone=job.per_commit.micro_batches == 1)
         self._calls = Calls()
         self._known_step: int | None = None  # the commit that the calls follow
-        self._waited: tuple[int, int, str] | None = None  # where the last group came apart:
-        self._talked = 0  # a step, how often all processes had talked since, and in which call
+        self._waits_in = Waits()
         self._epoch_at: int | None = None  # that `epochs` gave last
         self.rule = "own loop"
         self.engine.take = self._take
@@ -197,40 +195,16 @@ class OwnLoop(Loop):
             self._enter(after(step))
         self._known_step = step
         if self.member.recovers:
-            self._refuse_different_calls(comm)
+            self._waits_in.compare(comm, self.device)
             self._calls.agree(comm, step, self.device)
-
-    def _refuse_different_calls(self, comm: Comm) -> None:
-        """The last group may have come apart since processes waited for each other in vain.
-
-        Those that had come equally far, by what they had done together, can wait only for the same.
-
-        Raises:
-            SpecError: they waited in different calls.
-            PeerError: a member went away meanwhile.
-        """
-        waited = json.dumps(self._waited).encode() if self._waited else b""
-        own = torch.frombuffer(bytearray(waited), dtype=torch.uint8) if waited else torch.empty(0)
-        every = evaluation.exchange(comm, self.device, "a new group", Piece(0, [own]))
-        self._waited, self._talked = None, 0
-        at = dict[tuple[int, int], tuple[int, str]]()
-        for rank, piece in enumerate(every):
-            if not piece.leaves[0].numel():
-                continue
-            step, talked, name = json.loads(bytes(piece.leaves[0].numpy()))
-            other, called = at.setdefault((step, talked), (rank, name))
-            if called != name:
-                raise SpecError(
-                    f"process {other} waited in {called} while process {rank} waited in {name}: "
-                    "every process needs to make the same calls in the same order."
-                )
 
     def _follow(self, step: int) -> None:
         """What the user's code does from here on follows this commit."""
         epoch = (step - 1) // self._per_epoch
         self._calls.commit(step, epoch)
         self._update.between.commit(step, epoch)
-        self._known_step, self._talked = step, 0
+        self._known_step = step
+        self._waits_in.commit()
 
     @property
     def _per_epoch(self) -> int:
@@ -243,9 +217,6 @@ class OwnLoop(Loop):
         """
         between = self._now is None and self.phase == "your loop"
         return self.engine.taken + (int(time.monotonic()) if between else 0)
-
-    def _best(self) -> Best | None:
-        return None
 
     def join(self) -> None:
         """Form the group with the other workers, and get ready for the first batch.
@@ -854,12 +825,11 @@ class OwnLoop(Loop):
     def _together(self, what: str) -> Iterator[None]:
         """All processes are in the same place at the same time; if not, they wait in vain."""
         self.phase = "exchange"
-        self._waited = self.state.progress.step, self._talked, what
         try:
-            yield
+            with self._waits_in.call(what, self.state.progress.step):
+                yield
         finally:
             self.phase = "your loop"
-        self._waited, self._talked = None, self._talked + 1
 
     def _meet_again(self, error: PeerError | None) -> None:
         """Between two steps: leave the group, and be in the next."""
@@ -955,12 +925,11 @@ class OwnLoop(Loop):
         next(self._items)
 
     def _save_last(self) -> None:
-        own = self.engine.own_state() if self.engine.strategy.laws else {}
         if self._saver is not None and not self.stopping.diverged:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
                 where = position(self.step, self.samples, self.job.per_commit.global_batch)
-            self._saver.after_step(self.engine, where, due=True, last=True, own=own)
+            self._saver.after_step(self.engine, where, due=True, last=True)
 
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""
