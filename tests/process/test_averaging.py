@@ -237,9 +237,12 @@ def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
 OWN = RECIPES / "own_rounds.py"
 
 
-def own_loop(start, workers, local, advanced="session", pause_s=0.0, epochs=2, stop_after=0):
-    options = ("--workers", workers, "--set", f"train.stop_after_steps={stop_after}")
-    arguments = (workers, local, advanced, pause_s, epochs)
+def own_loop(
+    start, workers, local, advanced="session", pause_s=0.0, epochs=2, stop_after=0, more=()
+):
+    options = ("--set", f'data.unreadable="{"skip" if more else "stop"}"')
+    options += ("--workers", workers, "--set", f"train.stop_after_steps={stop_after}")
+    arguments = (workers, local, advanced, pause_s, epochs, *more)
     return start("-m", "instep", "run", OWN, *options, "--", *arguments)
 
 
@@ -262,11 +265,11 @@ def test_a_loop_of_ones_own_takes_the_same_local_steps(start: Start, workers, lo
     check_equal(program, federated_averaging(local, workers, 6, advanced=advanced))
 
 
-def of_a_recipe(run, workers, local, epochs=2):
+def of_a_recipe(run, workers, local, epochs=2, more=()):
     """The hash that a recipe's run of the same job comes to."""
     epochs = (f"train.epochs={epochs}", f"sync.participants={workers}")
     settings = [each for each in QUICK if not each.startswith("train.steps")]
-    settings += [*BITS, optimizers(local), *epochs, "workers=1"]
+    settings += [*BITS, optimizers(local), *epochs, *more, "workers=1"]
     program = run("averages.py:all_moves", *settings)
     assert program.end() == 0, program.stderr
     return program.summary["parameters_sha256"]
@@ -278,6 +281,18 @@ def test_a_loop_of_ones_own_has_the_hash_of_a_recipe(start: Start, run: Start, l
     program = own_loop(start, 3, local)
     assert program.end() == 0, program.stderr
     assert program.summary["parameters_sha256"] == of_a_recipe(run, 3, local)
+
+
+@pytest.mark.slow
+def test_local_steps_without_a_readable_sample_are_left_out_in_a_loop_of_ones_own_too(
+    start: Start, run: Start
+):
+    program = own_loop(start, 2, "kept", more=("gaps",))
+    assert program.end() == 0, program.stderr
+    skipped = ('data.unreadable="skip"', "arguments.gaps=true")
+    wanted = of_a_recipe(run, 2, "kept", more=skipped)
+    assert program.summary["parameters_sha256"] == wanted
+    assert wanted != of_a_recipe(run, 2, "kept")
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A loop of its own in which each process is a participant of averaging.
 
 Arguments: participants, whether local optimizers are `kept`, rounds that a scheduler is stepped by
-(`session` or `epoch`), seconds of a pause in each iteration, epochs.
+(`session` or `epoch`), seconds of a pause in each iteration, epochs, and perhaps `gaps`.
 """
 
 import sys
@@ -15,6 +15,7 @@ import instep
 
 PARTICIPANTS, LOCAL, ADVANCED = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 PAUSE_S, EPOCHS = float(sys.argv[4]), int(sys.argv[5])
+GAPS = "gaps" in sys.argv
 TRAIN = {"global_batch": 20, "max_grad_norm": 1.5, "threads": 1, "determinism": "bits"}
 SYNC = {
     "name": "averaging",
@@ -30,11 +31,8 @@ def main() -> None:
         model = averages.model()
         optimizer = averages.adam(model.parameters())
         scheduler = averages.half_way_down(optimizer)
-        parts = (
-            model,
-            optimizer,
-            DataLoader(averages.pairs(), batch_size=10 if PARTICIPANTS == 2 else 20),
-        )
+        data = averages.Gaps() if GAPS else averages.pairs()
+        parts = model, optimizer, DataLoader(data, batch_size=10 if PARTICIPANTS == 2 else 20)
         if ADVANCED == "session":
             model, optimizer, loader = session.prepare(*parts, scheduler=scheduler)
         else:
