@@ -129,7 +129,7 @@ def check_true(found: dict[str, Any], processes: int) -> None:
 
 
 def test_two_processes_do_what_a_plain_loop_does(start: Start, tmp_path: Path) -> None:
-    names = "adam, clipped, edited", "weighted", "scaled", "bits"
+    names = "adam, clipped, edited", "weighted", "scaled", "overflowing", "bits"
     found = truth_on(start, tmp_path / "runs", 2, *names)
     assert found.keys() == {*names}
     check_true(found, 2)

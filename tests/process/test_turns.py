@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from started import RECIPES, slow
+from torch import nn
 
 import instep
 from instep.data.order import Order, key, micro_batch, position
@@ -18,8 +19,14 @@ from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
-SAMPLES, BATCH, PARTS, STEPS, SEED = 66, 12, 4, 24, 5
-TRAIN = {"steps": STEPS, "global_batch": BATCH, "micro_batches": PARTS, "threads": 1}
+SAMPLES, BATCH, PARTS, STEPS, SEED, CLIP = 66, 12, 4, 24, 5, 0.15
+TRAIN = {
+    "steps": STEPS,
+    "global_batch": BATCH,
+    "micro_batches": PARTS,
+    "max_grad_norm": CLIP,
+    "threads": 1,
+}
 GAN = f"{RECIPES / 'gan.py'}:recipe"
 
 
@@ -48,7 +55,7 @@ def plain():
     parts = model.discriminator, model.generator
     optimizers = [gan.adam(part.parameters()) for part in parts]
     scheduler, last = gan.decaying(optimizers[1]), 0.0
-    norm = model.generator[1]
+    norm, clipped = model.generator[1], [0, 0]
     for step in range(1, STEPS + 1):
         epoch, first, stop = position(step, SAMPLES, BATCH)
         indices = order.indices(epoch, first, stop)
@@ -70,8 +77,11 @@ def plain():
                     buffer.copy_(start)
             for buffer, total in zip(norm.buffers(), moved, strict=True):
                 buffer.copy_(total if buffer.is_floating_point() else total.round())
+            found = nn.utils.clip_grad_norm_(parts[turn].parameters(), CLIP)
+            clipped[turn] += bool(found > CLIP)
             optimizers[turn].step()
         scheduler.step()
+    assert all(times > 0 for times in clipped), "each turn by its own norm"
     return model.state_dict(), last
 
 

@@ -6,7 +6,7 @@ In any order, as Accelerate takes it. A `DataLoader` is taken apart as a recipe'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     lost: Sequence[Unused]
-    """What of the loader to train on is not kept."""
+    """What of the `DataLoader`s is not kept."""
     order: Sequence[Any]
     """Everything as it was given; for data its number in `data`."""
 
@@ -88,7 +88,7 @@ class Prepared(NamedTuple):
             data,
             found.get("scheduler"),
             found.get("scaler"),
-            _lost(data[0], train),
+            [*_lost(data[0], train), *_lost_in_evaluations(data[1:], train)],
             order,
         )
 
@@ -144,6 +144,14 @@ def _lost(data: Data, train: TrainSpec) -> Sequence[Unused]:
         )
     name = "the training"
     return [*data.given.unused(name, shuffled=True, batch=batch or whole)]
+
+
+def _lost_in_evaluations(data: Sequence[Data], train: TrainSpec) -> Iterator[Unused]:
+    """What of the loaders to evaluate on is not kept; it changes nothing of what is trained."""
+    for each in data:
+        batch = each.batch or train.global_batch
+        for lost in each.given.unused("an evaluation", shuffled=False, batch=batch):
+            yield lost._replace(remedy="")
 
 
 def _check_scheduler(optimizer: Optimizer, scheduler: Any) -> None:

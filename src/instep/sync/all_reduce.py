@@ -176,7 +176,7 @@ class AllReduce(Gathering):
     def _send(self, number: int, bucket: Bucket) -> Work:
         if self._two is None or not bucket.members:
             return self._comm.all_reduce(bucket.flat)
-        self._two.begin(number, bucket.flat)
+        self._two.begin(number, bucket.flat, key=self._attempt.number)
         return _Begun()
 
     def _finish(self) -> None:

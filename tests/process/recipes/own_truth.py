@@ -7,6 +7,7 @@ case, how far the two are apart, the sum of the parameters' bits and what torch 
 
 import hashlib
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ from instep.recipe.build import set_generators
 RUNS, ONLY = sys.argv[1], sys.argv[2:]
 SAMPLES, BATCH, PARTS, EPOCHS, SEED = 50, 16, 4, 2, 7
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
+LIMIT = 0.5
+"""The largest norm, by the user's code or by the job."""
+OVERFLOWS = (1, 6)
+"""Steps that a scaler leaves out."""
 OF_PASS, OF_UPDATE = 1, 2  # what the job's keys are drawn for
 
 
@@ -60,6 +65,7 @@ class Case:
         self.edits = how.pop("edits", False)
         self.schedules = how.pop("schedules", "")
         self.scales = how.pop("scales", None)
+        self.overflows = how.pop("overflows", False)
         self.weighted = how.pop("weighted", False)
         self.bits = how.pop("bits", False)
         assert not how, how
@@ -74,6 +80,10 @@ class Case:
             return None
         return torch.amp.GradScaler("cpu", enabled=self.scales, init_scale=8.0, growth_interval=3)
 
+    def overflow(self, step: int) -> float:
+        """What a loss is multiplied by before its backward pass in a step."""
+        return math.inf if self.overflows and step in OVERFLOWS else 1.0
+
     def before_step(self, made: nn.Module, optimizer: Any, scaler: Any) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -81,7 +91,7 @@ class Case:
             for parameter in made.parameters():
                 parameter.grad.mul_(0.7)
         if self.clips:
-            nn.utils.clip_grad_norm_(made.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(made.parameters(), LIMIT)
 
 
 CASES = {
@@ -90,6 +100,7 @@ CASES = {
     "each step": Case(schedules="step"),
     "each epoch": Case(schedules="epoch", adam=True),
     "scaled": Case(scales=True, clips=True),
+    "overflowing": Case(scales=True, overflows=True),
     "not scaled": Case(scales=False),
     "weighted": Case(weighted=True, clips=True),
     "bits": Case(bits=True, clips=True, schedules="epoch"),
@@ -111,8 +122,11 @@ def plainly(case: Case) -> nn.Module:
                 loss = of_targets(made(x), y).total / sum(weights)
             else:
                 loss = mean_of_samples(made(x), y) * (weights[number] / sum(weights))
+            loss = loss * case.overflow(step)
             (scaler.scale(loss) if scaler is not None else loss).backward()
         case.before_step(made, optimizer, scaler)
+        if case.overflows:
+            nn.utils.clip_grad_norm_(made.parameters(), LIMIT)
         set_generators(key(SEED, OF_UPDATE, step))
         if scaler is not None:
             scaler.step(optimizer)
@@ -143,15 +157,16 @@ def in_a_session(case: Case, session: instep.Session) -> nn.Module:
     assert all(new is old for new, old in zip(prepared, parts, strict=True) if new is not loader), (
         "the same objects"
     )
-    moved = 0
+    moved = iterations = 0
     for _ in session.epochs(EPOCHS):
         for x, y in loader:
+            iterations += 1
             if case.weighted:
                 session.backward(of_targets(made(x), y))
             elif scaler is not None:
                 loss = mean_of_samples(made(x), y)
                 session.record(loss)
-                scaler.scale(loss).backward()
+                scaler.scale(loss * case.overflow(session.step + 1)).backward()
             else:
                 mean_of_samples(made(x), y).backward()
             if session.sync_gradients:
@@ -169,13 +184,17 @@ def in_a_session(case: Case, session: instep.Session) -> nn.Module:
             scheduler.step()
     assert session.step == STEPS
     assert moved == STEPS
+    if not case.bits:  # with them, batches may come twice
+        assert iterations == EPOCHS * len(loader)
     return made
 
 
 def run(name: str, case: Case) -> dict[str, Any]:
-    train = {"global_batch": BATCH, "micro_batches": PARTS}
+    train: dict[str, Any] = {"global_batch": BATCH, "micro_batches": PARTS}
     if case.bits:
         train["determinism"] = "bits"
+    if case.overflows:
+        train["max_grad_norm"] = LIMIT
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         session = instep.join(

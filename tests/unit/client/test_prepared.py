@@ -50,6 +50,16 @@ def test_a_sampler_that_decides_what_is_trained_is_told():
     assert lost.remedy
 
 
+def test_what_is_not_used_of_a_loader_to_evaluate_on_is_told_and_changes_no_verdict():
+    drawn = WeightedRandomSampler([1.0] * 24, 5)
+    held_out = DataLoader(DATA, batch_size=5, sampler=drawn, drop_last=True)
+    found = Prepared.of([*parts(), DATA, DataLoader(DATA, batch_size=5), held_out], None, TRAIN)
+    sampler, last = found.lost
+    assert sampler.text.startswith("an evaluation's DataLoader has a sampler (WeightedRandomS")
+    assert last.text.startswith("an evaluation's DataLoader has drop_last = True")
+    assert (sampler.remedy, last.remedy) == ("", "")
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(9))

@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn import Parameter
 
 from helpers import run_processes
+from instep.comm.codecs.int8 import Int8
 from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
 from instep.records import Attempt
+from instep.sync.all_reduce import AllReduce
 from instep.sync.base import make_strategy
 from instep.system.host_memory import HostMemory
 
@@ -208,6 +210,34 @@ def test_a_hand_over_that_broke_counts_on_every_rank_or_on_none(seen):
     run.generation = 2
     run.generation_of(workers, 1, draining=[2])
     run.check(workers[:2])
+
+
+def test_random_rounding_has_another_key_in_each_commit_and_the_same_in_a_second_attempt():
+    class Keyed(Int8):
+        def encode(self, values, out, *, key, left=None):
+            self.keys.append(key)
+            return super().encode(values, out, key=key, left=left)
+
+    def body(comm):
+        codec, found = Keyed(), []
+        strategy = AllReduce(bucket_mb=0.001, codec=codec)
+        parameters = [Parameter(torch.zeros(shape)) for shape in SHAPES]
+        strategy.start(parameters, comm, notes=1)
+        for number in (1, 1, 2):
+            codec.keys = []
+            strategy.begin_step(Attempt(0, number, 1))
+            strategy.begin_pass(1.0, last=True)
+            for slot, parameter in enumerate(parameters):
+                strategy.gradient(slot, torch.ones_like(parameter))
+            strategy.exchange(torch.zeros(1, dtype=torch.float64))
+            strategy.abandon()
+            found.append(sorted(codec.keys))
+        return found
+
+    (first, again, second), others = run_ranks(2, body)
+    assert first == again
+    assert not {*first} & {*second}
+    assert len({*first, *others[0]}) == len(first) + len(others[0])  # and in each segment
 
 
 def test_a_model_that_float32_cannot_stand_for_is_refused():

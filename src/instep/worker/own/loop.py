@@ -90,7 +90,7 @@ class OwnLoop(Loop):
         loader: of the dataset.
         samples: in it.
         scaler: of the loss, or None; `step`, `update` and `unscale_` are taken over.
-        lost: what of the user's `DataLoader` is not kept.
+        lost: what of the user's `DataLoader`s is not kept.
         advances: whether the scheduler is advanced after every step, and not by the user.
 
     Raises:

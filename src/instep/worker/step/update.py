@@ -70,8 +70,7 @@ class Update:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.advance()
-        skipped = self.scaler.is_enabled() and not math.isfinite(found or 0.0)
-        return None if skipped else found
+        return found
 
     def advance(self) -> None:
         """The scheduler takes its step."""
@@ -84,11 +83,16 @@ class Update:
         return self._max_grad_norm is not None or self._measure
 
     def clip(self) -> float | None:
-        """Unscale and clip the gradient where the job wants it; its global norm before."""
+        """Unscale and clip the gradient where the job wants it; its global norm before.
+
+        None where nobody wants it, and where the scaler will leave the step out.
+        """
         if not self.clips:
             return None
         self.scaler.unscale_(self.optimizer)
         found = global_norm(self.parameters)
+        if self.scaler.is_enabled() and not math.isfinite(found):
+            return None
         by = self.factor(found)
         if by != 1.0:
             scale_gradients(self.parameters, by)
