@@ -180,7 +180,7 @@ class FakeMember:
     def check_lease(self) -> None:
         """PeerError where that is so."""
         if self.fenced:
-            raise PeerError("the master was not heard from for too long: the others may go on.")
+            raise PeerError("the master did not answer for too long: the others may continue.")
 
     def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
         """The step stands in the ledger, where this worker writes it."""

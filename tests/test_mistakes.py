@@ -64,6 +64,10 @@ IN_A_JOB_FILE = [
         '[sync]\nname = "averaging"\nparticipants = 4\n[stop]\ngradient_norm = 0.1',
         ["does not go with stop.gradient_norm", "Leave one of the two out."],
     ),
+    Job(
+        "[sync.options]\nbucket_md = 1",
+        ["all_reduce has no option 'bucket_md'", "Did you mean 'bucket_mb'?"],
+    ),
     Job("[sync]\nservers = 2", ["servers = 2: all_reduce has no servers", "'server_sync'"]),
     Job(
         '[sync]\nname = "server_sync"\nservers = 0',
@@ -452,7 +456,10 @@ IN_A_RECIPE = {
     ),
     "an argument by another name": Part(
         {},
-        ["[arguments] gives 'witdh', which the recipe function 'recipe' has", "mean 'width'?"],
+        [
+            "[arguments] gives 'witdh', which the recipe function 'recipe' does not take",
+            "mean 'width'?",
+        ],
         {"witdh": 3},
     ),
 }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from instep.client.session import Session, join
     from instep.client.submit import Run, resume, train
     from instep.errors import InstepError
-    from instep.recipe.build import Recipe, Turn
+    from instep.recipe.recipe import Recipe, Turn
     from instep.recipe.weights import WeightedLoss
     from instep.spec import JobSpec
     from instep.state.load import load_model
@@ -25,10 +25,10 @@ __version__ = INSTEP
 _HOME = {
     "InstepError": "instep.errors",
     "JobSpec": "instep.spec",
-    "Recipe": "instep.recipe.build",
+    "Recipe": "instep.recipe.recipe",
     "Run": "instep.client.submit",
     "Session": "instep.client.session",
-    "Turn": "instep.recipe.build",
+    "Turn": "instep.recipe.recipe",
     "WeightedLoss": "instep.recipe.weights",
     "join": "instep.client.session",
     "load_model": "instep.state.load",

@@ -136,6 +136,12 @@ def report(args: argparse.Namespace) -> int:
 
     folder = RunFolder(Path(args.run))
     other = RunFolder(Path(args.other)) if args.other else None
+    for each in (folder, other):
+        if each is not None and not each.last_step and not each.failures:
+            raise RunError(
+                f"{each.path} has nothing to report: no step was committed, and the run is "
+                f"{each.outcome}. Its logs are in {each.path / 'logs'}."
+            )
     name = f"report-with-{Path(args.other).name}.html" if args.other else "report.html"
     path = Path(args.to) if args.to else Path(args.run) / name
     if args.to:
@@ -213,7 +219,7 @@ def chaos(args: argparse.Namespace) -> int:
 
 
 def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
-    """Break a job that is run twice, a run that is repeated, or a run that is going on."""
+    """Break a job that is run twice, a run that is repeated, or a run that is running."""
     from instep import spec_file
     from instep.lab.breaker import Plan
     from instep.lab.chaos import break_again, break_job, break_running, is_running
@@ -367,7 +373,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--to", metavar="FILE.html", help="file to write (default: in the run folder)")
 
     add = _command(commands, "audit").add_argument
-    add("run", help="run folder; the run may still be going on")
+    add("run", help="run folder; the run may still be running")
     add(
         "--content",
         nargs="?",
@@ -378,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     add = _command(commands, "replay").add_argument
-    add("run", help="run folder; the run may still be going on")
+    add("run", help="run folder; the run may still be running")
     add("--step", type=int, required=True, metavar="N", help="the step; counts from 1")
     add("--to", metavar="FILE.safetensors", help="write the model after that step")
 

@@ -114,6 +114,16 @@ def near_miss(given: str, known: Iterable[str]) -> str:
     return f"{guess}Known: {', '.join(names) or 'none'}."
 
 
+def file_beside(path: Path, pattern: str) -> str:
+    """The same for a file that does not exist: `near_miss` among those beside it.
+
+    Args:
+        path: of the file.
+        pattern: of the names that count, such as `*.py`.
+    """
+    return near_miss(path.name, [each.name for each in path.parent.glob(pattern)])
+
+
 _OURS = str(Path(__file__).resolve().parent)
 _LIBRARY = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 

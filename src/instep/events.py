@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -350,11 +350,15 @@ def cut_torn_line(path: Path) -> None:
     Raises:
         RunError: it cannot be written.
     """
+    _cut(path, _end_of_lines)
+
+
+def _cut(path: Path, end: Callable[[IO[bytes]], int]) -> None:
     if not path.exists():
         return
     try:
         with open(path, "r+b", opener=plain) as file:
-            file.truncate(_end_of_lines(file))
+            file.truncate(end(file))
     except OSError as error:
         raise _unwritable(path, error) from None
 
@@ -378,13 +382,7 @@ def cut_torn_record(path: Path, dtype: np.dtype[Any]) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    if not path.exists():
-        return
-    try:
-        with open(path, "r+b", opener=plain) as file:
-            file.truncate(_end_of_records(file, dtype.itemsize))
-    except OSError as error:
-        raise _unwritable(path, error) from None
+    _cut(path, lambda file: _end_of_records(file, dtype.itemsize))
 
 
 def _end_of_records(file: IO[bytes], size: int, start: int = 0) -> int:

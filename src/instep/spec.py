@@ -6,7 +6,7 @@ beside what they check. Because a spec is plain data it can be printed,
 compared, hashed, sent to a worker and stored in a checkpoint.
 
 The tables of strategies and codecs check their names and options
-(`client/submit.py`). `spec_file.build` checks types and bounds of data that
+(`client/job_checks.py`). `spec_file.build` checks types and bounds of data that
 comes in; a section checks the rest when it is made.
 """
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from instep.errors import SpecError, near_miss
+from instep.errors import SpecError, file_beside, near_miss
 from instep.formats import FORMAT, other_format
 from instep.spec import JobSpec, Section, as_table, documentation
 
@@ -59,9 +59,8 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise SpecError(
-            f"there is no job file {str(path)!r}. {near_miss(path.name, beside)}"
+            f"there is no job file {str(path)!r}. {file_beside(path, '*.toml')}"
         ) from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text: save it as UTF-8.") from None
@@ -314,7 +313,6 @@ def keys_by_name() -> dict[str, str]:
 
 
 def _every_key() -> list[str]:
-    """Every full key of a job, section included."""
     sections = [[], *([name] for name in _keys([]) if _section_at([name]) is not None)]
     return [".".join([*path, key]) for path in sections for key in _keys(path)]
 
@@ -356,7 +354,6 @@ def _keys(path: list[str]) -> list[str]:
 
 
 def _choices(path: list[str]) -> list[str]:
-    """The words that a key takes, quoted, after the other values that it takes."""
     section = _section_at(path[:-1])
     if section is None:
         return []
@@ -368,7 +365,6 @@ def _choices(path: list[str]) -> list[str]:
 
 
 def _describe(path: list[str]) -> str:
-    """What the key at `path` means, from the string under its field."""
     section = _section_at(path[:-1])
     return documentation().get((section.__name__, path[-1]), "") if section else ""
 

@@ -34,9 +34,13 @@ def some_members(numbers: Sequence[int], servers: Collection[int]) -> str:
 
 def some_workers(numbers: Sequence[int], most: int = 4) -> str:
     """`workers 0, 1 and 3 more`."""
-    named = ", ".join(str(n) for n in numbers[:most])
-    rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"worker{'s' if len(numbers) > 1 else ''} {named}{rest}"
+    return f"worker{'s' if len(numbers) > 1 else ''} {listed(numbers, most)}"
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """`0, 1 and 3 more`: at most so many of the names."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + rest
 
 
 def ranges(numbers: Iterable[int], most: int | None = None) -> str:
@@ -102,16 +106,13 @@ def corruption_in_words(found: dict[str, Any]) -> str:
     """
     named = ", ".join(f"worker {n}" for n in found["workers"])
     who = named or " or ".join(f"worker {n}" for n in found["suspects"])
+    then = f"training continued from step {readable_count(found['clean_step'])}"
+    if found["clean_step"] < 0:
+        then = "no worker had a copy to go back to"
     return (
         f"{who} had a wrong {found['what']} at step {readable_count(found['step'])} "
-        f"({found['where']}): {found['how']}; {_where_to(found['clean_step'])}"
+        f"({found['where']}): {found['how']}; {then}"
     )
-
-
-def _where_to(clean_step: int) -> str:
-    if clean_step < 0:
-        return "no worker had a copy to go back to"
-    return f"training continued from step {readable_count(clean_step)}"
 
 
 def printable(text: str) -> str:

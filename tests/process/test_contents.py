@@ -300,7 +300,7 @@ def test_a_run_does_not_resume_with_other_contents_until_they_are_restored(stopp
         before = path.read_bytes()
         path.write_bytes(before[::-1])
         message = (
-            rf"the {name} dataset is not what it was .* of 32 samples, 32 hold something else .* "
+            rf"the {name} dataset is not what it was .* of 32 samples, 32 are different .* "
             r"the fingerprint was (\w{16}) and is (\w+)"
         )
         with pytest.raises(WorkerError, match=message) as caught:

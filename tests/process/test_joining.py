@@ -13,7 +13,7 @@ import pytest
 from started import RECIPES, Start, Started, distance, slow
 
 from instep.cli import main
-from instep.client.submit import failure
+from instep.client.results import failure
 from instep.comm.messages import Failed
 from instep.control.resume import prepare
 from instep.errors import SpecError

@@ -209,7 +209,7 @@ def test_a_run_that_another_process_runs_is_left_alone(start: Start, tmp_path: P
     job.write_text(f'recipe = "{recipe}:recipe"\n[train]\nsteps = 10000000\nglobal_batch = 16\n')
     program = start("-m", "instep", "run", job)
     program.until(program.is_training, "training")
-    with pytest.raises(RunError, match="is going on in another process"):
+    with pytest.raises(RunError, match="is running in another process"):
         instep.resume(program.run, quiet=True)
     program.process.send_signal(signal.SIGINT)
     assert program.end() == 130

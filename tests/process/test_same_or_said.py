@@ -16,7 +16,7 @@ from instep.events import read_events
 pytestmark = pytest.mark.process
 
 QUICK = ("train.epochs=1", "train.global_batch=16", "train.threads=1")
-NO = "no: BatchNorm1d '1' looks at the other samples of its batch: it sees 2 at a time, where one "
+NO = "no: BatchNorm1d '1' looks at the other samples of its batch: it sees 2 at a time; on one "
 
 
 def test_the_verdict_comes_before_the_first_step_and_is_in_header_summary_and_report(

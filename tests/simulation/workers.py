@@ -16,7 +16,7 @@ import numpy as np
 
 from instep.comm import messages as m
 from instep.comm.connection import HEARTBEAT_S
-from instep.comm.messages import TOLD
+from instep.comm.messages import ON_REQUEST
 from instep.control.watch import WAITING
 from instep.errors import PeerError
 from instep.events import STEPS
@@ -448,7 +448,7 @@ class Worker(Process):
         self._flush()
         self._point("done")
         generation = self.form.generation if self.form else 0
-        rule = TOLD if self._step < self._world.plan.steps else "steps"
+        rule = ON_REQUEST if self._step < self._world.plan.steps else "steps"
         self.engine.tell(self, f"is done at step {self._step}")
         self._truth.done.add((generation, self.number))
         self.connection.send(m.Done(generation=generation, step=self._step, rule=rule))

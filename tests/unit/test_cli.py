@@ -4,6 +4,7 @@ import errno
 
 from instep import cli
 from instep.errors import DataError, RunError
+from made_up_runs import make_run
 
 
 def answer(monkeypatch, command):
@@ -35,3 +36,10 @@ def test_no_error_steers_a_terminal_or_fills_it(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("instep:  [2Jgone\nnext xx")
     assert len(said) < 5000
+
+
+def test_a_run_without_a_step_has_nothing_to_report(tmp_path, capsys):
+    path = make_run(tmp_path / "digits", steps=0)
+    assert cli.main(["report", str(path)]) == RunError.exit_code
+    assert "has nothing to report: no step was committed" in capsys.readouterr().err
+    assert not (path / "report.html").exists()

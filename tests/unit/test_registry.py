@@ -33,10 +33,3 @@ def test_a_wrong_name_answers_with_kind_near_miss_and_list(ask):
     assert str(error.value) == (
         "no toy is called 'paser'. Did you mean 'parser'? Known: absent, parser."
     )
-
-
-def test_a_table_does_not_follow_the_dictionary_it_was_made_from():
-    entries = {"a": "json:loads"}
-    table = Registry("toy", entries)
-    entries["b"] = "json:dumps"
-    assert list(table) == ["a"]

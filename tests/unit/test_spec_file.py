@@ -378,11 +378,6 @@ def test_micro_batches_are_not_looked_at_where_participants_take_their_place():
         build(table, source="a test")
 
 
-def test_a_job_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        build(RECIPE, source="test").workers = 3
-
-
 def test_a_job_goes_over_the_wire_as_plain_data():
     job = build({**RECIPE, "arguments": {"a": [1, 2.5, "x", {"b": True}]}}, source="test")
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(job)))

@@ -24,7 +24,7 @@ import msgspec
 from instep import spec_file
 from instep.client import meeting, refusal
 from instep.client.placement import Placement, host_address
-from instep.client.submit import about, failure, finish, recipe_sha256, refused
+from instep.client.results import about, failure, finish, recipe_sha256, refused
 from instep.client.watchdog import MasterWatchdog
 from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.messages import Over, Welcome

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, IterableDataset
 
-from instep.data.torch_loader import LoaderParts, Unused, unpack_loader
+from instep.data.torch_loader import LoaderParts, Unused, columns_in, unpack_loader
 from instep.errors import SpecError
-from instep.recipe.build import a_or_an
+from instep.recipe.recipe import a_or_an
 from instep.spec import TrainSpec
 
 _WANTED = (
@@ -123,6 +123,8 @@ def _data(part: Any) -> Data:
         raise SpecError(f"prepare() was given a DataLoader that {error}.") from None
     if isinstance(given.dataset, IterableDataset):
         _kind(given.dataset)
+    if columns := columns_in(given.dataset):
+        raise SpecError(f"prepare() was given {a_or_an(given.dataset)} {columns}")
     batches = getattr(given.loader, "batch_sampler", None)
     return Data(given, batches.batch_size if type(batches) is BatchSampler else None)
 

@@ -24,7 +24,7 @@ ANSWER_S = 10.0
 """How long a master may take to answer; a lost one is replaced in that time."""
 
 FILE = "endpoint.json"
-"""In the run folder, while the run is going on."""
+"""In the run folder, during the run."""
 
 
 @contextmanager

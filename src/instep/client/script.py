@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instep import spec_file
-from instep.errors import RecipeError, SpecError, near_miss
+from instep.errors import RecipeError, SpecError, file_beside
 from instep.spec import JobSpec
 from instep.system.environment import ASKED, INSIDE
 
@@ -30,14 +30,13 @@ def load_script(path: Path, argv: Sequence[str], overrides: Sequence[str]) -> Jo
     Args:
         path: of the script.
         argv: what is passed on to it.
-        overrides: `section.key=value`, laid over what it says.
+        overrides: `section.key=value`, which override it.
 
     Raises:
         InstepError: there is no such file, it does not join, or its job is wrong.
     """
     if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise SpecError(f"there is no script {str(path)!r}. {near_miss(path.name, beside)}")
+        raise SpecError(f"there is no script {str(path)!r}. {file_beside(path, '*.py')}")
     table = {"name": _name(path), **_asked(path, argv)}
     table["recipe"] = f"{path}:{MAIN}"
     if argv:
@@ -83,17 +82,17 @@ def _asked(path: Path, argv: Sequence[str]) -> dict[str, Any]:
     )
 
 
-def answer_what_is_asked(
+def print_job_if_asked(
     name: str | None,
     seed: int,
     network: str,
     arguments: Mapping[str, Any] | None,
     sections: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """In `instep.join`: where this process is only asked for its job, say it and end.
+    """In `instep.join`: if this process was started only to print its job, print it and end.
 
     Raises:
-        InstepError: it is no job.
+        InstepError: it is not a valid job.
     """
     asked = os.environ.pop(ASKED, None)
     if asked is None:
@@ -111,4 +110,4 @@ def answer_what_is_asked(
         json.dump(table, answer)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nothing of what the script would do at its end
+    os._exit(0)  # without anything that the script does at its end

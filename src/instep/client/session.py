@@ -1,10 +1,9 @@
 """Training inside processes that torchrun, Slurm, MPI or the user started: `instep.join`.
 
-`instep.join()` makes this process a worker of a run. Process 0 also starts the
-master, a process of its own, and watches it in a thread (`hosting.py`). With a
-recipe, `Session.steps()` trains it; without one, `Session.prepare()` hands back
-an ordinary model, optimizer and loader for the user's own loop. Either continues
-an earlier run if `join(resume=True)` finds one; a complete run is left as it is.
+`instep.join()` makes this process a worker of a run. Process 0 also starts the master, a process of
+its own, and watches it in a thread (`hosting.py`). With a recipe, `Session.steps()` trains it;
+without one, `Session.prepare()` returns model, optimizer and loader for the user's own loop. With
+`join(resume=True)` both continue an earlier run, if there is one.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from torch import Tensor, nn
 from instep import spec_file
 from instep.client import meeting, placement, refusal
 from instep.client.hosting import Host, meet
+from instep.client.job_checks import check_job
 from instep.client.prepared import Prepared
-from instep.client.script import answer_what_is_asked
-from instep.client.submit import check_job
+from instep.client.script import print_job_if_asked
 from instep.data.loader import Loader
 from instep.data.reading.choose import cores
 from instep.errors import InstepError, PeerError, SpecError, WorkerError
-from instep.recipe.build import Recipe, call, seed_everything
+from instep.recipe.build import call, seed_everything
 from instep.recipe.quick_start import spare_dynamo
+from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
 from instep.spec import JobSpec
 from instep.store.run_folder import RunFolder
@@ -61,13 +61,13 @@ def join(
 ) -> Session:
     """Become a worker of a run, together with the other processes of this start.
 
-    How many there are, and which one this is, is read from the environment
-    (torchrun, Slurm, Open MPI); a process that was started alone trains alone. In a script
-    that `instep run` started, this process is a worker already: its job is the one that the
-    command line made of what is given here.
+    Their number, and the rank of this one, are read from the environment (torchrun, Slurm, Open
+    MPI); a process that was started alone trains alone. In a script that `instep run` started,
+    this process is a worker already, and its job is these arguments with the changes of the
+    command line.
 
-    All generators are seeded from `seed` before this returns, so a model
-    that is built next is the same in every process.
+    All random generators are seeded from `seed` before this returns, so a model that is built next
+    is the same in every process.
 
     Args:
         recipe: what to train, or the function that makes it; None for your own loop.
@@ -76,7 +76,7 @@ def join(
         arguments: handed to the recipe function by name.
         seed: decides the order of the data, first parameters, every draw.
         quiet: print no progress.
-        network: `private` where the hosts' network is reached by trusted machines only.
+        network: `private` if only trusted machines reach the hosts' network.
         resume: continue the run of this name from its newest checkpoint, if there is one;
             the number of processes may have changed. With a recipe, a complete run is no
             error: `steps()` yields nothing.
@@ -87,7 +87,7 @@ def join(
             train together. Every process raises what process 0 finds.
     """
     spare_dynamo()
-    answer_what_is_asked(name, seed, network, arguments, sections)
+    print_job_if_asked(name, seed, network, arguments, sections)
     if Script.started is not None:
         return _within_script(Script.started, recipe)
     place = placement.placement()
@@ -127,7 +127,7 @@ def join(
 
 
 def _within_script(script: Script, recipe: Callable[..., Any] | Recipe | None) -> Session:
-    """This process is a worker already, that runs a script."""
+    """The session of a worker that runs a script (`instep run script.py`)."""
     if script.session is not None:
         raise SpecError(
             "instep.join was called twice: under instep run a script trains one run. Start one "
@@ -178,7 +178,7 @@ def check_same(mine: JobSpec, first: JobSpec, rank: int) -> None:
         rank: of this process.
 
     Raises:
-        SpecError: they differ. What may follow from the host, such as paths, does not count.
+        SpecError: they differ. Paths and other settings that may depend on the host do not count.
     """
     here, there = (_settings(msgspec.to_builtins(job)) for job in (mine, first))
     for name, value in here.items():
@@ -191,7 +191,7 @@ def check_same(mine: JobSpec, first: JobSpec, rank: int) -> None:
 
 
 def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be alike, by its name in a job file."""
+    """The settings that must be equal, by their names in a job file."""
     settings = {key: job[key] for key in ("name", "seed")}
     for section in ("train", "sync", "stop", "check"):
         settings |= {f"{section}.{key}": value for key, value in job[section].items()}
@@ -199,7 +199,7 @@ def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Session:
-    """This process's part in a run; use it as a context, or call `close` at the end."""
+    """This process's part in a run; use it in a `with` statement, or call `close` at the end."""
 
     def __init__(
         self,
@@ -266,8 +266,6 @@ class Session:
             self._training.join()
             self._formed()
             yield from self._training.steps()
-            while not self._training.finish():  # one was lost before all had ended
-                yield from self._training.steps()
         except GeneratorExit:
             self.fail(WorkerError("the loop over session.steps() was left before its end."))
             raise
@@ -285,14 +283,14 @@ class Session:
     ) -> tuple[Any, ...]:
         """Make model, optimizer and data those of a run, for an ordinary loop.
 
-        By the conventions of Accelerate. Each iteration of the first loader is one
-        micro-batch of this process's share of the global batch. `optimizer.step()` agrees with
-        the other processes, moves the parameters and commits at the last iteration of a
-        step (`sync_gradients`), and does nothing in the others; so do `scheduler.step()`,
-        `scaler.step(optimizer)` and `scaler.update()`.
+        It follows the conventions of Accelerate. Each iteration of the first loader is one
+        micro-batch of this process's share of the global batch. In the last iteration of a step
+        (`sync_gradients`), `optimizer.step()` updates the parameters with the gradients of all
+        processes and commits the step; in the others it does nothing. The same holds for
+        `scheduler.step()`, `scaler.step(optimizer)` and `scaler.update()`.
 
-        Where the run continues, model, optimizer, scheduler and scaler take up the state of its
-        checkpoint, the loader begins within the epoch, and `step` says where.
+        In a resumed run, model, optimizer, scheduler and scaler get the state of the checkpoint,
+        the loader continues in the middle of the epoch, and `step` is the last committed step.
 
         Args:
             parts: in any order: a model, the same in every process, which is moved to
@@ -344,21 +342,13 @@ class Session:
         return given.handed_back(loaders)
 
     def _reader(self, given: Prepared, number: int, collate: Any, augment: Any) -> Loader:
-        data, train, job = given.data[number].given, number == 0, self.job
-        loaders = job.data.loaders
-        if loaders == "auto" and data.loaders is not None:
-            loaders = data.loaders
-        return Loader(
-            data.dataset,
-            seed=job.seed,
-            shuffle=train,
-            collate=(collate if train else None) or data.collate or collate,
-            augment=augment if train else None,
-            processes=loaders,
-            unreadable=job.data.unreadable,
-            name="training" if train else "validation",
-            worker_init=data.worker_init,
-            info_dataset=data.info_dataset,
+        parts = given.data[number].given
+        return Loader.of_job(
+            self.job,
+            parts,
+            "training" if number == 0 else "validation",
+            collate=collate if number == 0 else parts.collate or collate,
+            augment=augment,
             say=lambda text: self._member.emit("warning", text=text),
         )
 
@@ -390,7 +380,8 @@ class Session:
 
         Args:
             loss: of this batch.
-            weight: how much it is a mean of; samples, if left out. The gradient counts by it.
+            weight: of what it is a mean; the number of samples, if left out. The gradient is
+                weighted by it.
 
         Raises:
             SpecError: `backward` has been called for this batch already.
@@ -399,7 +390,7 @@ class Session:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this iteration is the last of its step, in which the optimizer moves."""
+        """Whether this iteration is the last of its step, in which the optimizer steps."""
         return self._own.sync_gradients
 
     def no_sync(self, _model: nn.Module | None = None) -> AbstractContextManager[None]:
@@ -407,14 +398,14 @@ class Session:
         return self._own.no_sync()
 
     def accumulate(self, *_models: nn.Module) -> AbstractContextManager[None]:
-        """For loops written for Accelerate: how many batches make a step is the job's to say
-        (`train.micro_batches`), and `optimizer.step()` moves at the last."""
+        """For loops written for Accelerate; it does nothing: `train.micro_batches` says how many
+        batches make a step."""
         return nullcontext()
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
-        """The numbers of the epochs from the present one to `count` (`train.epochs`) in all.
+        """The numbers of the epochs, from the present one on; `count` (`train.epochs`) in all.
 
-        Where a run continues, the first is that of its last step, with what is left of it.
+        In a resumed run the first is that of its last step, with the steps that are left.
         """
         return self._own.epochs(count)
 
@@ -433,7 +424,7 @@ class Session:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is to stop: the loader gives nothing more, so leave the loop."""
+        """Whether the run is to stop: the loader yields no more batches, so leave the loop."""
         return self._loop is not None and self._loop.stopped
 
     def sum(self, *values: float) -> tuple[float, ...]:
@@ -473,7 +464,7 @@ class Session:
             self._host.formed()
 
     def close(self) -> None:
-        """Save the model, end the run with the others, and write the report; may be called again.
+        """Save the model, end the run with the others, and write the report; may be repeated.
 
         Raises:
             SpecError: your own loop was left in the middle of a step, or not in all processes.
@@ -503,12 +494,12 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether this process has nothing more to do in the run."""
+        """Whether this process has finished its part in the run."""
         return self._closed
 
     @property
     def at(self) -> tuple[int, str]:
-        """The step that is being computed, and what this process is at."""
+        """The step that is being computed, and the phase."""
         at = self._training or self._loop
         return (at.in_flight, at.doing) if at else (0, "preparing")
 
@@ -523,7 +514,7 @@ class Session:
         """Report an error, so that the run ends in every process with this as its cause.
 
         Raises:
-            InstepError: the cause, if `error` is only a consequence of what another did.
+            InstepError: the cause, if `error` is only a consequence of another process's error.
         """
         self._closed = True
         at, over = self._training or self._loop, None

@@ -244,7 +244,6 @@ class MasterWatchdog:
                 self._launcher.end_if_stopped(number)  # then it will be started at the next request
 
     def _close(self) -> None:
-        """End the master, if it still runs."""
         if self._over:  # it is about to print its last lines
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._master.wait(LINGER_S)
@@ -260,7 +259,6 @@ class MasterWatchdog:
 
 
 def _last_line(log: Path) -> str:
-    """The last line that a process printed."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = read_plain(log).decode(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""A group of one: every collective is done before it has begun."""
+"""A group of one rank: every collective is complete at once."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class AloneComm:
         raise AssertionError(f"a group of one cannot receive from rank {source}")
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Everything is complete."""
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Nobody else is there."""
+        """There is no other rank."""
 
     def interrupt(self) -> None:
-        """Nobody is waited for."""
+        """Nothing waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to close."""

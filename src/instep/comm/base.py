@@ -1,8 +1,8 @@
 """What a group of ranks can do together, and what it promises.
 
-A `Comm` is one rank's end of one group. It knows nothing of models, steps or
-strategies. Two stand behind it: `torch_comm.py` for processes, `memory.py`
-for ranks as threads in fast tests; whatever holds on one holds on the other.
+A `Comm` is one rank's end of one group. It knows nothing of models, steps or strategies. There
+are two implementations with the same promises: `torch_comm.py` for processes, and `memory.py` for
+ranks as threads in fast tests.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """A collective or a message under way.
+    """A collective or a message that has begun.
 
-    Its tensors must not be touched until `wait` returned. Where it raised, those that were to
-    be filled may hold anything, and the group can do nothing more.
+    Its tensors must not be used until `wait` has returned. If `wait` raised, tensors that it was
+    to fill may contain anything, and the group cannot be used any more.
     """
 
     def wait(self) -> None:
         """Return when the result is here.
 
         Raises:
-            PeerError: a member of the group went away.
+            PeerError: a member of the group was lost.
         """
 
 
 class Comm(Protocol):
     """One rank's end of a group. Every rank calls the same collectives in the same order.
 
-    Several may be under way at once, and be waited for in any order. Tensors are contiguous;
-    those of one call have one dtype and device, and each rank passes the same sizes. What
-    moves without being summed arrives with the same bits. Where a member went away, the call
-    itself may raise `PeerError`, or its `wait` does.
+    Several may run at once, and be waited for in any order. Tensors are contiguous; those of one
+    call have one dtype and device, and each rank passes the same sizes. Data that is moved and
+    not summed arrives with the same bits. If a member is lost, the call itself or its `wait`
+    raises `PeerError`.
     """
 
     @property
@@ -80,19 +80,19 @@ class Comm(Protocol):
         """Replace `tensor`, on every rank, by that of rank `root`; returns when done."""
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        """Begin to send `tensor` to another rank, which calls `receive`; nobody else takes part.
+        """Begin to send `tensor` to another rank, which calls `receive`; other ranks do nothing.
 
         Between two ranks messages arrive in the order in which they were sent. `wait` returns
-        when the tensor may be changed again, which does not say that it has arrived.
+        when the tensor may be changed again; it may not have arrived yet.
         """
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to replace `tensor` by the next one that rank `source` sends here."""
 
     def interrupt(self) -> None:
-        """Have whatever waits for other ranks raise, as if one of them were gone.
+        """Make every `wait` raise, as if another rank were lost.
 
-        For another thread than the one that waits. The group can do nothing more.
+        For another thread than the one that waits. The group cannot be used any more.
         """
 
     def close(self) -> None:

@@ -56,8 +56,6 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 
 class _Frames:
-    """Bytes in, messages out."""
-
     def __init__(self, largest: int = LARGEST) -> None:
         self._bytes = bytearray()
         self.largest = largest
@@ -139,12 +137,6 @@ class Channel:
             self._socket.sendall(frame(message))
         except OSError as error:
             raise PeerError(f"the master is gone ({error}).") from None
-
-    def poll(self) -> AnyMessage | None:
-        """The next message that is already here, without waiting (about a microsecond)."""
-        if not self._inbox and self._ready.poll(0):
-            self._read()
-        return self._inbox.popleft() if self._inbox else None
 
     def wait(self, timeout_s: float | None) -> bool:
         """Whether something has arrived, or does so within a time; None waits for ever."""

@@ -1,9 +1,8 @@
-"""Where the ranks of a group that is forming meet: keys that the master keeps.
+"""The store by which the ranks of a new group exchange addresses; the master keeps its keys.
 
-Torch's own `TCPStore` listens on every interface and lets anybody write. This
-one opens no port: a worker's keys go over the connection it already has, so a
-group forms in one round trip, and a master that wants it to stop forming
-closes the connection or answers.
+Torch's own `TCPStore` listens on every interface, and anybody can write to it. This one opens no
+port: a worker's keys go over its connection to the master. So a group forms in one round trip,
+and the master can end the forming.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from instep.errors import PeerError
 
 
 class ChannelStore(Store):
-    """What `ProcessGroupGloo` and `ProcessGroupNCCL` need of a store, over a connection.
+    """The part of a store that `ProcessGroupGloo` and `ProcessGroupNCCL` use, over a connection.
 
     Args:
         connection: to the master; used only while the group forms.
@@ -41,7 +40,7 @@ class ChannelStore(Store):
         if name not in self._known:
             question = StoreGet(key=name)
             self._connection.send(question)
-            # while another thread listens, a lost master ends the group, and two answers are many
+            # with a listening thread a lost master ends the group, and a second reply would stay
             self._connection.question = None if self._connection.listens else question
             while name not in self._known:
                 answer = self._connection.wait_for(StoreValue, Form, Release)
@@ -59,4 +58,4 @@ class ChannelStore(Store):
             self.get(key)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Torch asks; the master decides."""
+        """Ignored: the master decides."""

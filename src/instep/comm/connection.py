@@ -1,13 +1,12 @@
-"""A process's connection to its master, which may be lost and replaced by another process.
+"""A process's connection to the master, which may be lost and replaced by another process.
 
-A message is kept until the master acknowledges that it took effect, and is sent again to
-the next master, which listens at the same address. While the process is busy, a thread
-receives for it and sends heartbeats (`listen`). What messages mean is not known here; only
-`Ack` is for the connection itself.
+A message is kept until the master acknowledges it, and is sent again to the next master, which
+listens at the same address. While the process is busy, a thread receives messages and sends
+heartbeats (`listen`). The meaning of messages is not known here, except for `Ack`.
 
-Between hosts packets may be lost without an error: there a connection has a lease (`keep`).
-The master answers each heartbeat; without an answer in time the lease has run out, and the
-connection reconnects until it gets one.
+Between hosts packets may be lost without an error, so there a connection has a lease (`keep`).
+The master acknowledges each heartbeat. Without an acknowledgement in time the lease expires, and
+the process reconnects until it gets one.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ HEARTBEAT_S = 0.2
 """Seconds between two heartbeats of a process."""
 
 LEASE_S = 1.0
-"""How long after an answered heartbeat the master surely counts its sender as a member; less than
-`limits.FLOOR_S`, after which it may continue without it. The difference is for clocks that differ,
-and for a pause between the check and the write."""
+"""How long after an acknowledged heartbeat its sender is certainly still a member. It is less than
+`limits.FLOOR_S`, after which the master may replace it. The difference allows for clocks that
+differ, and for a pause between the check and the write."""
 
 RECONNECT_S = 1.0
 """Seconds between two attempts to reconnect."""
@@ -51,7 +50,7 @@ class MasterConnection:
         hello: the first message on every connection.
 
     Raises:
-        PeerError: no master answers there, or not in our language.
+        PeerError: no master of this version answers there.
     """
 
     def __init__(self, address: Address, hello: Hello) -> None:
@@ -59,10 +58,10 @@ class MasterConnection:
         self.hello = hello
         """Sent again to the next master; `generation` may be changed meanwhile."""
         self.lasting = False
-        """Whether a lost master is waited for."""
+        """Whether to wait for the next master if this one is lost."""
         self.question: AnyMessage | None = None
-        """A request without an answer: it is sent again to the next master, which may not know it
-        though the last one did."""
+        """A request without a reply: it is sent again to the next master, which may not know it,
+        even if it was acknowledged."""
         self._unacknowledged: deque[AnyMessage] = deque()
         self._inbox: deque[AnyMessage] = deque()
         self._lock = threading.RLock()
@@ -81,35 +80,35 @@ class MasterConnection:
         self._channel.send(hello)
 
     def welcome(self) -> Welcome | Refused:
-        """The first master's answer to `hello`; those of later masters are dropped."""
+        """The first master's reply to `hello`; those of later masters are dropped."""
         answer = self.wait_for(Welcome, Refused)
         self._welcomed = True
         return answer
 
     def fileno(self) -> int:
-        """Of the connection as it is now, for `select` and its kin; -1 while there is none."""
+        """Of the present connection, for `select`; -1 while there is none."""
         return self._channel.fileno()
 
     # ---- where packets may be lost
 
     def keep(self, lease_s: float = LEASE_S) -> None:
-        """From now on count the master as reachable only while it answers heartbeats."""
+        """From now on have a lease, which acknowledged heartbeats renew."""
         self._answered_at, self._lease_s = _now() - lease_s, lease_s
         self._reconnected_at, self._beat_at = time.monotonic(), -HEARTBEAT_S
         self._channel.give_up_after(2 * lease_s)
 
     @property
     def lapsed(self) -> bool:
-        """Whether the master may have replaced this process; never without a lease."""
+        """Whether the lease has expired, so that this process may have been replaced."""
         if self._lease_s is None:
             return False
         return self._gone is not None or _now() - self._answered_at > self._lease_s
 
     def wait_for_lease(self) -> None:
-        """Wait until the master has answered; for a process with a listening thread.
+        """Wait until the lease is valid; for a process with a listening thread.
 
         Raises:
-            PeerError: the master is gone, for good.
+            PeerError: there is no master any more.
         """
         with self._arrived:
             while self.lapsed:
@@ -118,7 +117,7 @@ class MasterConnection:
                 self._arrived.wait(HEARTBEAT_S)
 
     def show(self, heartbeat: Callable[[], Heartbeat]) -> None:
-        """Send a heartbeat if it is due; reconnect if none is answered."""
+        """Send a heartbeat if it is due; reconnect if the lease has expired."""
         now = time.monotonic()
         if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
@@ -127,7 +126,6 @@ class MasterConnection:
             self._reconnect()
 
     def _reconnect(self) -> None:
-        """One attempt to reach the master."""
         with self._lock:
             self._channel.close()
             self._severed = True
@@ -138,7 +136,7 @@ class MasterConnection:
         except TimeoutError as error:
             if _now() - self._answered_at > GIVE_UP_S:
                 gone = PeerError(f"the master cannot be reached ({error}).")
-        except PeerError as error:  # what starts masters is gone as well
+        except PeerError as error:  # the client is gone too
             gone = error
         with self._arrived:
             self._reconnected_at = time.monotonic()
@@ -150,10 +148,10 @@ class MasterConnection:
             self._arrived.notify_all()
 
     def _introduce(self, channel: Channel) -> bool:
-        """Send `hello` on another connection, and what was not acknowledged.
+        """Send `hello` on a new connection, and everything that was not acknowledged.
 
         Returns:
-            False where that connection is lost as well.
+            False if that connection is lost as well.
         """
         if self.question is not None and self.question not in self._unacknowledged:
             self._unacknowledged.append(self.question)
@@ -171,10 +169,10 @@ class MasterConnection:
     # ---- what is sent
 
     def send(self, message: AnyMessage) -> None:
-        """Send one message; where a lost master is waited for, to the next one too.
+        """Send one message; if `lasting`, to the next master too.
 
         Raises:
-            PeerError: the master is gone, for good.
+            PeerError: there is no master any more.
         """
         with self._lock:
             if self._gone is not None:
@@ -190,9 +188,9 @@ class MasterConnection:
                     self._connect_to_next(error)
 
     def wait_until_acknowledged(self, timeout_s: float) -> None:
-        """Wait until all that was sent has taken effect, with this master or the next.
+        """Wait until everything is acknowledged, by this master or the next.
 
-        Returns after `timeout_s` seconds in any case, and once the master is gone for good.
+        Returns also after `timeout_s` seconds, and if there is no master any more.
         """
         deadline = time.monotonic() + timeout_s
         with self._arrived:
@@ -209,10 +207,10 @@ class MasterConnection:
     # ---- what arrives
 
     def poll(self) -> AnyMessage | None:
-        """The next message that is already here, without waiting.
+        """The next message that has arrived, without waiting.
 
         Raises:
-            PeerError: the master is gone, for good.
+            PeerError: there is no master any more.
         """
         if self._thread is None:
             self._take_in(0.0)
@@ -220,10 +218,10 @@ class MasterConnection:
             return self._next()
 
     def look(self, timeout_s: float) -> AnyMessage | None:
-        """The next message, if one is here or arrives within a time; without `listen` only.
+        """The next message, if it arrives within a time; only without `listen`.
 
         Raises:
-            PeerError: the master is gone, for good.
+            PeerError: there is no master any more.
         """
         if not self._inbox:
             self._take_in(timeout_s)
@@ -233,7 +231,7 @@ class MasterConnection:
         """The next message; waits for it.
 
         Raises:
-            PeerError: the master is gone, for good.
+            PeerError: there is no master any more.
         """
         with self._arrived:
             while (message := self._next()) is None:
@@ -261,7 +259,7 @@ class MasterConnection:
         return message
 
     def put_back(self, message: AnyMessage) -> None:
-        """Have a message arrive once more, before all others."""
+        """Put a message back, before all others."""
         with self._arrived:
             self._inbox.appendleft(message)
             self._arrived.notify_all()
@@ -281,13 +279,13 @@ class MasterConnection:
         on_arrival: Callable[[AnyMessage], None],
         on_lapse: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have a thread receive from now on, and send heartbeats.
+        """From now on receive messages and send heartbeats in a thread.
 
         Args:
-            heartbeat: what the process does; called in that thread, a few times a second.
-            on_arrival: gets each message as it arrives, in that thread; must not wait.
-            on_lapse: called there repeatedly while a lease has run out, and once if the
-                master is gone for good: the process would wait for a hung peer without end.
+            heartbeat: makes the heartbeat; called in that thread a few times a second.
+            on_arrival: gets each message when it arrives, in that thread; must not wait.
+            on_lapse: called there repeatedly while the lease is expired, and once if there is no
+                master any more: otherwise the process could wait forever for a peer that hangs.
         """
         self._thread = threading.Thread(
             target=self._listen,
@@ -326,10 +324,9 @@ class MasterConnection:
             try:
                 self._channel.send(heartbeat)
             except PeerError:
-                pass  # reading finds it too, and reconnects
+                pass  # reading fails too, and reconnects
 
     def _take_in(self, timeout_s: float | None) -> list[AnyMessage]:
-        """Wait for what arrives, and put it into the inbox."""
         if self._severed:
             time.sleep(HEARTBEAT_S if timeout_s is None else min(timeout_s, HEARTBEAT_S))
             return []
@@ -375,12 +372,11 @@ class MasterConnection:
             self._severed = True  # `show` reconnects
 
     def _connect_to_next(self, error: PeerError) -> None:
-        """Connect to the next master, as long as there can be one."""
         self._channel.close()
         while self.lasting and not self._closed:
             try:
                 channel = Channel.connect(self._address)
-            except PeerError as refused:  # what starts masters is gone as well
+            except PeerError as refused:  # the client is gone too
                 error = refused
                 break
             if self._introduce(channel):
@@ -395,6 +391,6 @@ class MasterConnection:
 
 
 def _now() -> float:
-    """Seconds of a clock that runs while the machine sleeps, if there is one."""
+    """Seconds of a clock that also runs while the machine sleeps, if there is one."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: the group that tests of logic run on.
 
-The promises are those of `base.py`, kept by one table in which each rank
-leaves what it contributes. It moves no bytes and so measures nothing.
+It keeps the promises of `base.py` by one table, into which each rank puts its contribution.
+Nothing is sent, so times measured on it mean nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Room:
-    """What the ranks of one group share. What a rank has left is there though the rank has gone."""
+    """What the ranks of one group share. What a rank gave stays there after it has left."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -33,14 +33,14 @@ class _Room:
         self.sent: dict[tuple[int, int, int], Tensor] = {}  # (source, to, number)
 
     def give(self, rank: int, call: int, tensor: Tensor) -> None:
-        """Leave a tensor for one call."""
+        """Put a tensor into the table for one call."""
         with self.changed:
             self._check(rank)
             self.given[call][rank] = tensor
             self.changed.notify_all()
 
     def take(self, rank: int, call: int) -> list[Tensor]:
-        """What all ranks have left for one call, when all of it is there."""
+        """The tensors of all ranks for one call, once all are there."""
         with self.changed:
             given = self.given[call]
             self._wait(
@@ -116,7 +116,7 @@ class MemoryComm:
         return self._begin(out, part, torch.cat)
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> MemoryWork:
-        """Begin to collect what is meant for this rank."""
+        """Begin to collect the parts for this rank."""
         return self._begin(out, parts, lambda given: torch.cat(self._mine(given)))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
@@ -138,13 +138,13 @@ class MemoryComm:
         out.copy_(combine(self._room.take(self._rank, call)))
 
     def send(self, tensor: Tensor, to: int) -> MemoryMessage:
-        """Leave the tensor for rank `to`; it is done at once."""
+        """Put the tensor into the table for rank `to`; done at once."""
         number = self._number(self._rank, to)
         self._room.send(self._rank, to, number, tensor.detach().clone())
         return MemoryMessage()
 
     def receive(self, tensor: Tensor, source: int) -> MemoryMessage:
-        """Begin to wait for what rank `source` leaves."""
+        """Begin to wait for the tensor of rank `source`."""
         number = self._number(source, self._rank)
 
         @torch.no_grad()
@@ -175,7 +175,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class MemoryWork:
-    """A collective under way in the group's thread."""
+    """A collective that runs in the group's thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -186,7 +186,7 @@ class MemoryWork:
 
 
 class MemoryMessage:
-    """A message to or from another rank; one that comes is taken by whoever waits for it."""
+    """A message to or from another rank; `wait` takes it from the table."""
 
     def __init__(self, take: Callable[[], None] | None = None) -> None:
         self._take = take

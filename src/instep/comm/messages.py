@@ -1,8 +1,7 @@
-"""Every control message, as frozen data: what the roles send each other.
+"""All control messages between client, master, workers and hosts, as frozen data.
 
-A message is msgpack on the wire, tagged by its class's name; decoding checks
-names and types and can make nothing but these classes. Tensors never travel
-here, except as the opaque bytes of records.
+A message is msgpack on the wire, tagged with the name of its class. Decoding checks names and
+types, and creates only these classes. Tensors are never sent this way.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 VERSION = 7
-"""Of the messages below; both ends of a channel must have the same."""
+"""Version of the messages below; both ends of a channel must have the same."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -20,20 +19,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process was when it ended, as far as it noted that (`data/samples/last_read.py`)."""
+    """What a process was doing when it ended, as far as is known (`data/samples/last_read.py`)."""
 
     step: int = 0
     """The step that it computed; 0 before the first."""
     dataset: str = ""
-    """`training` or `validation`, of which it read a sample; empty where it read none."""
+    """`training` or `validation`, of which it read a sample; empty if it read none."""
     sample: int = -1
-    """Its index."""
+    """Index of the sample."""
     count: int = 1
-    """How many were read in one call, of which `sample` is the first."""
+    """How many samples were read in one call, from `sample` on."""
     ahead: bool = False
-    """Whether the process was at something else too: a thread of it read ahead."""
+    """Whether a thread read ahead, so that the process was doing something else too."""
     file: str = ""
-    """Of the sample, where that is known."""
+    """Of the sample, if it is known."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,35 +41,34 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     dataset: str
     sample: int
     cause: str = ""
-    """Why it is to be left out; empty where it is only suspected: then it is read by itself, and
-    when somebody waits for it."""
+    """Why it is skipped; empty if it is only suspected: then it is read alone, and not ahead."""
 
 
 # ---- a process introduces itself
 
 
 class Hello(Message, frozen=True):
-    """The first message of every process: its role and number, and the run's token to prove it."""
+    """The first message of every process: its role and number, and the run's token as proof."""
 
     token: str
     role: str
-    """`worker`, `host` (the fork server that starts the others) or `client` (who submits a job,
-    or asks for a change while it runs)."""
+    """`worker`, `host` (the fork server, a process per host that forks the workers), or `client`
+    (submits a job, or changes a running one)."""
     number: int
-    """Of a worker, or of a host; hosts of a run are counted from 0."""
+    """Of a worker, or of a host; hosts are counted from 0."""
     pid: int
     host: int = 0
     """The number of the host that started a worker."""
     machine: str = ""
-    """Where its pid means something: processes that have the same can watch each other."""
+    """Identifies the machine and pid namespace: processes with the same can watch each other."""
     node: str = ""
     """The host name of that machine."""
     generation: int | None = None
-    """The last of which a worker got a `Form`; None from a process that is new to the run."""
+    """The last for which a worker got a `Form`; None from a process that is new to the run."""
     resends: int = 0
-    """How many of the next messages a lost master may have handled already."""
+    """How many of the next messages the previous master may have handled already."""
     phases: dict[str, float] = {}
-    """Unix seconds at which it reached each point of its start."""
+    """Unix seconds at which it reached each phase of its start."""
     version: int = VERSION
 
 
@@ -83,15 +81,15 @@ class Welcome(Message, frozen=True):
     started: float
     """Unix seconds at which the user's command began."""
     checkpoint: str = ""
-    """Folder of the checkpoint that the run resumes from; empty at a beginning."""
+    """Folder of the checkpoint that the run resumes from; empty for a new run."""
     recovers: bool = False
-    """Whether a worker that is lost is replaced, and the others continue with it."""
+    """Whether a lost worker is replaced, and the others continue."""
     complete: bool = False
-    """Whether the run is over: there is nothing to do in it."""
+    """Whether the run is complete, so that there is nothing to do."""
     marks: list[Mark] = []
     """Samples at which processes have ended so far."""
-    goes_on: bool = False
-    """Whether other workers hold the state of the run by now."""
+    others_have_state: bool = False
+    """Whether other workers already have the state of the run."""
     role: str = "worker"
     """Of the process, as in `Form`."""
 
@@ -113,13 +111,13 @@ class StartWorker(Message, frozen=True):
 
     number: int
     log: str
-    """File that takes the worker's own output."""
+    """File for the worker's own output."""
     role: str = "worker"
     """As in `Form`."""
 
 
 class Adopt(Message, frozen=True):
-    """To the host: these workers live; report their exits too, though another host started them."""
+    """To the host: report the ends of these workers too, which an earlier fork server started."""
 
     workers: list[tuple[int, int]]
     """Number and pid of each."""
@@ -131,23 +129,23 @@ class Exited(Message, frozen=True):
     number: int
     pid: int
     code: int | None
-    """None where it was started by another host: its exit code is not known."""
+    """None if an earlier fork server started it, so that its exit code is not known."""
     place: Whereabouts | None = None
-    """Where it was, if it noted that."""
+    """What it was doing, if that is known."""
     error: str = ""
-    """Why it could not be started, of which `pid` is 0; empty if it could."""
+    """Why it could not be started (`pid` is 0 then); empty if it was."""
 
 
 class Signal(Message, frozen=True):
-    """To the host: send signals to a process that it, or one before it, has started."""
+    """To the host: send signals to a process that it, or an earlier fork server, has started."""
 
     pid: int
     signals: list[int]
-    """One after the other."""
+    """In this order."""
 
 
 class KillAll(Message, frozen=True):
-    """To the host: end every process that is left, now."""
+    """To the host: kill all remaining processes."""
 
 
 # ---- master and client
@@ -157,19 +155,19 @@ class Interrupt(Message, frozen=True):
     """From the client: stop at the next commit; a second time, now."""
 
     by: str
-    """Name of the signal that asks for it."""
+    """Name of the signal that the client got."""
     times: int
-    """How often it was asked for by now."""
+    """How many signals it has got so far."""
 
 
 class HostWanted(Message, frozen=True):
-    """To the client: these hosts have no fork server any more."""
+    """To the client: start fork servers on these hosts, which have none any more."""
 
     numbers: list[int]
 
 
 class HostEnded(Message, frozen=True):
-    """From the client: the process that starts workers has ended by itself."""
+    """From the client: a fork server has ended by itself."""
 
     code: int
     detail: str
@@ -178,7 +176,7 @@ class HostEnded(Message, frozen=True):
 
 
 class Scale(Message, frozen=True):
-    """From a client: continue with so many workers; `Answer` answers."""
+    """From a client: change the number of workers; the reply is `Answer`."""
 
     workers: int
 
@@ -201,80 +199,79 @@ class Over(Message, frozen=True):
     failed: Failed | None = None
 
 
-# ---- both ways, of processes that outlive their master
+# ---- heartbeats and acknowledgements
 
 
 READING = "loading"
-"""An activity of every step, in which a worker may wait for a disk; before it is ready too, at each
+"""The phase of a step in which a worker may wait for a disk; before the first step, that of each
 read of a sample."""
 
 
 class Heartbeat(Message, frozen=True):
-    """From a worker or host, a few times a second: it lives, and does this.
+    """From a worker or host, a few times a second: it is alive, and does this.
 
-    Not counted by `Ack`, which answers it.
+    `Ack` replies to it, but does not count it.
     """
 
     step: int = 0
     phase: str = ""
     progress: int = 0
-    """Grows with everything it gets done: passes, gradients, batches."""
+    """Grows with all work that it completes: passes, gradients, batches."""
     cpu_s: float = 0.0
-    """Seconds that a processor has spent on its computing and reading so far; 0.0 where the
-    system does not tell."""
+    """CPU seconds of its computing and reading so far; 0.0 if the system does not say."""
     steps: int = 0
-    """That this process has committed."""
+    """Steps that this process has committed."""
     stopped: list[int] = []
-    """From a host: processes of workers that were stopped, as by SIGSTOP."""
+    """From a host: workers' processes that are stopped, as by SIGSTOP."""
     number: int = 0
     """Counts the heartbeats of a process."""
 
 
 class Ack(Message, frozen=True):
-    """To a worker or host: how many of its messages on this connection have taken effect."""
+    """To a worker or host: how many of its messages on this connection have been handled."""
 
     count: int
     heartbeat: int = 0
     """The number of its newest heartbeat."""
 
 
-# ---- master and worker: a generation and its work
+# ---- master and worker: a generation (a period in which the members do not change)
 
 
 class Built(Message, frozen=True):
-    """From a worker: it has all that it needs, except its group."""
+    """From a worker: it is ready to join a group."""
 
     recovers: bool
-    """Whether it can be in one group after another, if a member is lost."""
+    """Whether it can join another group after a member is lost."""
 
 
 class Form(Message, frozen=True):
-    """To a worker: build the group of this generation."""
+    """To a worker: join the group of this generation."""
 
     generation: int
     rank: int
     members: list[int]
     """Worker numbers in rank order."""
     timeout_s: float = 1800.0
-    """How long the members may take to find each other."""
+    """How long the members may take to connect to each other."""
     checkpoint: str | None = None
-    """Folder of the checkpoint that all load, empty for a beginning; None where the highest
-    step that a member has committed counts."""
+    """Folder of the checkpoint that all load; empty for a new run; None if the members continue
+    from the highest step that one of them has committed."""
     ends: bool = False
-    """Whether a rule had the run end with that checkpoint, so that no step follows."""
+    """Whether the run had ended with that checkpoint, so that no step follows."""
     marks: list[Mark] = []
     """Samples at which processes have ended; the same for all members."""
     role: str = "worker"
-    """`worker`, or `server` for a member that holds parameters for the others."""
+    """`worker`, or `server` for a parameter server."""
     servers: tuple[int, ...] = ()
-    """Which of the members are servers; they have the last ranks."""
+    """The members that are servers; they have the last ranks."""
     draining: tuple[int, ...] = ()
-    """Which of the members leave after this generation: they get no work, and hand over what they
-    own by the commit at which all leave it."""
+    """The members that leave after this generation: they get no work, and hand over their own
+    state by the last commit of it."""
 
 
 class Formed(Message, frozen=True):
-    """From a worker: it is in the group of this generation, and holds its state."""
+    """From a worker: it is in the group of this generation, and has the state of the run."""
 
     generation: int
 
@@ -284,9 +281,9 @@ class Broken(Message, frozen=True):
 
     generation: int
     cause: str = ""
-    """Why the group broke, as this worker saw it; empty if its members change."""
+    """Why the group came apart, as this worker saw it; empty if its members change."""
     mine: bool = False
-    """Whether the worker itself is the cause, and no connection."""
+    """Whether the worker itself is the cause, and not a connection."""
 
 
 class Regroup(Message, frozen=True):
@@ -296,24 +293,24 @@ class Regroup(Message, frozen=True):
 
 
 class Notice(Message, frozen=True):
-    """From a worker: its machine is about to go away."""
+    """From a worker: its machine will be taken away soon."""
 
 
 class StoreSet(Message, frozen=True):
-    """Set a key for the others of a group that is forming."""
+    """Set a key for the other members of a group that is forming."""
 
     key: str
     value: bytes
 
 
 class StoreGet(Message, frozen=True):
-    """Ask for a key; `StoreValue` answers once it is set."""
+    """Ask for a key; the reply is `StoreValue`, once it is set."""
 
     key: str
 
 
 class StoreValue(Message, frozen=True):
-    """The answer to `StoreGet`."""
+    """The reply to `StoreGet`."""
 
     key: str
     value: bytes
@@ -327,7 +324,7 @@ class Emit(Message, frozen=True):
 
 
 class Records(Message, frozen=True):
-    """From a worker: what it did in the steps since the last such message."""
+    """From a worker: records of its steps since the last such message."""
 
     ledger: bytes
     """Records of `events.LEDGER`."""
@@ -349,21 +346,21 @@ class Failed(Message, frozen=True):
 
 
 class Figures(Message, frozen=True):
-    """From the worker of rank 0: what the rules of `[stop]` look at; `Verdict` answers."""
+    """From the worker of rank 0: figures for the rules of `[stop]`; the reply is `Verdict`."""
 
     step: int
     loss: float | None = None
     """Of the step; None in the figures of a validation."""
     gradient_norm: float | None = None
-    """None where it was not computed."""
+    """None if it was not computed."""
     metrics: dict[str, float] = {}
     """Of a validation."""
     number: int = 0
-    """Counts what one worker has asked; the answer has it too."""
+    """Counts the requests of one worker; the reply has the same number."""
 
 
 class Verdict(Message, frozen=True):
-    """The answer to `Figures`: the rule that fired, or an empty text to continue."""
+    """The reply to `Figures`: the rule that fired, or empty to continue."""
 
     step: int
     rule: str
@@ -371,32 +368,32 @@ class Verdict(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """To a worker: stop at the next commit; every worker will at the same one."""
+    """To a worker: stop at the next commit, at which all workers stop."""
 
     rule: str
     after: int | None = None
-    """The step that is the last but one, wherever training stands; None if any may be the last."""
+    """The run stops at the first step after this one; None: at the next."""
 
 
 NOT_FINITE = "diverged"
-"""The rule of a worker that stopped since a figure of its last step was no finite number."""
+"""The rule of a worker that stopped because the loss or the gradient norm was not finite."""
 
-TOLD = "told"
-"""The rule of a worker that stopped because the master wanted it to."""
+ON_REQUEST = "told"
+"""The rule of a worker that stopped because the master asked for it."""
 
 
 class Done(Message, frozen=True):
-    """From a worker: it has trained, and written what it had to."""
+    """From a worker: it has finished training and saving."""
 
     generation: int
     step: int
     rule: str
     finite: bool = True
-    """Whether its last loss was a number."""
+    """Whether its last loss was finite."""
 
 
 class Release(Message, frozen=True):
-    """To a worker: it is not needed any more, and may exit."""
+    """To a worker: it is not needed any more and may end."""
 
 
 AnyMessage: TypeAlias = (
@@ -434,7 +431,7 @@ AnyMessage: TypeAlias = (
     | Done
     | Release
 )
-"""Whatever may arrive on a channel."""
+"""Everything that may arrive on a channel."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(AnyMessage).decode

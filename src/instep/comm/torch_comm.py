@@ -1,11 +1,10 @@
 """A group of processes: gloo on the CPU, NCCL on CUDA, made on any store.
 
-Each group is made anew and held as an object; nothing touches
-`torch.distributed`'s global default group, so that a program which has one of
-its own keeps it, and the next generation of members can have another.
+Each generation has a group of its own. `torch.distributed`'s global default group is never used,
+so a program may have its own.
 
-Gloo is given the loopback address, or the private one it is told: left alone
-it picks an interface by the host's name, which may face the world.
+Gloo listens on the loopback address, or on a given private one: by itself it would choose an
+interface by the host's name, which may be public.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from instep.comm.base import Work
 from instep.errors import PeerError
 
 NO_TIMEOUT = timedelta(days=1)
-"""How long a collective may wait: a slow peer is no failure, a dead one breaks the socket."""
+"""Timeout of a collective: a slow peer is not a failure, and a dead one closes its socket."""
 
 CONNECTING = 5
 """How many times its own timeout gloo waits for a member to connect (its pair.h, waitUntil)."""
 
 LOOK = timedelta(seconds=0.1)
-"""How often whoever waits looks up, in case the group has been given up."""
+"""How often a waiting thread checks whether the group was interrupted."""
 
 LAST_S = 0.3
-"""How long a group that is left may take to end."""
+"""How long closing a group may take."""
 
 
-_GIVEN_UP = "the exchange was given up: the members change."
+_INTERRUPTED = "the exchange was interrupted: the members change."
 
 
 class TorchComm:
@@ -81,7 +80,7 @@ class TorchComm:
             raise PeerError(text, mine=_is_mine(error)) from error
         self._group: Any = group
         self._in_stream = cuda
-        self._given_up = False
+        self._interrupted = False
         made = open_sockets() - before  # also what the user's own threads opened meanwhile
         self._sockets = {one for one in made if _is_of_group(*one, noted.values)}
 
@@ -114,8 +113,8 @@ class TorchComm:
         return self._begin(lambda group: group._allgather_base(into, own))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> TorchWork:
-        """Begin to collect what is meant for this rank."""
-        assert out.numel() == parts.numel(), "as much comes as goes"
+        """Begin to collect the parts for this rank."""
+        assert out.numel() == parts.numel(), "both have one part for each rank"
         into, own = _bytes(out), _bytes(parts)
         return self._begin(lambda group: group.alltoall_base(into, own, [], []))
 
@@ -137,10 +136,10 @@ class TorchComm:
 
     def _message(self, start: Callable[[Any], Any]) -> Work:
         whole = TorchWork(self._started(start), None)
-        return whole if self._in_stream else MessageWork(whole, self._is_given_up)
+        return whole if self._in_stream else MessageWork(whole, self._is_interrupted)
 
     def _begin(self, start: Callable[[Any], Any]) -> TorchWork:
-        return TorchWork(self._started(start), None if self._in_stream else self._is_given_up)
+        return TorchWork(self._started(start), None if self._in_stream else self._is_interrupted)
 
     def _started(self, start: Callable[[Any], Any]) -> Any:
         assert self._group is not None, "the group is closed"
@@ -149,18 +148,18 @@ class TorchComm:
         except RuntimeError as error:
             raise _broken(error) from error
 
-    def _is_given_up(self) -> bool:
-        return self._given_up
+    def _is_interrupted(self) -> bool:
+        return self._interrupted
 
     def interrupt(self) -> None:
-        """Have whatever waits for another rank raise; for another thread, on the CPU.
+        """Make every `wait` raise; for another thread, on the CPU.
 
-        Gloo can neither be told to give up nor to hurry (torch 2.13: its `abort` does not
-        wake who waits), but it notices a connection that ends. Where it listens is left
-        alone: it ends the process when that breaks. Whoever waits for a message of which
-        a part has come is not woken by that either, and looks up by itself.
+        Gloo cannot be interrupted (torch 2.13: its `abort` does not wake a waiting thread), but it
+        notices a connection that is closed. Its listening socket is not touched: gloo ends the
+        process if that fails. A thread that waits for the rest of a message is not woken either,
+        so it checks from time to time.
         """
-        self._given_up = True
+        self._interrupted = True
         for number, inode in self._sockets & open_sockets():
             with contextlib.suppress(OSError):
                 end = socket.socket(fileno=os.dup(number))
@@ -172,9 +171,9 @@ class TorchComm:
     def close(self) -> None:
         """Leave the group and free its sockets.
 
-        One of gloo's own threads may wait for the rest of a message for ever (torch 2.13:
-        a connection that ends within a message wakes nobody): then it is left behind. A
-        message that nobody waited for keeps gloo's connections open, on which others may wait.
+        One of gloo's own threads may wait forever for the rest of a message (torch 2.13: a
+        connection that is closed within a message wakes no thread); it is left behind then. A
+        message that was never waited for keeps gloo's connections open, so they are closed here.
         """
         groups, self._group = [self._group], None
         if self._in_stream:
@@ -187,52 +186,51 @@ class TorchComm:
 
 
 class TorchWork:
-    """A collective under way in gloo's or NCCL's own threads.
+    """A collective that runs in gloo's or NCCL's own threads.
 
     Args:
         work: torch's.
-        is_given_up: whether the group can do nothing more; None where `wait` does not wait.
+        is_interrupted: whether the group was interrupted; None if `wait` does not wait.
     """
 
-    def __init__(self, work: Any, is_given_up: Callable[[], bool] | None) -> None:
-        self._work, self._is_given_up = work, is_given_up
+    def __init__(self, work: Any, is_interrupted: Callable[[], bool] | None) -> None:
+        self._work, self._is_interrupted = work, is_interrupted
 
     def wait(self) -> None:
         """Return when the result is here (on CUDA: ordered before what this stream does next)."""
         try:
-            if self._is_given_up is None:
+            if self._is_interrupted is None:
                 self._work.wait()
                 return
             while not self._ends_soon():
-                if self._is_given_up():
-                    raise PeerError(_GIVEN_UP)
+                if self._is_interrupted():
+                    raise PeerError(_INTERRUPTED)
         except RuntimeError as error:
             raise _broken(error) from error
 
     def _ends_soon(self) -> bool:
-        """Whether it has ended before it is time to look up."""
         try:
             self._work.wait(LOOK)
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # it has: well, or this raises why not
+            self._work.wait()  # it has ended; this raises its error, if any
         return True
 
 
 class MessageWork:
-    """A message between two ranks, under way in gloo's own threads.
+    """A message between two ranks, which runs in gloo's own threads.
 
-    It is waited for in a thread of its own and without a limit: where a limit runs out, gloo
-    gives up the whole group (torch 2.13, `unbound_buffer.cc`).
+    A separate thread waits for it without a timeout: after a timeout gloo would abandon the whole
+    group (torch 2.13, `unbound_buffer.cc`).
 
     Args:
-        whole: waits for it without a limit.
-        is_given_up: whether the group can do nothing more.
+        whole: waits for it without a timeout.
+        is_interrupted: whether the group was interrupted.
     """
 
-    def __init__(self, whole: TorchWork, is_given_up: Callable[[], bool]) -> None:
-        self._whole, self._is_given_up = whole, is_given_up
+    def __init__(self, whole: TorchWork, is_interrupted: Callable[[], bool]) -> None:
+        self._whole, self._is_interrupted = whole, is_interrupted
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._wait, name="instep waits for a message", daemon=True
@@ -251,17 +249,17 @@ class MessageWork:
         if not self._thread.ident:
             self._thread.start()
         while not self._ended.wait(LOOK.total_seconds()):
-            if self._is_given_up():
-                raise PeerError(_GIVEN_UP)
+            if self._is_interrupted():
+                raise PeerError(_INTERRUPTED)
         if self._error is not None:
             raise self._error
 
 
 class SumWork:
-    """Parts on their way here, which `wait` adds up.
+    """Parts that this rank receives, and sums in `wait`.
 
     Args:
-        work: brings the parts.
+        work: receives the parts.
         out: [n], gets the sum.
         parts: [size, n], in rank order.
     """
@@ -282,7 +280,7 @@ class SumWork:
 
 
 def open_sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of each socket of this process; none where the system does not tell."""
+    """Descriptor and inode of each socket of this process; empty if the system does not say."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -294,12 +292,12 @@ def open_sockets() -> set[tuple[int, int]]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as flat bytes, for what is moved and not summed: of any type, contiguous."""
+    """The memory of a contiguous tensor as bytes, for data that is moved and not summed."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 class _Noted(Store):
-    """A store, and what is said through it: where each rank listens."""
+    """A store that records the values: the addresses at which the ranks listen."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -322,9 +320,9 @@ class _Noted(Store):
 
 
 def _is_of_group(number: int, inode: int, told: list[bytes]) -> bool:
-    """Whether a connection is one of gloo's: one of its ends is where a rank has said it listens.
+    """Whether a connection is one of gloo's: one of its ends is an address of a rank in the store.
 
-    Gloo tells that as the system's own `sockaddr` (torch 2.11 to 2.13), among other bytes.
+    Gloo stores the system's own `sockaddr` (torch 2.11 to 2.13), among other bytes.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
         if os.fstat(end.fileno()).st_ino != inode:
@@ -338,7 +336,7 @@ def _is_of_group(number: int, inode: int, told: list[bytes]) -> bool:
 
 
 def _sockaddr(family: int, name: Any) -> bytes:
-    """Family, port and address as C has them; empty for what is none of the network's."""
+    """Family, port and address as in C; empty if it is no network address."""
     if family == socket.AF_INET:
         return struct.pack("=H", family) + struct.pack("!H", name[1]) + socket.inet_aton(name[0])
     if family == socket.AF_INET6:
@@ -351,7 +349,7 @@ def _gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) 
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
-    options._timeout = timeout / CONNECTING  # a member that dies now is waited for so long
+    options._timeout = timeout / CONNECTING  # how long gloo waits for a member that dies now
     group = gloo(store, rank, size, options)
     group._set_default_timeout(NO_TIMEOUT)
     return group
@@ -377,10 +375,12 @@ _MINE = (
     "can't allocate memory",
     "bad_alloc",
 )
-"""What the system says that gives a process no more memory, threads or files."""
+"""Messages of the system when a process gets no more memory, threads or files."""
 
 
 def _is_mine(error: RuntimeError) -> bool:
-    """Whether it is for want of something in this process, and of no connection."""
-    bare = str(error) == os.strerror(errno.EAGAIN)  # of a thread; gloo's own texts have a place
+    """Whether the cause is a lack of resources in this process, and not a connection."""
+    bare = str(error) == os.strerror(
+        errno.EAGAIN
+    )  # from a thread; gloo's own messages contain a file and line
     return bare or any(part in str(error) for part in _MINE)

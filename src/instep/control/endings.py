@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from instep.comm.messages import TOLD, Failed, Over, Whereabouts
+from instep.comm.messages import ON_REQUEST, Failed, Over, Whereabouts
 from instep.control.state import Action, Blame, Finish, KillAll, Log, Phase, State
 from instep.data.samples.last_read import describe_read, is_reading
 from instep.errors import DIVERGED, INTERRUPTED, PeerError, WorkerError
@@ -78,7 +78,9 @@ def finish_of(state: State) -> Finish:
     done = state.done
     step = max((message.step for message in done.values()), default=0)
     rule = next((message.rule for message in done.values()), "interrupted")
-    if rule == TOLD:  # by the rule that asked for it, unless a user's stop came into force sooner
+    if (
+        rule == ON_REQUEST
+    ):  # by the rule that asked for it, unless a user's stop came into force sooner
         by_rule = state.stop_after is None or step > state.stop_after
         rule = state.stop if state.stop and by_rule else "interrupted"
     if rule == "interrupted" or not done.keys() >= set(state.group):

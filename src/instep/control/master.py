@@ -326,7 +326,7 @@ class Master:
                 checkpoint=str(checkpoint or ""),
                 recovers=self._state.recovers,
                 marks=crash_loop.marks(self._state),
-                goes_on=bool(self._state.holders),
+                others_have_state=bool(self._state.holders),
                 role=self._state.member(hello.number).role,
             ),
         )

@@ -21,6 +21,8 @@ from instep.data.reading.template import Say
 from instep.data.samples.contents import Record, Selection
 from instep.data.samples.fingerprint import Fingerprint
 from instep.data.samples.unreadable import Read, Skipped
+from instep.data.torch_loader import LoaderParts
+from instep.spec import JobSpec
 
 __all__ = ["Loader", "Read", "Skipped", "Slice"]
 
@@ -102,6 +104,50 @@ class Loader:
         self._open: WeakSet[Generator[Any]] = WeakSet()
         self._ahead: Ahead | None = None  # the newest
         self._closed = False
+
+    @classmethod
+    def of_job(
+        cls,
+        job: JobSpec,
+        parts: LoaderParts,
+        name: Literal["training", "validation"],
+        *,
+        processes: int | Literal["auto"] | None = None,
+        collate: Collate | None = None,
+        augment: Augment | None = None,
+        marks: Iterable[Mark] = (),
+        contents: Literal["off", "sample", "all"] = "off",
+        say: Say,
+    ) -> Loader:
+        """The loader of a dataset of a job, by what job and `DataLoader` say.
+
+        Args:
+            job: decides the seed, and where the `DataLoader` does not, the processes.
+            parts: the dataset, as the user gave it.
+            name: only what is trained on is shuffled, augmented and recorded.
+            processes: instead of the job's.
+            collate: instead of the `DataLoader`'s.
+            augment, marks, contents, say: as above.
+        """
+        train = name == "training"
+        processes = job.data.loaders if processes is None else processes
+        if processes == "auto" and parts.loaders is not None:
+            processes = parts.loaders
+        return cls(
+            parts.dataset,
+            seed=job.seed,
+            shuffle=train,
+            collate=collate or parts.collate,
+            augment=augment if train else None,
+            processes=processes,
+            unreadable=job.data.unreadable,
+            name=name,
+            marks=marks,
+            worker_init=parts.worker_init,
+            info_dataset=parts.info_dataset,
+            contents=contents if train else "off",
+            say=say,
+        )
 
     def begin(self) -> None:
         """Read the first sample, where samples will be read; all loaders have been made.

@@ -7,6 +7,7 @@ sample is trained on; whether that is an error is not decided here. Way in: `unp
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
+
+from instep.words import listed
 
 
 class Unused(NamedTuple):
@@ -134,6 +137,21 @@ def _sampler(loader: Any) -> Any:
     """The sampler; a batch sampler that the user gave has its own."""
     batches = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else loader.sampler
+
+
+def columns_in(dataset: Any) -> str:
+    """What to say of a dict of columns in the place of a dataset; empty if it is none.
+
+    It has a length and takes keys, but has no sample 0.
+    """
+    if not isinstance(dataset, (dict, UserDict)) or not dataset or 0 in dataset:
+        return ""
+    return (
+        f"with the keys {listed([repr(key) for key in dataset], 3)}: a map-style dataset is "
+        "wanted, in which dataset[0] is the first sample. If the values are columns, give rows: "
+        "torch.utils.data.TensorDataset(*columns.values()), or [dict(zip(columns, row)) for row in "
+        "zip(*columns.values())]. If they are datasets, give one of them."
+    )
 
 
 def unpack_loader(given: Any) -> LoaderParts:

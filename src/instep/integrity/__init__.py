@@ -1,6 +1,5 @@
-"""Whether what was computed can be believed: observers of a worker's steps.
+"""Observers of a worker's steps, which check whether its results are right.
 
-Way in: `worker` names each observer in a table, and calls it at the moments of a step
-(`worker/step/observers.py`). What an observer finds it tells by raising; a step without observers
-does not know of them.
+Way in: `worker/observed.py` has a table of observers; the engine calls them at each moment of a
+step (`worker/step/observers.py`). An observer reports what it finds by raising an error.
 """

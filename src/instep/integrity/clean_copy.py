@@ -1,7 +1,7 @@
-"""A copy of the state as it was when it was last found right, to go back to.
+"""A copy of the last state that was checked and found right, to go back to.
 
-It lies in this worker's memory, and costs as much of it as parameters and
-optimizer do. Whether a state is right, this file does not know.
+It is in this worker's memory, and as large as parameters and optimizer state together. The
+checks themselves are in `corruption.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CleanCopy:
 
     @property
     def step(self) -> int:
-        """The last committed step that is in it; -1 where there is no copy."""
+        """The step of the copy; -1 if there is none."""
         return self._kept.step if self._kept is not None else -1
 
     def keep(self) -> None:
@@ -41,9 +41,9 @@ class CleanCopy:
         self._last = self._state.last
 
     def give_back(self) -> None:
-        """Put this worker back to the commit that the copy is of; the copy stays.
+        """Restore the state of the copy, and keep the copy.
 
-        A new course begins, so that no later commit of the one before it counts any more.
+        A new course begins, so commits after the copy do not count any more.
         """
         assert self._kept is not None, "there is no copy"
         tensors = {group: _copied(kept, {}) for group, kept in self._kept.tensors.items()}
@@ -55,7 +55,7 @@ class CleanCopy:
 
 
 def _copied(tensors: dict[str, Tensor], room: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies by name, in the memory of `room` where they fit; tied ones stay so."""
+    """Copies by name, in the memory of `room` where they fit; tied tensors stay tied."""
     ties, copies = tied_names(tensors), dict[str, Tensor]()
     for name, tensor in tensors.items():
         if name in ties:

@@ -1,17 +1,16 @@
-"""Looks out for silent corruption: a machine that computes, or remembers, something wrong.
+"""Detects silent corruption: a machine whose processor or memory gives wrong values.
 
-Three looks, all cheap. Each worker sees whether its parameters are still what
-its last update made them (`state/digest.py:MemoryWatch`). Now and then all compare
-a digest of their whole state. And now and then each computes one micro-batch
-of another a second time, and the gradients' digests are compared. The digests
-travel in the notes of the step; who is wrong is decided in `repeats.py`.
+There are three checks, all cheap. Each worker checks that its parameters are still what its last
+update made them (`state/digest.py:MemoryWatch`). In some steps all workers compare a digest of
+their whole state. In some steps each worker also computes one micro-batch of another worker, and
+the digests of both gradients are compared. Digests travel in the notes of the step; `repeats.py`
+decides which worker is wrong.
 
-Whoever is found to be wrong ends itself, and is replaced as a lost worker is.
-Where wrong gradients may have been committed meanwhile, the others go back to
-a copy from before, and checkpoints that were saved since are set aside before
-anybody ends itself, also where nobody could take its place and the run ends.
-Where nobody has a copy, the run begins again from the newest checkpoint that is
-left. When it is called is said in `worker/step/observers.py`.
+A worker that is found to be wrong kills itself, and is replaced like a lost worker. If wrong
+gradients may have been committed since the last successful check, the others go back to a copy
+from before. Checkpoints that were saved since are discarded first, also if the run ends because
+no worker can be replaced. If no worker has a copy, the run restarts from the newest checkpoint
+that is left. `worker/step/observers.py` says when each method is called.
 """
 
 from __future__ import annotations
@@ -33,43 +32,43 @@ from instep.errors import PeerError, Unrepeatable, WorkerError
 from instep.integrity.clean_copy import CleanCopy
 from instep.integrity.repeats import (
     STATE_EVERY,
+    Recomputed,
     Repeat,
-    Trial,
     Verdict,
     by_majority,
     by_trial,
     repeats_every,
     repeats_of,
 )
-from instep.spec import TrainSpec
 from instep.state.digest import MemoryWatch, combined, digests
 from instep.worker.observed import Observed
 from instep.worker.step.dealing import Speeds
 from instep.worker.step.passes import Pass, Share, parts_of
 
 WATCH_SHARE = 0.005
-"""Of a step's time, for looking at parameters."""
+"""Share of the time of a step in which parameters are checked."""
 
 MOST_IN_DOUBT = 3
-"""So often a run goes back because of the same doubt; then it ends."""
+"""How often the members go back without knowing which worker is wrong; then the run ends."""
 
 COPY_EVERY = 4
-"""Of the steps in which all was compared and found right, every so many is kept to go back to.
+"""Of the steps whose comparison succeeded, one in so many is copied, to go back to.
 
-The first of a generation is kept as well: who came later has no copy until then.
+The first of a generation is copied as well: a new worker has no copy until then.
 """
 
 _NUMBERS = 6
-"""For each rank: state, gradient of its own, gradient of another; two numbers each."""
+"""For each rank: digests of its state, of its own gradient, and of the gradient that it repeated;
+two numbers each."""
 
 _UNLIKE = (
-    "Either one of them computes wrongly, or the model does not give the same again. To see "
-    "whether it does: instep run JOB --check-determinism"
+    "Either one of them computes wrong values, or the model is not deterministic. To test the "
+    "model: instep run JOB --check-determinism"
 )
 
 
 class Found(NamedTuple):
-    """Something is wrong."""
+    """A difference that was found."""
 
     what: str
     """`parameter`, `state` or `gradient`."""
@@ -78,41 +77,41 @@ class Found(NamedTuple):
     verdict: Verdict
 
 
-class Hearing:
-    """Digests of the gradients of one pass, taken as each gradient is complete.
+class GradientDigests:
+    """Digests of the gradients of one pass, taken when each gradient is complete.
 
     Args:
         parameters: how many there are.
     """
 
     def __init__(self, parameters: int) -> None:
-        self._heard: list[list[int]] = [[] for _ in range(parameters)]
+        self._taken: list[list[int]] = [[] for _ in range(parameters)]
         self._zero = self._on = False
 
-    def hear(self, slot: int, gradient: Tensor) -> None:
+    def add(self, slot: int, gradient: Tensor) -> None:
         """A gradient is complete."""
         if self._on:
-            self._heard[slot].extend(digests([gradient]))
+            self._taken[slot].extend(digests([gradient]))
             self._zero = self._zero and not gradient.to_dense().any()
 
     def begin(self) -> None:
-        """A pass begins, whose gradients count."""
-        for heard in self._heard:
-            heard.clear()
+        """A pass begins whose gradients are compared."""
+        for taken in self._taken:
+            taken.clear()
         self._on = self._zero = True
 
     def end(self) -> tuple[int, bool]:
         """The digest of the pass's gradients, and whether all were zero."""
         self._on = False
-        return combined([combined(heard) for heard in self._heard]), self._zero
+        return combined([combined(taken) for taken in self._taken]), self._zero
 
 
 class CorruptionCheck:
-    """One worker's part in looking out: an observer of its steps.
+    """One worker's part in the checks: an observer of its steps.
 
     Args:
-        observed: what is known of the worker.
-        copy: to go back to.
+        observed: the worker.
+        copy: of a state that was right, to go back to.
     """
 
     def __init__(self, observed: Observed, copy: CleanCopy | None = None) -> None:
@@ -120,10 +119,10 @@ class CorruptionCheck:
         self._observed, self._member = observed, observed.member
         self._model, self._optimizer = model, update.optimizer
         self._copy = copy or CleanCopy(observed.state)
-        self._right = -1  # the last step whose state is known to be right; -1 if none is
+        self._right = -1  # the last step whose state was checked; -1 if none was
         self._watch = MemoryWatch(model.named_parameters(), WATCH_SHARE)
         self._doubts = 0
-        self._hearing: Hearing | None = None
+        self._digests: GradientDigests | None = None
         self._nobody_has_a_copy = self._going_back = False
 
     # ---- generations
@@ -131,7 +130,7 @@ class CorruptionCheck:
     def generation(self, parameters: Sequence[nn.Parameter], comm: Comm) -> None:
         """A generation begins."""
         self._comm, self._parameters = comm, list(parameters)
-        self._hearing = Hearing(len(parameters)) if comm.size > 1 else None
+        self._digests = GradientDigests(len(parameters)) if comm.size > 1 else None
         self._every = repeats_every(self._member.job.train.micro_batches, comm.size)
         self._repeats: list[Repeat] = []
         self._speeds: Speeds | None = None
@@ -140,35 +139,35 @@ class CorruptionCheck:
 
     def over(self) -> None:
         """The generation is over; a second call does nothing."""
-        self._hearing = None
+        self._digests = None
 
     def formed(self, *, anew: bool) -> None:
-        """Learn from the others up to which step all is known to be right.
+        """Agree on the last step that was checked.
 
-        The state of a beginning, or of a checkpoint, is the first to go back to.
+        The first state, or that of a checkpoint, is copied: it counts as right.
         """
         if anew:
             self._copy.keep()
             self._right, self._kept = self._copy.step, True
         if self._comm.size > 1:
             self._right = max(known for (known,) in self._shared([self._right + 1])) - 1
-        # what was saved since a clean copy may be wrong
+        # what was saved since the last check may be wrong
         self._observed.drop_after(self._observed.state.progress.step)
 
     def go_back(self) -> bool:
-        """Take up the copy, if corruption was found.
+        """Restore the copy, if corruption was found.
 
-        Who has none leaves its place to a process that takes a peer's state.
+        A worker without a copy kills itself; its replacement copies the state of a peer.
         """
         if not self._going_back:
             return False
         self._going_back = False
         if self._copy.step < 0:
-            if self._nobody_has_a_copy:  # once more: rank 0 may have been lost before it did
+            if self._nobody_has_a_copy:  # again: rank 0 may have been lost before it did
                 self._observed.set_aside(max(0, self._right))
-            text = f"worker {self._member.number} has nothing to go back to, and is replaced."
+            text = f"worker {self._member.number} has no copy to go back to, and is replaced."
             self._member.emit("warning", text=text)
-            self._end_myself()
+            self._kill_itself()
         self._copy.give_back()
         self._right = min(self._right, self._copy.step)
         return True
@@ -178,12 +177,12 @@ class CorruptionCheck:
     def plan(
         self, planned: Iterator[tuple[Position, Share]], first: int, speeds: Speeds | None
     ) -> Iterator[tuple[Position, Share]]:
-        """The same plan; in some steps with a pass before all others that repeats another's.
+        """The same plan, with an additional first pass in steps that repeat a micro-batch.
 
         Args:
             planned: position and share of each step.
             first: number of the first of these steps.
-            speeds: by which their work is dealt.
+            speeds: by which work is distributed.
         """
         self._speeds = speeds
         for step, (where, share) in enumerate(planned, first):
@@ -194,33 +193,38 @@ class CorruptionCheck:
             yield where, share
 
     def _repeats_of(self, step: int, where: Position) -> list[Repeat]:
-        parts = parts_of(where, self._member.job.train)
-        return repeats_of(step, self._every, deal(parts, self._comm.size, self._speeds))
+        dealt = deal(self._parts(where), self._comm.size, self._speeds)
+        return repeats_of(step, self._every, dealt)
 
     def _pass(self, where: Position, number: int) -> Pass:
-        return repeated_pass(where, number, self._member.job.train)
+        """The pass that repeats a micro-batch; its gradient does not count."""
+        first, stop = micro_batch(where.first, where.stop, number, self._parts(where))
+        return Pass(Slice(where.epoch, first, stop), number, repeats=True)
+
+    def _parts(self, where: Position) -> int:
+        return parts_of(where, self._member.job.train)
 
     def begin_step(self, step: int, where: Position) -> None:
-        """A step begins, or begins once more."""
+        """A step begins, or is tried again."""
         self._step, self._where = step, where
         self._repeats = self._repeats_of(step, where)
         self._own = self._other = 0
 
     def begin_pass(self, part: Pass) -> None:
         """The backward pass of `part` is about to run."""
-        if self._hearing is not None and self._counts(part):
-            self._hearing.begin()
+        if self._digests is not None and self._counts(part):
+            self._digests.begin()
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
-        """Its digest is taken, where the pass is one that is compared."""
-        if self._hearing is not None:
-            self._hearing.hear(slot, gradient)
+        """Take its digest, if the pass is one that is compared."""
+        if self._digests is not None:
+            self._digests.add(slot, gradient)
 
     def end_pass(self, part: Pass) -> None:
         """The backward pass of `part` is over."""
-        if self._hearing is None or not self._counts(part):
+        if self._digests is None or not self._counts(part):
             return
-        digest, _ = self._hearing.end()
+        digest, _ = self._digests.end()
         if part.repeats:
             self._other = digest
         else:
@@ -231,18 +235,18 @@ class CorruptionCheck:
         return part.repeats or any((r.owner, r.number) == (rank, number) for r in self._repeats)
 
     def passes_done(self) -> None:
-        """This worker's passes are done: its parameters must be what its last update made them.
+        """After this worker's passes: check that its parameters are what its last update made them.
 
         Raises:
-            WorkerError: they are not, and nobody could take this worker's place.
+            WorkerError: they are not, and this worker cannot be replaced.
         """
         changed = self._watch.find_change()
         if changed is None:
             return
         how = "it is not what the last update made it"
         verdict = Verdict((self._comm.rank,), how=how)
-        self._tell(Found("parameter", changed, verdict), self._step - 1)
-        self._end_myself()
+        self._report(Found("parameter", changed, verdict), self._step - 1)
+        self._kill_itself()
 
     @property
     def size(self) -> int:
@@ -250,7 +254,7 @@ class CorruptionCheck:
         return _NUMBERS * self._comm.size
 
     def notes(self) -> list[float]:
-        """What the others are told, each rank in a place of its own, to be summed."""
+        """This worker's digests, in the places of its rank; the sum over ranks has those of all."""
         numbers = [0.0] * self.size
         if self._comm.size > 1 and self._state_is_due():
             at = _NUMBERS * self._comm.rank
@@ -264,22 +268,22 @@ class CorruptionCheck:
         return self._step % STATE_EVERY == 0
 
     def judge(self, notes: list[float]) -> None:
-        """Compare what all have told; every worker comes to the same.
+        """Compare the digests of all workers, with the same result on each.
 
         Args:
             notes: of all ranks, summed.
 
         Raises:
-            PeerError: something is wrong, and not known to be this worker's; the members go
-                back, and form another group.
-            WorkerError: something is wrong, and it cannot be mended.
+            PeerError: there is a difference, and this worker is not named; the members go back,
+                and form another group.
+            WorkerError: there is a difference, and the run cannot continue.
         """
         if self._comm.size == 1 or not self._state_is_due():
             return
-        told = [_whole(notes[at : at + 2]) for at in range(0, len(notes), 2)]
-        states, own, other = told[0::3], told[1::3], told[2::3]
+        sent = [_joined(notes[at : at + 2]) for at in range(0, len(notes), 2)]
+        states, own, other = sent[0::3], sent[1::3], sent[2::3]
         if found := self._compare_states(states) or self._compare_gradients(own, other):
-            self._answer(found)
+            self._act_on(found)
         self._doubts = 0
         if not self._repeats:
             return
@@ -289,24 +293,24 @@ class CorruptionCheck:
             self._kept = True
 
     def unrepeatable(self, error: Unrepeatable) -> None:
-        """All ran their passes again, and not all came to the same; every worker calls it.
+        """All ran their passes again, and some gradients differ; every worker calls it.
 
         Raises:
-            PeerError, WorkerError: as `judge`, if it was one worker alone.
+            PeerError, WorkerError: as `judge`, if those of one worker alone differ.
         """
         mine = [bool(answer) for (answer,) in self._shared([int(error.mine)])]
         if sum(mine) == 1:
-            how = "they were others when they were computed again"
-            self._answer(Found("gradient", "all passes", Verdict((mine.index(True),), how=how)))
+            how = "they were different when they were computed again"
+            self._act_on(Found("gradient", "all passes", Verdict((mine.index(True),), how=how)))
 
     def committed(self) -> None:
-        """Parameters have moved, and now stay as they are until the next step has its gradients."""
+        """Remember the parameters, which do not change until the next update."""
         self._watch.record()
 
-    # ---- who it is
+    # ---- which worker is wrong
 
     def _state(self) -> list[tuple[str, Tensor]]:
-        """Every tensor that is equal on all workers after a commit, in one order."""
+        """Every tensor that is equal on all workers after a commit, in a fixed order."""
         named = dict(self._model.named_parameters())
         state = [*named.items(), *self._model.named_buffers()]
         for name, parameter in named.items():
@@ -331,87 +335,86 @@ class CorruptionCheck:
             return None
         repeat = differing[0]
         before = {repeat.owner: own[repeat.owner], repeat.second: other[repeat.second]}
-        verdict = by_trial(repeat, before, self._try_again(repeat))
+        verdict = by_trial(repeat, before, self._compute_again(repeat))
         if verdict is None:
             raise WorkerError(
-                f"workers gave several gradients for micro-batch {repeat.number} of step "
-                f"{self._step}, and do not give their own again. {_UNLIKE}"
+                f"workers computed different gradients for micro-batch {repeat.number} of step "
+                f"{self._step}, and again different ones when they repeated it. {_UNLIKE}"
             )
         return Found("gradient", f"micro-batch {repeat.number}", verdict)
 
-    def _try_again(self, repeat: Repeat) -> list[Trial]:
-        """Have every rank compute a micro-batch again, twice, and once for no loss at all."""
-        assert self._hearing is not None
+    def _compute_again(self, repeat: Repeat) -> list[Recomputed]:
+        """Every rank computes a micro-batch again: twice, and once with its loss times 0."""
+        assert self._digests is not None
         part, answers = self._pass(self._where, repeat.number), list[int]()
         for factor in (1.0, 1.0, 0.0):
-            self._hearing.begin()
+            self._digests.begin()
             self._observed.run_pass(part, factor)
-            digest, zero = self._hearing.end()
+            digest, zero = self._digests.end()
             answers.append(digest if factor else int(zero))
-        return [Trial(first, second, bool(zero)) for first, second, zero in self._shared(answers)]
+        every = self._shared(answers)
+        return [Recomputed(first, second, bool(zero)) for first, second, zero in every]
 
     def _shared(self, own: list[int]) -> list[list[int]]:
-        """The numbers of every rank, by rank; all give as many."""
+        """The numbers of every rank, in the order of ranks; all ranks give equally many."""
         device = self._parameters[0].device
         table = torch.zeros(self._comm.size, len(own), 2, dtype=torch.float64, device=device)
         halves = [_halves(number) for number in own]
         table[self._comm.rank] = torch.tensor(halves, dtype=torch.float64, device=device)
         self._comm.all_reduce(table).wait()
-        return [[_whole(halves) for halves in row] for row in table.tolist()]
+        return [[_joined(halves) for halves in row] for row in table.tolist()]
 
     # ---- what follows
 
-    def _answer(self, found: Found) -> NoReturn:
+    def _act_on(self, found: Found) -> NoReturn:
         verdict, rank = found.verdict, self._comm.rank
         others = [r for r in range(self._comm.size) if r not in verdict.named] or [rank]
         clean_step = self._clean_step(others)
         if rank == others[0]:
-            self._tell(found, clean_step)
+            self._report(found, clean_step)
         if not self._member.recovers:
-            clean_step = -1  # all ends, the copies too
-        self._let_no_wrong_checkpoint_be_taken_up(clean_step)
+            clean_step = -1  # the run ends, and the copies with it
+        self._discard_wrong_checkpoints(clean_step)
         words = _in_words(found, self._numbers(verdict), self._step)
         if not self._member.recovers:
             raise WorkerError(words)
         self._doubts += not verdict.named
         if self._doubts >= MOST_IN_DOUBT:
-            raise WorkerError(f"{words} It was so {self._doubts} times. {_UNLIKE}")
+            raise WorkerError(f"{words} This happened {self._doubts} times. {_UNLIKE}")
         self._nobody_has_a_copy = clean_step < 0
         if rank in verdict.named:
-            self._end_myself()
+            self._kill_itself()
         self._going_back = True
         raise PeerError("corruption was found in the state or the gradient of a worker.")
 
-    def _let_no_wrong_checkpoint_be_taken_up(self, clean_step: int) -> None:
-        """All may be gone soon, and then the run begins again from the newest checkpoint.
+    def _discard_wrong_checkpoints(self, clean_step: int) -> None:
+        """Rank 0, which saves, discards them; the others wait, as all may be lost soon.
 
-        Rank 0 does it, which saves; nobody goes on before it has.
+        The run would then restart from the newest checkpoint.
         """
         if self._comm.rank == 0:
             self._observed.set_aside(clean_step if clean_step >= 0 else max(0, self._right))
-        with suppress(PeerError):  # who is lost ends nothing by it
+        with suppress(PeerError):  # a lost worker changes nothing
             self._shared([0])
 
     def _clean_step(self, others: list[int]) -> int:
-        """The step that those who stay go back to; -1 where none of them has a copy.
+        """The step that the remaining workers go back to; -1 if none of them has a copy.
 
-        It is asked of all before anybody ends itself, so that no sum is torn down in which
-        somebody still learns what was found.
+        All agree on it before one kills itself: afterwards no exchange would succeed.
         """
         try:
             steps = self._shared([self._copy.step + 1])
-        except PeerError:  # somebody has ended itself already
+        except PeerError:  # a worker is lost already
             return self._copy.step
         return max(steps[rank][0] for rank in others) - 1
 
     def _numbers(self, verdict: Verdict) -> tuple[list[int], list[int]]:
-        """The workers' own numbers of who is named and of who is suspect."""
         form = self._member.form
         assert form is not None, "no generation yet"
         named, suspects = ([form.members[r] for r in ranks] for ranks in verdict[:2])
         return named, suspects
 
-    def _tell(self, found: Found, clean_step: int) -> None:
+    def _report(self, found: Found, clean_step: int) -> None:
         named, suspects = self._numbers(found.verdict)
         self._member.emit(
             "corruption_found",
@@ -424,29 +427,22 @@ class CorruptionCheck:
             clean_step=clean_step,
         )
 
-    def _end_myself(self) -> NoReturn:
-        """Leave this worker's place to another process."""
+    def _kill_itself(self) -> NoReturn:
         if not self._member.recovers:
             raise WorkerError(
-                f"worker {self._member.number} holds something wrong in memory at step "
-                f"{self._step}: see corruption_found in events.jsonl. Go on elsewhere: the "
-                "checkpoints before it are right."
+                f"worker {self._member.number} has a wrong value in memory at step {self._step}: "
+                "see corruption_found in events.jsonl. Resume the run on another machine: the "
+                "checkpoints before that step are right."
             )
         self._member.flush()
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("SIGKILL was survived")
 
 
-def repeated_pass(where: Position, number: int, train: TrainSpec) -> Pass:
-    """The pass that repeats a micro-batch of the step at `where`; it counts nothing there."""
-    first, stop = micro_batch(where.first, where.stop, number, parts_of(where, train))
-    return Pass(Slice(where.epoch, first, stop), number, repeats=True)
-
-
 def _in_words(found: Found, numbers: tuple[list[int], list[int]], step: int) -> str:
     named, suspects = numbers
     who = ", ".join(f"worker {n}" for n in named) or (
-        " or ".join(f"worker {n}" for n in suspects) + ", it cannot be told which,"
+        " or ".join(f"worker {n}" for n in suspects) + ", it is not known which,"
     )
     return (
         f"{who} was found to have a wrong {found.what} at step {step} ({found.where}): "
@@ -455,10 +451,10 @@ def _in_words(found: Found, numbers: tuple[list[int], list[int]], step: int) -> 
 
 
 def _halves(digest: int) -> tuple[float, float]:
-    """Two numbers that a sum of float64 with zeros leaves as they are."""
+    """A digest as two numbers that are exact in float64."""
     return float(digest >> 32), float(digest & 0xFFFFFFFF)
 
 
-def _whole(halves: Sequence[float]) -> int:
+def _joined(halves: Sequence[float]) -> int:
     high, low = halves
     return (int(high) << 32) | int(low)

@@ -1,8 +1,8 @@
-"""Which micro-batches are computed a second time, by whom, and what follows where they differ.
+"""Which micro-batches are computed a second time, by which rank, and which rank is then wrong.
 
-Pure arithmetic, the same on every worker: who repeats what follows from the
-step's number, who is found to be wrong from the digests that all have seen.
-How a digest comes about, this file does not know. Ranks are those of a group.
+Pure arithmetic, with the same result on every worker: the repetitions follow from the number of
+the step, and the verdict from digests that all workers have. How digests are computed is not
+known here. Ranks are those of a group.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ STATE_EVERY = 10
 """Steps from one comparison of the whole state to the next."""
 
 PASSES_FOR_ONE = 75
-"""A worker runs at least so many passes of its own for each that it repeats."""
+"""A worker runs at least so many passes of its own for each pass that repeats another's."""
 
 
 class Repeat(NamedTuple):
     """One micro-batch that is computed twice."""
 
     owner: int
-    """The rank that it was dealt to."""
+    """The rank that it was assigned to."""
     number: int
     """Of the micro-batch, in its step."""
     second: int
-    """The rank that computes it too."""
+    """The rank that repeats it."""
 
 
 def repeats_every(micro_batches: int, workers: int) -> int:
-    """Steps from one repetition to the next: 10, or a multiple where that would cost too much.
+    """Steps from one repetition to the next: 10, or a multiple if that would cost too much.
 
-    Every worker repeats one micro-batch of another in the same step, so a step
-    with repetitions is longer by one pass, however many workers there are.
+    All workers repeat one micro-batch in the same step, so such a step is longer by one pass, at
+    any number of workers.
 
     Args:
         micro_batches: of a whole step.
@@ -44,17 +44,17 @@ def repeats_every(micro_batches: int, workers: int) -> int:
 
 
 def repeats_of(step: int, every: int, dealt: Sequence[range]) -> list[Repeat]:
-    """What is computed twice in a step; nothing in most.
+    """The micro-batches that are repeated in a step; none in most.
 
-    Over time each worker's micro-batches are repeated in turn, by each of the others in turn.
+    Over time all micro-batches of each worker are repeated, by each of the others.
 
     Args:
         step: its number.
         every: as `repeats_every` gives it.
-        dealt: for each rank, the micro-batches that are its own in this step.
+        dealt: for each rank, the numbers of its micro-batches in this step.
 
     Returns:
-        One for each rank that has micro-batches, with another rank each.
+        One for each rank that has micro-batches, each repeated by another rank.
     """
     size = len(dealt)
     if step % every or size == 1:
@@ -69,18 +69,18 @@ def repeats_of(step: int, every: int, dealt: Sequence[range]) -> list[Repeat]:
 
 
 class Verdict(NamedTuple):
-    """Who is wrong."""
+    """Which ranks are wrong."""
 
     named: tuple[int, ...] = ()
-    """Found wrong."""
+    """Known to be wrong."""
     suspects: tuple[int, ...] = ()
-    """One of them is wrong, and it cannot be told which; empty where somebody is named."""
+    """One of them is wrong, it is not known which; empty if a rank is named."""
     how: str = ""
     """The evidence, as the end of a sentence."""
 
 
 def by_majority(values: Sequence[Hashable]) -> Verdict:
-    """Whoever has another value than more than half of all; all are suspects if there is no half.
+    """The ranks that differ from the majority; without a majority, all ranks are suspects.
 
     Args:
         values: of each rank; not all are equal.
@@ -93,31 +93,33 @@ def by_majority(values: Sequence[Hashable]) -> Verdict:
     return Verdict(odd, how=f"{count} of {len(values)} workers have another")
 
 
-class Trial(NamedTuple):
-    """What one rank answered when a disputed micro-batch was computed again."""
+class Recomputed(NamedTuple):
+    """The results of one rank that computed a disputed micro-batch again."""
 
     first: int
     second: int
     """Digests of the gradient, computed twice."""
     nothing: bool
-    """Whether the gradient of no loss at all was zero."""
+    """Whether the gradient was zero when the loss was multiplied by 0."""
 
 
-def by_trial(repeat: Repeat, before: Mapping[int, int], trials: Sequence[Trial]) -> Verdict | None:
-    """Who is wrong about a micro-batch for which two ranks had different gradients.
+def by_trial(
+    repeat: Repeat, before: Mapping[int, int], trials: Sequence[Recomputed]
+) -> Verdict | None:
+    """Which rank is wrong about a micro-batch for which two ranks had different gradients.
 
-    In this order: who does not give its own answer again; who differs from most;
-    who finds a gradient where there is no loss, which is how a stuck bit shows
-    even to two.
+    The first that applies: the rank whose results differ from its own earlier one; the rank that
+    differs from the majority; the rank whose gradient is not zero with a loss of zero, which
+    shows a stuck bit even with two ranks.
 
     Args:
         repeat: the micro-batch.
-        before: the digests over which they differed, by rank.
-        trials: of each rank.
+        before: the two different digests, by rank.
+        trials: the new results of each rank.
 
     Returns:
-        None where several do not give their own answers again: then it is the
-        model that does not.
+        None if several ranks differ from their own earlier results: then the model is not
+        deterministic.
     """
     answers = [{trial.first, trial.second} for trial in trials]
     for rank, digest in before.items():
@@ -134,4 +136,4 @@ def by_trial(repeat: Repeat, before: Mapping[int, int], trials: Sequence[Trial])
     if len(stuck) == 1:
         return Verdict(stuck, how="it gives a gradient where there is no loss")
     pair = tuple(sorted((repeat.owner, repeat.second)))
-    return Verdict(suspects=pair, how="each stands by what it computed")
+    return Verdict(suspects=pair, how="each got its own result again")

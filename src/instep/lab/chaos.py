@@ -21,7 +21,8 @@ import msgspec
 import psutil
 
 from instep import spec_file
-from instep.client.submit import check_job, run_job
+from instep.client.job_checks import check_job
+from instep.client.submit import run_job
 from instep.errors import INTERRUPTED, RunError, SpecError, WorkerError
 from instep.lab.breaker import Breaker, Plan, Say
 from instep.lab.injections import Injection, check_long_enough, draw

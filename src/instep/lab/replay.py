@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from instep import spec_file
-from instep.client.submit import about, recipe_sha256
+from instep.client.results import about, recipe_sha256
 from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError
 from instep.lab.comparison import Replayed, judge

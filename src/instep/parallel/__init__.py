@@ -1,7 +1,7 @@
-"""How one global batch is computed by several workers as if it were in one place.
+"""Computing one global batch on several workers as if on one.
 
-What a pass may ask of the passes of other workers while it computes: statistics of the whole
-batch (`batch_norm.py`), its embeddings (`cached.py`). And how a pass over several micro-batches
-draws what each of them would have drawn alone (`draws.py`). Steps, strategies and recipes are
-unknown here.
+While it computes, a pass may read from the passes of other workers (`reads.py`): statistics of
+the whole batch (`batch_norm.py`). Embeddings of the whole batch are exchanged between passes
+(`cached.py`). A pass over several micro-batches draws random numbers for each of them separately
+(`draws.py`). Steps, strategies and recipes are not known here.
 """

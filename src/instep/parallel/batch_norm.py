@@ -1,10 +1,9 @@
-"""Batch normalisation over the global batch, however it is dealt to workers.
+"""Batch normalisation over the global batch, at any number of workers.
 
-`make_global` turns a model's layers of torch's into ones that ask the other workers for their
-statistics (`reads.py`), in the forward pass, and for their gradients, in the backward pass
-(Ioffe and Szegedy 2015, arXiv:1502.03167). Outputs, gradients and running statistics are those
-of one pass over the whole batch. Outside a training pass, and in evaluation mode, a layer is as
-torch made it.
+`make_global` turns a model's layers into ones that ask the other workers for their statistics in
+the forward pass, and for their gradients in the backward pass (`reads.py`; Ioffe and Szegedy
+2015, arXiv:1502.03167). Outputs, gradients and running statistics are those of one pass over the
+whole batch. Outside a training pass, and in evaluation mode, a layer computes as torch's does.
 
 A worker's variance is taken around its own mean, and those of all are joined around the mean of
 all (Chan et al. 1983), in float64: nothing cancels where means are large.
@@ -24,15 +23,15 @@ from instep.parallel.reads import Reads
 
 
 def make_global(model: nn.Module) -> Reads | None:
-    """Have every layer of batch normalisation see the global batch, in place.
+    """Make every layer of batch normalisation see the global batch, in place.
 
-    The layers stay the objects that they are, with their parameters, buffers and hooks.
+    The layers stay the same objects, with their parameters, buffers and hooks.
 
     Returns:
-        What its passes read through; None where the model has no such layer.
+        The reads of its passes; None if the model has no such layer.
 
     Raises:
-        RecipeError: a layer computes its forward pass in a way of its own.
+        RecipeError: a layer has a `forward` of its own.
     """
     layers: dict[str, Any] = {
         name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)
@@ -54,27 +53,27 @@ def make_global(model: nn.Module) -> Reads | None:
     return reads
 
 
-def hold_still(model: nn.Module) -> None:
-    """Have the layers of a copy treat each sample apart, by the running statistics.
+def use_running_statistics(model: nn.Module) -> None:
+    """Have the layers of a copy normalise by their running statistics, from now on.
 
-    So that what else looks at a batch can be seen, while something is tried. The copy stays so.
+    They then treat each sample separately, so a trial shows what else looks at the batch.
     """
     for layer in model.modules():
         if isinstance(layer, _Global):
-            layer._still = True
+            layer._fixed = True
 
 
 class _Global(_BatchNorm):
-    """What a layer of torch's becomes, beside what it is."""
+    """The class that a layer of torch's gets in addition to its own."""
 
     _reads: Reads
     _place: int
-    _still = False
+    _fixed = False
 
     def forward(self, given: Tensor) -> Tensor:
         """As torch's, with the statistics of the global batch where it would use the batch's."""
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if self._still and by_batch:
+        if self._fixed and by_batch:
             return self._by_running(given)
         reads = self._reads
         if not (by_batch and reads.active) or (reads.size == 1 and reads.counts):
@@ -112,8 +111,6 @@ class _Global(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise by the statistics of all workers' samples."""
-
     @staticmethod
     def forward(
         ctx: Any, given: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Global
@@ -189,7 +186,6 @@ def _along(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -205,6 +201,7 @@ def _global_kind(kind: type[nn.Module]) -> type[nn.Module]:
     return _KINDS[kind]
 
 
+# pickle finds the classes by these names
 GlobalBatchNorm1d = _global_kind(nn.BatchNorm1d)
 GlobalBatchNorm2d = _global_kind(nn.BatchNorm2d)
 GlobalBatchNorm3d = _global_kind(nn.BatchNorm3d)

@@ -1,19 +1,17 @@
 """A loss over the global batch, whose gradients need no more memory than one micro-batch's pass.
 
 Gradient caching (Gao et al. 2021, arXiv:2101.06983). Each micro-batch is embedded without
-recording gradients; all workers hear all embeddings, and compute the same loss and its gradient
-of each embedding; then each micro-batch is embedded once more, and its backward pass begins with
-the gradient of its own embeddings. The gradients that come of it add up to those of the loss of
-one pass over the whole batch.
+recording gradients. All workers get all embeddings, and compute the same loss and its gradient
+for each embedding. Then each micro-batch is embedded again, and its backward pass begins with the
+gradient of its own embeddings. The gradients add up to those of one pass over the whole batch.
 
-Who sets generators, takes gradients and undoes what passes do to buffers is the engine.
+The engine seeds generators, takes gradients and undoes what passes do to buffers.
 """
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.errors import RecipeError
+from instep.parallel.nested import leaves, on_tensors, tensors_in
 
 Embed = Callable[[nn.Module, Any], tuple[Any, Any]]
 """From the model and a batch to (embeddings, targets)."""
@@ -31,20 +30,18 @@ BatchLoss = Callable[[nn.Module, Any, Any], Tensor]
 
 
 class _Part(NamedTuple):
-    """What one micro-batch has given."""
-
     value: tuple[Any, Any]
-    """Its embeddings and targets, nested as the recipe has them."""
+    """Embeddings and targets, nested as in the recipe."""
     leaves: list[Tensor]
     """The tensors in it, in order."""
 
 
 class CachedGradients:
-    """One worker's part in one step. The moments, in their order:
+    """One worker's part in one step. Call, in this order:
 
     1. `embed`, for each of its micro-batches;
-    2. `gather`, which every worker calls, those without a micro-batch too;
-    3. `loss`, on every worker that has one;
+    2. `gather`, on every worker, also without a micro-batch;
+    3. `loss`, on every worker that has a micro-batch;
     4. `backward`, for each of its micro-batches, with generators set as for `embed`.
 
     Args:
@@ -71,27 +68,27 @@ class CachedGradients:
         self._gradients: list[Tensor | None] = []
         self._whole: list[Tensor] = []
         self.counts = False
-        """Whether what the model's own parameters get in `loss` is this worker's to give: it is
-        the same everywhere, and one gives it. Known after `gather`."""
+        """Whether this worker contributes the gradients that the model's own parameters get in
+        `loss`: they are the same on all workers, and count once. Known after `gather`."""
         self.rows = 0
-        """Samples of the global batch; 0 where none could be read. Known after `gather`."""
+        """Samples of the global batch; 0 if none could be read. Known after `gather`."""
 
     def embed(self, number: int, batch: Any, samples: int) -> None:
         """Embed a micro-batch, without recording gradients.
 
         Args:
-            number: of the micro-batch, in the step; they follow each other in the global batch.
+            number: of the micro-batch in the step, in the order of the global batch.
             batch: on the model's device.
             samples: in it.
 
         Raises:
-            RecipeError: what comes back is no (embeddings, targets) with a row for each sample.
+            RecipeError: the result is not (embeddings, targets) with a row for each sample.
         """
         with torch.no_grad():
             self._parts[number] = self._embedded(batch, samples)
 
     def join_in(self, batch: Any, *, record: bool = False) -> None:
-        """Embed a borrowed sample, on a worker without work, as layers ask it; nothing is kept."""
+        """Embed one sample on a worker without work, as its layers take part; nothing is kept."""
         with torch.set_grad_enabled(record), self._precision():
             self._embed(self._model, batch)
 
@@ -103,23 +100,29 @@ class CachedGradients:
                 f"Recipe.embed returned a {type(value).__name__}, but (embeddings, targets) is "
                 "wanted; targets may be None."
             )
-        leaves = list(_leaves(value))
-        if not any(leaf.is_floating_point() for leaf in _leaves(value[0])):
+        for leaf in leaves(value):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise RecipeError(
+                    f"Recipe.embed returned a {type(leaf).__name__} among embeddings and targets, "
+                    "but tensors are wanted, in tuples, lists or dicts if there are several."
+                )
+        if not any(leaf.is_floating_point() for leaf in tensors_in(value[0])):
             raise RecipeError(
                 "the embeddings that Recipe.embed returned hold no tensor of floating-point "
                 "numbers: there is nothing that a loss could have a gradient of."
             )
-        for leaf in leaves:
+        tensors = tensors_in(value)
+        for leaf in tensors:
             if not leaf.dim() or leaf.shape[0] != samples:
                 raise RecipeError(
                     f"Recipe.embed returned a tensor of shape {list(leaf.shape)} for {samples} "
                     f"samples: its first dimension must be the samples, {samples} of them. Two "
                     "views of each sample are a tuple of two tensors."
                 )
-        return _Part(value, leaves)
+        return _Part(value, tensors)
 
     def gather(self, comm: Comm, numbers: int, device: torch.device) -> None:
-        """Tell all workers this one's embeddings and targets, and hear theirs.
+        """Exchange embeddings and targets with all workers.
 
         Args:
             comm: the workers.
@@ -128,14 +131,14 @@ class CachedGradients:
 
         Raises:
             RecipeError: embeddings of two micro-batches do not fit together.
-            PeerError: a worker went away.
+            PeerError: a worker was lost.
         """
         head = torch.zeros(numbers, 4, dtype=torch.int64, device=device)
         for number, part in self._parts.items():
             rows = len(part.leaves[0])
             row_bytes = sum(_row_bytes(leaf) for leaf in part.leaves)
-            said = [rows, row_bytes, zlib.crc32(repr(_kind(part.value)).encode()), comm.rank]
-            head[number] = torch.tensor(said, device=device)
+            kind = zlib.crc32(repr(_kind(part.value)).encode())
+            head[number] = torch.tensor([rows, row_bytes, kind, comm.rank], device=device)
         comm.all_reduce(head).wait()
         self.rows, first = 0, None
         for number, (rows, row_bytes, kind, rank) in enumerate(head.tolist()):
@@ -154,12 +157,12 @@ class CachedGradients:
             for leaf, (begin, width) in zip(part.leaves, self._regions(part), strict=True):
                 start, stop = (begin + width * row for row in self._places[number])
                 flat[start:stop] = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-        comm.all_reduce(flat).wait()  # each byte is one worker's, and nothing is added to it
+        comm.all_reduce(flat).wait()  # each byte is of one worker, and zero on the others
         if self._parts:
             part = next(iter(self._parts.values()))
             self._whole = [
                 flat[begin : begin + width * self.rows]
-                .clone()  # from an address that the type may stand at
+                .clone()  # into memory that is aligned for the type
                 .view(leaf.dtype)
                 .view(self.rows, *leaf.shape[1:])
                 for leaf, (begin, width) in zip(part.leaves, self._regions(part), strict=True)
@@ -177,18 +180,17 @@ class CachedGradients:
         seen = "; ".join(f"{kind} in micro-batch {at}" for at, kind in own.items())
         return RecipeError(
             f"Recipe.embed returned other shapes or types for micro-batch {number} than for "
-            f"micro-batch {first}{f' ({seen})' if seen else ''}: beside the samples they must be "
-            "those of all. Pad to one length."
+            f"micro-batch {first}{f' ({seen})' if seen else ''}: apart from the samples they "
+            "must be the same in all. Pad to one length."
         )
 
     def loss(self, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> Tensor:
         """The loss of the global batch, and its gradients.
 
-        Where `counts`, the model's parameters get theirs in a backward pass; elsewhere nothing is
-        left in them.
+        If `counts`, the model's parameters get theirs in a backward pass; otherwise they get none.
 
         Args:
-            scale: what is done to the loss before its gradients are taken.
+            scale: applied to the loss before its gradients are taken.
 
         Returns:
             The loss itself, scalar and detached; the same on every worker.
@@ -198,8 +200,8 @@ class CachedGradients:
         """
         for leaf in self._whole:
             leaf.requires_grad_(leaf.is_floating_point())
-        leaves = iter(self._whole)
-        whole = _changed(next(iter(self._parts.values())).value, lambda _: next(leaves))
+        given = iter(self._whole)
+        whole = on_tensors(next(iter(self._parts.values())).value, lambda _: next(given))
         with self._precision():
             loss = self._batch_loss(self._model, *whole)
         wanted = [leaf for leaf in self._whole if leaf.requires_grad]
@@ -218,13 +220,13 @@ class CachedGradients:
         return loss.detach()
 
     def backward(self, number: int, batch: Any) -> None:
-        """Embed a micro-batch again, and go back from the gradients of its embeddings.
+        """Embed a micro-batch again, and run its backward pass from the gradients of `loss`.
 
         Args:
             number, batch: as for `embed`.
 
         Raises:
-            RecipeError: the embeddings are other ones this time, or do not depend on the model's
+            RecipeError: the embeddings differ from the first ones, or do not depend on the model's
                 parameters.
         """
         before = self._parts.pop(number).leaves
@@ -232,9 +234,9 @@ class CachedGradients:
         for leaf, was in zip(part.leaves, before, strict=True):
             if leaf.shape != was.shape or not _alike(leaf.detach(), was):
                 raise RecipeError(
-                    "Recipe.embed returned other embeddings when the same samples were embedded "
-                    "again, with the same random state: the model, or embed, keeps something from "
-                    "call to call, or draws from a generator of its own."
+                    "Recipe.embed returned different embeddings when the same samples were "
+                    "embedded again, with the same random state: the model or embed has state that "
+                    "each call changes, or draws from a generator of its own."
                 )
         first, stop = self._places[number]
         pairs = [
@@ -252,7 +254,7 @@ class CachedGradients:
 
 
 def of_one_pass(embed: Embed, batch_loss: BatchLoss) -> Callable[[nn.Module, Any], Tensor]:
-    """The loss of one batch by itself, in one pass: of a validation batch."""
+    """The loss of one batch in one pass, for validation."""
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         return batch_loss(model, *embed(model, batch))
@@ -261,14 +263,14 @@ def of_one_pass(embed: Embed, batch_loss: BatchLoss) -> Callable[[nn.Module, Any
 
 
 def probe(embed: Embed) -> Callable[[nn.Module, Any], Tensor]:
-    """A mean over samples of something that each embedding decides by itself.
+    """A mean over samples of a number that each embedding decides by itself.
 
-    With it in the place of the loss it can be tried whether `embed` treats each sample apart.
+    Used as the loss of the trial: it shows whether `embed` treats samples separately.
     """
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         total = torch.zeros(())
-        for leaf in _leaves(embed(model, batch)[0]):
+        for leaf in tensors_in(embed(model, batch)[0]):
             if leaf.is_floating_point():
                 flat = leaf.reshape(len(leaf), -1)
                 by = torch.linspace(0.5, 1.5, flat.shape[1], dtype=leaf.dtype, device=leaf.device)
@@ -278,43 +280,8 @@ def probe(embed: Embed) -> Callable[[nn.Module, Any], Tensor]:
     return compute_loss
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and dicts of them, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _leaves(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _leaves(each)
-    elif value is not None:
-        raise RecipeError(
-            f"Recipe.embed returned a {type(value).__name__} among embeddings and targets, but "
-            "tensors are wanted, in tuples, lists or dicts if there are several."
-        )
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with other tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        changed = {key: _changed(each, change) for key, each in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return changed
-        other = copy.copy(value)  # one that has more than its items
-        other.update(changed)
-        return other
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_changed(each, change) for each in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_changed(each, change) for each in value)
-    return value
-
-
 def _kind(value: Any) -> Any:
-    """What must be alike in all micro-batches: nesting, types, and shapes beside the samples."""
+    """What must be equal in all micro-batches: nesting, types, and shapes without the samples."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape[1:]))}]"
     if isinstance(value, Mapping):
@@ -327,7 +294,6 @@ def _row_bytes(leaf: Tensor) -> int:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they differ by rounding at most."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     near = min(1e3 * torch.finfo(one.dtype).eps, 2e-2)

@@ -1,13 +1,13 @@
-"""A pass over several micro-batches draws what each of them would have drawn in a pass of its own.
+"""Makes a pass over several micro-batches draw the random numbers of separate passes.
 
-Random draws belong to a micro-batch: its generator is set from a key of the job. Where several
-run as one pass, each operation that draws is cut along the dimension of the samples, the first or
-the second, and each part draws from the generator of its micro-batch. So dropout, in whatever
-layer, and noise that is drawn for each sample come out the same however work was dealt.
+Each micro-batch has its own random state, from a key of the job. If several run as one pass, each
+operation that draws is cut along the dimension of the samples, the first or the second, and each
+part draws from the generator of its micro-batch. So dropout in any layer, and noise for each
+sample, are the same however work is distributed.
 
-What cannot be cut (one draw for a whole batch, a permutation of its samples, draws from numpy) is
-refused. Another dimension that happens to be as long is taken for that of the samples: it takes a
-trial against passes apart to see that.
+An operation that cannot be cut (one draw for a whole batch, a permutation of its samples, draws
+from numpy) is refused. Another dimension of the same length is mistaken for that of the samples;
+only the trial, which compares with separate passes, detects that.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from instep.errors import RecipeError
 
 
 class ByMicroBatch(TorchDispatchMode):
-    """In this context draws are those of micro-batches apart. Good for one forward pass, and for
-    its backward pass, in which checkpoints repeat parts of it.
+    """In this context draws are those of separate passes. For one forward pass and its backward
+    pass, in which activation checkpoints repeat parts of it.
 
-    The process's own generator is always that of the first micro-batch, and says how far the
-    others are: so a checkpoint that puts it back puts all of them back.
+    The process's own generator always has the state of the first micro-batch, and identifies the
+    states of the others: a checkpoint that restores it restores all of them.
 
     Args:
-        keys: what the generator of each micro-batch is set from.
-        sizes: samples of each, in the order in which they stand in the batch.
+        keys: seeds the generator of each micro-batch.
+        sizes: samples of each, in the order of the batch.
 
     Raises:
-        RecipeError: something is drawn that belongs to no single micro-batch.
+        RecipeError: a draw cannot be cut into micro-batches.
     """
 
     def __init__(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class ByMicroBatch(TorchDispatchMode):
             raise _no_part_of("from numpy's or Python's generators")
 
     def _begin(self, device: torch.device) -> None:
-        """Every micro-batch at its start, and the process's generator at that of the first."""
+        """Set all micro-batches to their first state, and the process's generator to the first."""
         states = [torch.Generator(device).manual_seed(key).get_state() for key in self._keys]
         _generator(device).set_state(states[0])
         self._states[device, _bytes(states[0])] = states
@@ -76,7 +76,7 @@ class ByMicroBatch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or len(self._keys) < 2:
             return func(*args, **kwargs)
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if named.get("generator") is not None:  # the user's own, which the trial looks at
+        if named.get("generator") is not None:  # the user's own; the trial detects it
             return func(*args, **kwargs)
         device = _device(named)
         generator = _generator(device)
@@ -89,7 +89,7 @@ class ByMicroBatch(TorchDispatchMode):
                 raise _no_part_of(f"with torch's {_name(func)}{shape}")
             return made
         states = self._states.get((device, _bytes(before)))
-        if states is None:  # the forward pass has set the generator: so would each part have
+        if states is None:  # the forward pass has seeded the generator, as each part would have
             states = [before] * len(self._keys)
         parts, after, first = [], [], 0
         for size, state in zip(self._sizes, states, strict=True):
@@ -103,7 +103,7 @@ class ByMicroBatch(TorchDispatchMode):
 
 
 class _Cut(NamedTuple):
-    """Where the samples are in what an operation that draws works on."""
+    """Where the samples are in the tensors of an operation that draws."""
 
     dim: int
     rows: int
@@ -112,7 +112,7 @@ class _Cut(NamedTuple):
 
 
 def _place(named: dict[str, Any], samples: int) -> _Cut | None:
-    """The samples first, or second (in time-major sequences), or several rows of each."""
+    """Samples are the first dimension, the second (time-major sequences), or have several rows."""
     shape: Any = ()
     for name, value in named.items():
         if (isinstance(value, Tensor) and value.dim()) or (name == "size" and value):
@@ -129,7 +129,7 @@ def _place(named: dict[str, Any], samples: int) -> _Cut | None:
 def _run(
     func: Any, positional: int, named: dict[str, Any], cut: _Cut, first: int, stop: int
 ) -> Any:
-    """An operation on rows [first, stop), in memory laid out as theirs alone would be."""
+    """An operation on rows [first, stop), in the memory format that these rows alone would have."""
     given, back = dict(named), []
     for name, value in named.items():
         if name == "size" and len(value) > cut.dim and value[cut.dim] == cut.rows:
@@ -138,7 +138,7 @@ def _run(
             isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == cut.rows
         ):
             part = value.narrow(cut.dim, first, stop - first)
-            alone = torch.empty_like(part)  # the order in memory is the order of some draws
+            alone = torch.empty_like(part)  # some operations draw in the order of memory
             given[name] = part if part.stride() == alone.stride() else alone.copy_(part)
             back.append((part, given[name]))
     values = list(given.items())
@@ -167,7 +167,6 @@ def _joined(func: Any, parts: list[Any], named: dict[str, Any], cut: _Cut) -> An
 
 
 def _written(func: Any) -> list[str]:
-    """The arguments that an operation writes to."""
     return [
         argument.name
         for argument in func._schema.arguments
@@ -180,7 +179,6 @@ def _name(func: Any) -> str:
 
 
 def _device(named: dict[str, Any]) -> torch.device:
-    """Where it draws."""
     for value in named.values():
         if isinstance(value, Tensor):
             return value.device
@@ -199,7 +197,6 @@ def _bytes(state: Tensor) -> bytes:
 
 
 def _of_others() -> Any:
-    """The state of the generators that are not torch's."""
     state: Any = np.random.get_state(legacy=True)
     return random.getstate(), state[1].tobytes(), state[2:]
 

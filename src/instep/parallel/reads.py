@@ -1,11 +1,11 @@
-"""What a pass asks of the passes that other workers run at the same time.
+"""Reads: during a pass, a layer asks the same layer of the passes on all other workers.
 
-A read moves nothing: a step in which one fails has not happened. Every worker runs the same
-layers in the same order, so their reads meet; a worker without work runs a pass that counts
-nothing. All messages of a model have one size, and say which layer they are of. So a worker
-that runs other layers than the others is found out, and not taken for another number.
+A read changes nothing, so a step in which one fails has not happened. Every worker runs the same
+layers in the same order, so their reads match; a worker without work runs a pass that does not
+count. All messages of a model have the same size, and name their layer. So a worker that runs
+other layers is detected, and its numbers are not mistaken for those of this layer.
 
-What is read, and what for, is the layers' business (`batch_norm.py`).
+What the layers read is in `batch_norm.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END = 0.0
 """The tag of the last message of a pass; a layer has 1 + twice its place, and 1 more backward."""
 
 _HEAD = 2
-"""Numbers in front of each message: how many came before it in the pass, and its tag."""
+"""Numbers at the front of each message: its number in the pass, and its tag."""
 
 
 class _Made(NamedTuple):
@@ -44,7 +44,7 @@ class Reads:
 
     Args:
         layers: names of the layers that read, in one order on every worker.
-        width: the most numbers that one of them tells at once.
+        width: the most numbers in one message.
     """
 
     def __init__(self, layers: Sequence[str] = (), width: int = 0) -> None:
@@ -58,21 +58,21 @@ class Reads:
         self.active = False
         """Whether a pass is under way; outside, layers are as torch has them."""
         self.counts = True
-        """Whether the present pass counts; otherwise it hears the others and tells nothing."""
+        """Whether the present pass counts; otherwise it only receives."""
         self.waited_s = 0.0
         """Seconds spent in reads, since the process began."""
 
     def __deepcopy__(self, memo: Any) -> Reads:
-        """A copy of the model has nobody to ask."""
+        """A copy of the model has no group."""
         return Reads(self._layers, self._width)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nor has one that comes from a file."""
+        """Neither has one that is loaded from a file."""
         return Reads, (self._layers, self._width)
 
     @property
     def size(self) -> int:
-        """Workers that are asked, this one included."""
+        """Workers in the group."""
         assert self._comm is not None, "join comes first"
         return self._comm.size
 
@@ -82,8 +82,8 @@ class Reads:
         """A generation begins.
 
         Args:
-            comm: the workers. Nothing else may be under way on it while passes run.
-            waiting: a context in which this worker can only wait for others.
+            comm: the workers. Nothing else may use it while passes run.
+            waiting: a context in which this worker only waits for others.
         """
         self._comm, self._waiting = comm, waiting
 
@@ -92,11 +92,11 @@ class Reads:
         """The forward and backward pass of one worker in a step; all workers run one at a time.
 
         Args:
-            counts: False for a pass on a borrowed sample, of a worker that has no work.
+            counts: False for the pass of a worker without work.
 
         Raises:
             RecipeError: the workers did not run the same layers.
-            PeerError: one of them went away.
+            PeerError: a worker was lost.
         """
         assert not self.active, "a pass within a pass"
         self.active, self.counts, self._calls, self.goes_back = True, counts, 0, False
@@ -109,23 +109,23 @@ class Reads:
             self._made.clear()
 
     def made(self, output: Tensor) -> None:
-        """A layer has made `output`, through which gradients of other workers may come back."""
-        if output.requires_grad and not self.goes_back:  # else it is computed a second time
+        """A layer made `output`, through which gradients of other workers may come back."""
+        if output.requires_grad and not self.goes_back:  # else it is recomputed
             edge = get_gradient_edge(output)
             self._made.append(_Made(edge, output.shape, output.dtype, output.device))
 
     def backward(self, loss: Tensor | None, weight: float) -> None:
         """The backward pass of the present pass: gradients are of `weight` times its loss.
 
-        Gradients that come in from other workers are those of the loss of the whole step. So this
-        worker's must be its share of that too: what it gives to the strategy counts 1.
+        Gradients from other workers are of the loss of the whole step. So this worker's loss is
+        scaled to its share of that too, and the strategy adds its gradient with weight 1.
 
         Args:
-            loss: of the pass, scalar; its mean, its total, or None where nothing counts.
-            weight: what makes of it a share in the loss of the step; at 0 the loss may be
-                anything, also not a number.
+            loss: of the pass, scalar: its mean or its total; None if no sample counts.
+            weight: scales the loss to its share of the loss of the step; if 0, the loss may be
+                anything, also NaN.
         """
-        assert loss is not None or not weight, "a weight of nothing"
+        assert loss is not None or not weight, "a weight without a loss"
         if loss is not None and (weight or math.isfinite(float(loss.detach()))):
             self.backward_from([loss * weight])
         elif self._made:
@@ -145,19 +145,19 @@ class Reads:
         torch.autograd.backward(outputs, gradients)
 
     def ask(self, layer: int, own: Tensor, *, backward: bool) -> Tensor:
-        """Tell what this worker has found in a layer, and hear what all have.
+        """Send the numbers of this worker's layer, and receive those of all workers.
 
         Args:
-            layer: its place among the layers.
+            layer: its index among the layers.
             own: [numbers] float64; in a pass that does not count, only its length matters.
-            backward: whether it is found in the layer's backward half.
+            backward: whether they are of the layer's backward pass.
 
         Returns:
             [workers, numbers] float64, in the order of ranks; the same bits on each.
 
         Raises:
             RecipeError: the workers do not run the same layers.
-            PeerError: one of them went away.
+            PeerError: a worker was lost.
         """
         return self._ask(1.0 + 2 * layer + backward, own)
 
@@ -177,19 +177,19 @@ class Reads:
         heads = table[:, :_HEAD].tolist()
         for rank, head in enumerate(heads):
             if head != heads[comm.rank]:
-                raise self._astray(heads[comm.rank], rank, head)
+                raise self._mismatch(heads[comm.rank], rank, head)
         return table[:, _HEAD : _HEAD + len(own)]
 
     def no_second(self, layer: int) -> RecipeError:
-        """The error of a gradient that is taken elsewhere than in `backward`, or of a gradient."""
+        """The error of a gradient that is not taken in `backward`, or of a second derivative."""
         return RecipeError(
-            f"a gradient was taken through the layer {self._layers[layer]!r} beside the backward "
-            "pass of the step, as a gradient penalty and an attack on the inputs do: workers would "
-            "mix gradients of losses that are not weighed yet. Leave train.batch_norm = 'global' "
-            "out, or that term of the loss."
+            f"a gradient was taken through the layer {self._layers[layer]!r} outside of the "
+            "backward pass of the step, as a gradient penalty and an attack on the inputs do: it "
+            "would mix losses of several workers that are not weighted yet. Leave "
+            "train.batch_norm = 'global' out, or that term of the loss."
         )
 
-    def _astray(self, mine: list[float], rank: int, theirs: list[float]) -> RecipeError:
+    def _mismatch(self, mine: list[float], rank: int, theirs: list[float]) -> RecipeError:
         assert self._comm is not None
         return RecipeError(
             "the workers do not run the same layers of batch normalisation: "

@@ -1,5 +1,5 @@
-"""What the user brings, built and checked: model, data, loss, optimizer, and how they are used.
+"""The user's recipe, built and checked: model, data, loss, optimizer.
 
-Way in: `build.Recipe` and `build.build`; `forward` goes from a batch to a loss. Nothing here
-knows of workers or steps.
+Ways in: `recipe.Recipe` and `build.build`; `forward` goes from a batch to a loss. Workers and steps
+are not known here.
 """

@@ -1,9 +1,8 @@
-"""What the user brings: a function that returns model, data, loss and optimizer.
+"""Calls the user's recipe function, and builds and checks the model and its optimizer.
 
-This module finds that function, calls it with every generator seeded from the
-job, and checks what comes back as early as it can be checked, so that a
-mistake is named in the user's words and not by a traceback from our depths.
-It knows nothing of processes or steps.
+All random generators are seeded from the job first. Everything is checked as early as possible, so
+that a mistake is named in the user's terms and not by a traceback from inside instep. Processes and
+steps are not known here.
 """
 
 from __future__ import annotations
@@ -11,276 +10,25 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import random
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from instep.data.reading import generators
-from instep.data.torch_loader import LoaderParts, unpack_loader
-from instep.errors import InstepError, RecipeError, SpecError, near_miss
+from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
+from instep.recipe.recipe import Recipe, Turn, a_or_an
 from instep.spec import StartSpec
 from instep.system.causes import sentence
-
-
-class Turn(NamedTuple):
-    """One of several updates in a step: a GAN's discriminator, or its generator."""
-
-    name: str
-    """Among those of the recipe: letters, digits and `_`."""
-
-    parameters: Callable[[nn.Module], Iterable[nn.Parameter]]
-    """From the model to the parameters that this turn trains; no other turn has any of them."""
-
-    optimizer: Callable[[Any], Optimizer]
-    """From these parameters to an optimizer."""
-
-    compute_loss: Callable[[nn.Module, Any], Any]
-    """`compute_loss(model, batch)`: a scalar or an `instep.WeightedLoss`. Only this turn's
-    parameters get a gradient from it."""
-
-    scheduler: Callable[..., Any] | None = None
-    """From `(optimizer)`, or `(optimizer, steps)`, to a learning-rate scheduler."""
-
-    def names(self, model: nn.Module) -> list[str]:
-        """Those of its parameters that need gradients, by their names in the model.
-
-        Raises:
-            RecipeError: `parameters` gives something else than parameters of the model.
-        """
-        given = self.parameters(model)
-        if isinstance(given, (Tensor, nn.Module)) or not isinstance(given, Iterable):
-            raise RecipeError(
-                f"turns[{self.name!r}].parameters returned {a_or_an(given)}, but the parameters of "
-                "a part of the model are wanted: lambda model: model.generator.parameters()."
-            )
-        wanted = {id(parameter) for parameter in given}
-        every = dict(model.named_parameters())
-        if strangers := len(wanted - {id(parameter) for parameter in every.values()}):
-            raise RecipeError(
-                f"turns[{self.name!r}].parameters returned {strangers} that are not parameters of "
-                "the model: workers agree only on the model. Make them part of it."
-            )
-        return [n for n, p in every.items() if id(p) in wanted and p.requires_grad]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything about a training that is not about machines."""
-
-    model: nn.Module | Callable[[], nn.Module]
-    """The model, or a function that builds it."""
-
-    train: Any
-    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or a
-    `DataLoader` of one."""
-
-    optimizer: Callable[[Any], Optimizer] | None = None
-    """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
-
-    turns: Sequence[Turn] = ()
-    """Several updates in each step, one after the other on the same batch, instead of `optimizer`
-    and a loss: a list of `instep.Turn`."""
-
-    loss: Callable[[Any, Any], Tensor] | None = None
-    """`loss(model(inputs), target)`, a mean over the batch: of its samples, unless `weight` says
-    what else."""
-
-    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
-    """Instead of `loss`, where a batch is not (inputs, target): `compute_loss(model, batch)`, a
-    scalar or an `instep.WeightedLoss`."""
-
-    embed: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
-    """With `batch_loss`, instead of a loss: `embed(model, batch)` gives `(embeddings, targets)`,
-    tensors with a row for each sample, or tuples or dicts of them; targets may be None."""
-
-    batch_loss: Callable[[nn.Module, Any, Any], Tensor] | None = None
-    """`batch_loss(model, embeddings, targets)`, both of the whole global batch: a contrastive loss,
-    say."""
-
-    weight: Callable[[Any], float] | None = None
-    """`weight(batch)`: how much of what the loss is a mean of a batch holds, such as its tokens
-    that count; its samples otherwise. A loss of torch knows its own (class weights,
-    `ignore_index`), and a `compute_loss` may return an `instep.WeightedLoss` instead."""
-
-    validate: Any = None
-    """Dataset to validate on; each sample counts once."""
-
-    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    """Name to `metric(outputs, target)`, the mean over the samples of a batch."""
-
-    collate: Callable[[list[Any]], Any] | None = None
-    """From a list of samples to a batch; torch's default otherwise."""
-
-    augment: Callable[[Any, torch.Generator], Any] | None = None
-    """`augment(sample, generator)`: a training sample's random change, keyed by the sample."""
-
-    scheduler: Callable[..., Any] | None = None
-    """From `(optimizer)`, or `(optimizer, steps)` of the whole run, to a learning-rate
-    scheduler, advanced after every step."""
-
-    parameters: Callable[[nn.Module], Any] | None = None
-    """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
-
-    given: dict[str, LoaderParts] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """How `train` and `validate` are read; a `DataLoader` in their place is taken apart."""
-
-    def __new__(cls, **given: Any) -> Recipe:
-        """Check the names of what is given.
-
-        Raises:
-            RecipeError: a Recipe has no part of that name, or a needed one is not there.
-        """
-        parts = [f.name for f in fields(cls) if f.init]
-        for name in given:
-            if name not in parts:
-                raise RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
-        for name in ("model", "train", "optimizer"):
-            if name not in given and not (name == "optimizer" and "turns" in given):
-                raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        _check_turns(self) if self.turns else _check_loss(self)
-        for name in ("train", "validate"):
-            if name == "train" or self.validate is not None:
-                self.given[name] = _apart(name, getattr(self, name))
-                object.__setattr__(self, name, self.given[name].dataset)
-                _check_dataset(name, self.given[name].dataset)
-        for name in ("optimizer", "weight", "collate", "augment", "scheduler", "parameters"):
-            given = getattr(self, name)
-            missing = given is None and name == "optimizer" and not self.turns
-            if missing or (given is not None and not callable(given)):
-                hint = _HINTS.get(name, "")
-                raise RecipeError(
-                    f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
-                )
-        _check_metrics(self.metrics)
-
-
-_HINTS = {
-    "optimizer": " Wrap it: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
-    "scheduler": " Wrap it: scheduler=lambda optimizer: StepLR(optimizer, 10).",
-}
-
-
-def a_or_an(value: Any) -> str:
-    """`an nn.Linear`, `a str`, `None`."""
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    vowel = name[0].lower() in "aeiou" or (name[:2].isupper() and name[0] in "FHLMNRSX")
-    return f"{'an' if vowel else 'a'} {name}"
-
-
-_LOSSES = ("loss", "compute_loss", "batch_loss")
-
-
-def _check_loss(recipe: Recipe) -> None:
-    losses = [name for name in _LOSSES if getattr(recipe, name) is not None]
-    if (recipe.embed is None) != (recipe.batch_loss is None):
-        given, missing = ("embed", "batch_loss")[:: 1 if recipe.embed is not None else -1]
-        raise RecipeError(
-            f"Recipe.{given} was given without {missing}: the two belong together. "
-            "embed(model, batch) gives (embeddings, targets) of a micro-batch, and "
-            "batch_loss(model, embeddings, targets) is the loss of the whole global batch."
-        )
-    if len(losses) != 1:
-        given = "none was" if not losses else f"{' and '.join(losses)} were"
-        raise RecipeError(
-            f"a Recipe needs one of loss, compute_loss, and embed with batch_loss; {given} given."
-        )
-    for name in (*_LOSSES, "embed"):
-        given = getattr(recipe, name)
-        if given is not None and not callable(given):
-            raise RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
-    if recipe.loss is None and recipe.metrics:
-        raise RecipeError(
-            f"Recipe.metrics needs (outputs, target), which {losses[0]} does not give. "
-            f"Leave metrics out, or give loss instead of {losses[0]}."
-        )
-    if recipe.batch_loss is not None and recipe.weight is not None:
-        raise RecipeError(
-            "Recipe.weight says how much of what a loss is a mean of a micro-batch holds, but "
-            "batch_loss is of the whole global batch. Leave weight out."
-        )
-
-
-def _check_turns(recipe: Recipe) -> None:
-    turns = recipe.turns
-    if not isinstance(turns, (list, tuple)) or not all(isinstance(each, Turn) for each in turns):
-        raise RecipeError(
-            f"Recipe.turns is {a_or_an(turns)}, but a list of instep.Turn is wanted: "
-            "[instep.Turn('discriminator', ...), instep.Turn('generator', ...)]."
-        )
-    for name in ("optimizer", "scheduler", "parameters", *_LOSSES, "embed"):
-        if getattr(recipe, name) is not None:
-            raise RecipeError(
-                f"Recipe.turns and Recipe.{name} were given: each turn has its own optimizer and "
-                f"compute_loss. Leave {name} out."
-            )
-    if recipe.metrics:
-        raise RecipeError(
-            "Recipe.metrics needs (outputs, target), which the compute_loss of a turn does not "
-            "give. Leave metrics out."
-        )
-    names = [turn.name for turn in turns]
-    for name in names:
-        if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_]+", name):
-            raise RecipeError(f"a turn's name is {name!r}, but letters, digits and _ are wanted.")
-        if names.count(name) > 1:
-            raise RecipeError(f"two turns are called {name!r}. Give each a name of its own.")
-    for turn in turns:
-        for name in ("parameters", "optimizer", "compute_loss", "scheduler"):
-            given = getattr(turn, name)
-            if not callable(given) and not (name == "scheduler" and given is None):
-                raise RecipeError(
-                    f"turns[{turn.name!r}].{name} is {a_or_an(given)}, but a function is wanted."
-                )
-
-
-def _check_metrics(metrics: Any) -> None:
-    if not isinstance(metrics, Mapping):
-        raise RecipeError(
-            f"Recipe.metrics is {a_or_an(metrics)}, but a dict is wanted: "
-            "name to metric(outputs, target)."
-        )
-    for name, metric in metrics.items():
-        if not callable(metric):
-            raise RecipeError(f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function.")
-    if "loss" in metrics:
-        raise RecipeError(
-            "Recipe.metrics: the name 'loss' is taken by the loss itself. Choose another."
-        )
-
-
-def _apart(name: str, given: Any) -> LoaderParts:
-    try:
-        return unpack_loader(given)
-    except ValueError as error:
-        raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
-
-
-def _check_dataset(name: str, dataset: Any) -> None:
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-    if iterable or not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
-        raise RecipeError(
-            f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
-            "one with a length and dataset[i]."
-        )
-    if len(dataset) == 0:
-        raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
+from instep.words import listed
 
 
 class BuiltTurn(NamedTuple):
@@ -288,7 +36,7 @@ class BuiltTurn(NamedTuple):
 
     name: str
     parameters: list[nn.Parameter]
-    """Those that need gradients, in the order of their names in the model."""
+    """Parameters that need gradients, in the order of the model."""
     optimizer: Optimizer
     scheduler: Any
 
@@ -302,11 +50,11 @@ class Built:
     optimizer: Optimizer
     scheduler: Any
     parameters: list[nn.Parameter]
-    """Those that need gradients, each once, in the order of their names in the model."""
+    """Parameters that need gradients, each once, in the order of the model."""
     loaded: tuning.Loaded | None = None
-    """The file that the model was taken from, if one was."""
+    """The file that the model was loaded from, if any."""
     turns: Sequence[BuiltTurn] = ()
-    """Where a step has several updates; `optimizer` and `scheduler` are the first's."""
+    """If a step has several updates; `optimizer` and `scheduler` are then the first's."""
 
 
 def seed_everything(seed: int) -> None:
@@ -317,10 +65,10 @@ def seed_everything(seed: int) -> None:
 
 
 def set_generators(number: int) -> None:
-    """The same for a pass or an update, of which a step has many, in a tenth of the time.
+    """The same in a tenth of the time, for each pass and each update.
 
-    `torch.manual_seed` makes a traceback for each sort of device that is absent.
-    The generators of GPUs are set where they exist by now.
+    `torch.manual_seed` makes a traceback for every kind of device that is absent. Generators of
+    GPUs are set once CUDA is initialised.
     """
     generators.seed_all(number)
     if torch.cuda.is_initialized():
@@ -352,15 +100,14 @@ def load_module(path: Path) -> ModuleType:
     if loaded is not None and loaded.__file__ == str(path):
         return loaded
     if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise RecipeError(f"there is no recipe file {str(path)!r}. {near_miss(path.name, beside)}")
+        raise RecipeError(f"there is no recipe file {str(path)!r}. {file_beside(path, '*.py')}")
     spec = importlib.util.spec_from_file_location("instep_recipe", path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules["instep_recipe"] = module
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # so that a recipe can import what lies beside it
+        sys.path.insert(0, str(path.parent))  # so that a recipe can import files beside it
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -375,7 +122,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], seed: int) 
     """Call a recipe function with the job's `[arguments]`, seeded.
 
     Raises:
-        RecipeError: it does not take these arguments, or returns no Recipe.
+        RecipeError: it does not accept these arguments, or does not return a Recipe.
     """
     _check_arguments(function, arguments)
     seed_everything(seed)
@@ -400,8 +147,8 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
     for argument in arguments:
         if argument not in parameters:
             raise RecipeError(
-                f"[arguments] gives {argument!r}, which the recipe function {name!r} has not. "
-                f"{near_miss(argument, parameters)}"
+                f"[arguments] gives {argument!r}, which the recipe function {name!r} does not "
+                f"take. {near_miss(argument, parameters)}"
             )
     for p in parameters.values():
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in arguments:
@@ -423,12 +170,12 @@ def build(
     """Make and check the model on `device`, its optimizer and its scheduler.
 
     Args:
-        recipe: says how.
+        recipe: of the user.
         seed: of the job.
         device: where the model will be.
-        steps: of the whole run, for a scheduler that wants to know.
-        start: what the job starts from, freezes, and gives rates to.
-        load: whether to load the file of `start`; not where a checkpoint has the values.
+        steps: of the whole run, for a scheduler that needs it.
+        start: the file to load, what to freeze, and learning rates.
+        load: whether to load the file of `start`; not if a checkpoint has the values.
 
     Raises:
         RecipeError: the model has nothing to train, or a part is of the wrong type.
@@ -462,7 +209,7 @@ def build(
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:
-    """Every parameter that needs a gradient is trained by one turn."""
+    """The optimizers of all turns; every parameter must be trained by exactly one."""
     every, owner, built = dict(model.named_parameters()), dict[str, str](), []
     for turn in recipe.turns:
         names = turn.names(model)
@@ -481,10 +228,9 @@ def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn
         optimizer = _optimizer(turn, parameters, model, parameters, f"turns[{turn.name!r}]")
         scheduler = _scheduler(turn, optimizer, steps, f"turns[{turn.name!r}]")
         built.append(BuiltTurn(turn.name, parameters, optimizer, scheduler))
-    if left := [name for name, p in every.items() if p.requires_grad and name not in owner]:
-        more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    if left := [repr(name) for name, p in every.items() if p.requires_grad and name not in owner]:
         raise RecipeError(
-            f"no turn trains {', '.join(map(repr, left[:4]))}{more}: give them to a turn, or "
+            f"no turn trains {listed(left, 4)}: give them to a turn, or "
             "freeze them with requires_grad_(False), or start.freeze in the job."
         )
     return built
@@ -511,7 +257,7 @@ def _optimizer(
 def _for_optimizer(
     recipe: Recipe, start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
 ) -> Any:
-    """What the recipe's function makes an optimizer of."""
+    """The argument of the recipe's `optimizer` function."""
     if recipe.parameters is None:
         return tuning.groups(start, model, parameters)
     if start.learning_rates:
@@ -539,7 +285,7 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if parameter.is_complex():
             raise RecipeError(
-                f"the parameter {name!r} is complex ({parameter.dtype}), which cannot be agreed on."
+                f"the parameter {name!r} is complex ({parameter.dtype}), which instep cannot train."
             )
 
 
@@ -569,7 +315,7 @@ def _made(name: str, factory: Callable[..., Any], *given: Any) -> Any:
 def check_optimizer(
     optimizer: Optimizer, model: nn.Module, trained: Iterable[nn.Parameter] | None = None
 ) -> None:
-    """Refuse an optimizer that moves what the workers would not agree on.
+    """Refuse an optimizer of other tensors than the model's parameters, or of too few.
 
     Args:
         optimizer: of the recipe, or of one turn.
@@ -591,21 +337,20 @@ def check_optimizer(
     if strangers:
         raise RecipeError(
             f"the optimizer holds {len(strangers)} tensors that are not the model's parameters "
-            f"(the first has shape {strangers[0]}): workers agree only on the model. Make them "
-            "part of it."
+            f"(the first has shape {strangers[0]}): only those are summed over the workers. Make "
+            "them part of it."
             if trained is None
             else f"the optimizer of a turn holds {len(strangers)} tensors that are not its "
             f"parameters (the first has shape {strangers[0]}). Build it from what it is given."
         )
     moved = {id(p) for p in held}
     needed = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) in own]
-    still = [name for name, parameter in needed if id(parameter) not in moved]
-    if still:
+    left = sorted(repr(name) for name, parameter in needed if id(parameter) not in moved)
+    if left:
         total = len(needed)
-        more = f" and {len(still) - 4} more" if len(still) > 4 else ""
         raise RecipeError(
-            f"the optimizer holds {total - len(still)} of the model's {total} parameters that need "
-            f"gradients: {', '.join(map(repr, sorted(still)[:4]))}{more} would never be trained. "
+            f"the optimizer holds {total - len(left)} of the model's {total} parameters that need "
+            f"gradients: {listed(left, 4)} would never be trained. "
             "Give it all parameters; or freeze the others with requires_grad_(False), or "
             "start.freeze in the job."
         )
@@ -619,14 +364,14 @@ def check_optimizer(
     if wanted := _wanted_by(step):
         name = type(optimizer).__name__
         raise RecipeError(
-            f"{name}.step() wants {wanted!r}: instep calls step() with nothing, once a step, when "
-            "the gradients of all workers are agreed on. An optimizer that evaluates the loss "
-            f"itself cannot be used; if {name} wraps another one, give that."
+            f"{name}.step() wants {wanted!r}: instep calls step() without arguments, once a step, "
+            "with the gradients of all workers. An optimizer that evaluates the loss itself "
+            f"cannot be used; if {name} wraps another one, give that."
         )
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse a scheduler that cannot be advanced once a step with nothing.
+    """Refuse a scheduler whose `step` needs an argument.
 
     Raises:
         RecipeError: it wants a metric, as `ReduceLROnPlateau` does, or something else.
@@ -636,7 +381,7 @@ def check_scheduler(scheduler: Any) -> None:
         plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         raise RecipeError(
             f"{type(scheduler).__name__}.step() wants {wanted!r}: a scheduler is advanced after "
-            "every step with nothing. Use one that follows from the step, such as "
+            "every step without arguments. Use one that depends on the step alone, such as "
             "CosineAnnealingLR"
             + ("; a plateau can end the run instead, with stop.patience." if plateau else ".")
         )
@@ -646,7 +391,7 @@ def _wanted_by(step: Callable[..., Any]) -> str:
     """The first argument that `step` cannot be called without; empty if there is none."""
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # made in C: nothing is known of it
+    except (TypeError, ValueError):  # written in C: unknown
         return ""
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return next((p.name for p in named if p.default is p.empty), "")

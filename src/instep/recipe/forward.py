@@ -1,14 +1,12 @@
-"""One forward pass of the user's model, and what can be checked about it.
+"""One forward pass of the user's model: from a batch to a loss, with checks of the result.
 
-It knows the recipe's way from a batch to a loss, the device and the
-precision, and nothing of workers or steps.
+Workers and steps are not known here.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,8 +15,8 @@ from torch import Tensor, nn
 
 from instep.errors import RecipeError
 from instep.parallel.cached import CachedGradients, of_one_pass, probe
-from instep.recipe.build import Recipe, a_or_an
-from instep.recipe.rehearsal import loss_of
+from instep.parallel.nested import on_tensors
+from instep.recipe.recipe import Recipe, a_or_an
 from instep.recipe.weights import DERIVED, WeightedLoss, as_weight, weighing
 
 
@@ -28,16 +26,16 @@ class Found(NamedTuple):
     loss: Tensor
     """The mean over the batch, a scalar that can be differentiated; its total at weight 0."""
     weight: float
-    """Of what the loss is a mean of, so much is in the batch; 0 or more."""
+    """How much the batch has of what the loss is a mean of; 0 or more."""
 
     @property
     def factor(self) -> float:
-        """What makes of the loss its total."""
+        """The loss times this is its total."""
         return self.weight or 1.0
 
     @property
     def counts(self) -> bool:
-        """Whether it is a loss: of weight 0, where all is masked out, 0 or 0 / 0 is left."""
+        """Whether it is a loss; if all is masked out, the weight is 0 and the loss 0 or NaN."""
         if self.weight:
             return True
         total = float(self.loss.detach())
@@ -54,7 +52,7 @@ class Measured(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """How a recipe comes from a batch to a loss: one of the two."""
+    """The recipe's loss function: one of the two is given."""
 
     loss: Callable[[Any, Any], Any] | None
     compute_loss: Callable[[nn.Module, Any], Any] | None
@@ -64,9 +62,9 @@ class Forward:
     """From a batch to a loss.
 
     Args:
-        recipe: says how.
+        recipe: has the loss functions.
         model: on `device`.
-        precision: `float32`, or the type to which autocast casts.
+        precision: `float32`, or the type of autocast.
     """
 
     def __init__(
@@ -82,14 +80,14 @@ class Forward:
         self._trained = [frozenset(turn.names(model)) for turn in recipe.turns]
         self._weigh = weighing(recipe.weight, recipe.loss).weigh
         self.weighs_itself = False
-        """Whether `compute_loss` has given a `WeightedLoss`."""
+        """Whether `compute_loss` has returned a `WeightedLoss`."""
         self.trained: frozenset[str] | None = None
         """Names of the parameters that the loss is for; None for all."""
         self.take_turn(-1)
         self.phase = "forward"
-        """What is being done: `forward`, `loss` or a metric's name."""
+        """The present activity: `forward`, `loss` or a metric's name."""
         self.batches = 0
-        """That were begun so far: a sign of life."""
+        """Batches begun so far, as a sign of progress."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the forward pass, as a context."""
@@ -98,23 +96,23 @@ class Forward:
         return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
 
     def take_turn(self, number: int) -> None:
-        """Compute the loss of one of the recipe's turns, where it has some; -1 is the last."""
+        """From now on compute the loss of this turn, if the recipe has turns; -1 is the last."""
         if self.recipe.turns:
             turn = self.recipe.turns[number]
             self.losses, self.trained = Losses(None, turn.compute_loss), self._trained[number]
             self._named, self.weighs_itself = f"turns[{turn.name!r}].compute_loss", False
 
     def named(self, name: str) -> str:
-        """What a loss is called for the user: that of a turn by the turn."""
+        """The name of a loss in messages; that of a turn contains the turn's name."""
         return self._named if self.recipe.turns else name
 
     def derive(self, name: str) -> None:
-        """Weigh batches by one of `weights.DERIVED`; by samples where the name is empty."""
+        """Weigh batches by one of `weights.DERIVED`; an empty name changes nothing."""
         self._weigh = DERIVED[name] if name else self._weigh
 
     @contextmanager
     def on(self, model: nn.Module, precision: str, losses: Losses | None = None) -> Iterator[None]:
-        """For a while, compute with another model, in another precision, and by other losses."""
+        """In this context compute with another model, precision and losses."""
         before = self.model, self.precision, self.losses
         self.model, self.precision, self.losses = model, precision, losses or self.losses
         try:
@@ -124,15 +122,15 @@ class Forward:
 
     @property
     def tried(self) -> Losses:
-        """What tells whether cutting a batch changes the result: the losses, or, where the loss is
-        of the global batch in any case, what each embedding decides by itself."""
+        """The losses to try, to see whether cutting a batch changes the result. A loss over the
+        global batch is replaced by one that each embedding decides by itself."""
         embed = self.recipe.embed
         return self.losses if embed is None else Losses(None, probe(embed))
 
     def cached(
         self, go_back: Callable[[list[Tensor], list[Tensor]], None] | None = None
     ) -> CachedGradients:
-        """A step of a recipe that gives `embed` and `batch_loss`; `go_back` as there."""
+        """One step of a recipe with `embed` and `batch_loss`; `go_back` as in `CachedGradients`."""
         embed, batch_loss = self.recipe.embed, self.recipe.batch_loss
         assert embed is not None, "a recipe without embeddings"
         assert batch_loss is not None, "a recipe without a loss of the global batch"
@@ -152,17 +150,17 @@ class Forward:
         return CachedGradients(self.model, embedded, loss, precision=self.autocast, go_back=go_back)
 
     def loss(self, batch: Any, samples: int, *, always: bool = False) -> Found | None:
-        """The mean loss of a batch and its weight; None where it holds nothing that counts.
+        """The mean loss of a batch and its weight; None if nothing in the batch counts.
 
         Args:
-            batch: as the loader gave it.
-            samples: in it.
-            always: compute it in any case, as other workers look at what the model makes of the
-                batch; `Found.counts` says whether the loss is one.
+            batch: from the loader.
+            samples: in the batch.
+            always: compute it in any case, since other workers need what the model gives;
+                `Found.counts` says whether there is a loss.
 
         Raises:
-            RecipeError: the batch is no (inputs, target), or the loss no such scalar, or the
-                weight no number of 0 or more.
+            RecipeError: the batch is not (inputs, target), the loss not a scalar that can be
+                trained on, or the weight not a number of 0 or more.
         """
         weight = self._weight(batch, samples)
         if not weight and not always:
@@ -181,7 +179,6 @@ class Forward:
         return self._weigh(batch)
 
     def _outputs(self, batch: Any) -> tuple[Tensor, float | None, Any, Any]:
-        """Loss, the weight that it brings along, outputs and target."""
         self.phase = "forward"
         self.batches += 1
         batch = to_device(batch, self.device)
@@ -225,8 +222,30 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any) -> Any:
+    """A recipe's loss of the outputs of its model.
+
+    Raises:
+        RecipeError: the outputs are no tensor, and the loss does not accept them.
+    """
+    try:
+        return loss(outputs, target)
+    except (TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
+        if isinstance(outputs, Tensor):
+            raise
+        given = type(outputs).__name__
+        parts = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""
+        said = str(error).strip().splitlines()
+        raise RecipeError(
+            f"the model returns a {given}{parts}, which Recipe.loss cannot take "
+            f"({type(error).__name__}: {said[0] if said else 'no text'}). Give "
+            "compute_loss=lambda model, batch: ... instead of loss, and take from the outputs "
+            "what the loss is of."
+        ) from error
+
+
 def checked(loss: Any, name: str) -> Tensor:
-    """The loss itself, if it is one that can be trained on.
+    """The loss itself, if it can be trained on.
 
     Raises:
         RecipeError: it is no tensor, no scalar, no floating-point number, or
@@ -278,21 +297,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     return on_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nested batch with every tensor changed; the rest as it is."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: on_tensors(value, change) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return changed
-        other = copy.copy(batch)  # one that has more than its items, as Hugging Face's has
-        other.update(changed)
-        return other
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(on_tensors(value, change) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(on_tensors(value, change) for value in batch)
-    return batch

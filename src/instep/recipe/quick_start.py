@@ -1,14 +1,12 @@
-"""Half of a first step's wait is an import that nothing needs; this leaves it out.
+"""Skips an import that takes half of the start-up time and is usually not needed.
 
-Torch 2.11 to 2.13 import `torch._dynamo`, the compiler's front end, when the
-first optimizer is made (`Optimizer.add_param_group` is wrapped in
-`torch._disable_dynamo`, `Optimizer.step` calls `graph_break`). That takes
-about as long as torch itself, 2.4 s beside 2.6 s on two cores, and outside of
-a compilation both calls do nothing.
+Torch 2.11 to 2.13 import `torch._dynamo`, the compiler's front end, when the first optimizer is
+made (`Optimizer.add_param_group` is wrapped in `torch._disable_dynamo`, `Optimizer.step` calls
+`graph_break`). That takes about as long as torch itself, 2.4 s beside 2.6 s on two cores, and
+outside of a compilation both calls do nothing.
 
-So a stand-in takes the module's place that answers these two, and gives way
-to the real one as soon as anything else is asked of it: a program that uses
-`torch.compile` gets the compiler it would have had.
+So a stand-in for the module answers these two calls. It loads the real module as soon as anything
+else is used: a program with `torch.compile` gets the real compiler.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ def spare_dynamo() -> None:
 
 
 class _StandIn(ModuleType):
-    """`torch._dynamo` while nothing compiles."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._spared: list[Any] = []

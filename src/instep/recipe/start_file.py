@@ -15,16 +15,16 @@ from instep.state.model_file import check_header
 from instep.store.folder import ID
 
 IN_A_FOLDER = "model.safetensors"
-"""What the model is called in the folder of a run, and in that of a checkpoint."""
+"""Name of the model's file in the folder of a run, and in that of a checkpoint."""
 
 
 def start_file(start: StartSpec) -> Path | None:
-    """The safetensors file of `start.model`, its head checked; None where none is asked for.
+    """The safetensors file of `start.model`, with its header checked; None if the job names none.
 
     Raises:
         SpecError: there is no such file, or the folder has no model in it.
         RunError: the folder is of a run of another format.
-        CheckpointError: it is no sound safetensors file, or of a checkpoint of another format.
+        CheckpointError: it is not a valid safetensors file, or of a checkpoint of another format.
     """
     if not start.model:
         return None

@@ -1,10 +1,9 @@
-"""What a run starts from, and what of it moves: a file's tensors, frozen parameters, rates.
+"""Fine-tuning: load a file, freeze parameters, and set learning rates by pattern.
 
-Patterns are those of `fnmatch` on the names of parameters, where `*` also
-crosses dots; a pattern that does nothing is a mistake and refused. Matching
-is pure (`frozen_by`, `rated_by`: names in, numbers and patterns out). Way in:
-`begin` once the model is built, `groups` for the optimizer, `check_rates`
-once it is made. It knows nothing of processes, steps or generations.
+Patterns are those of `fnmatch` on the names of parameters, where `*` also matches dots; a pattern
+without effect is refused as a mistake. Matching is pure (`frozen_by`, `rated_by`). Way in:
+`begin` once the model is built, `groups` for the optimizer, `check_rates` once it is made.
+Processes and steps are not known here.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from instep.errors import RecipeError, SpecError
 from instep.recipe.start_file import start_file
 from instep.spec import StartSpec
 from instep.state.load import LoadReport, load_model
+from instep.words import listed
 
 Names = Sequence[str]
 """Every name of one parameter; a tied one has several."""
@@ -36,13 +36,13 @@ _SHOWN = 8  # names in a message; a model may have thousands
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a model was loaded from, and how well it fitted."""
+    """The file that a model was loaded from, and which tensors matched."""
 
     path: Path
     report: LoadReport
 
     def fields(self) -> dict[str, Any]:
-        """Those of the event `model_loaded`; reads the file once, for its hash."""
+        """The fields of the event `model_loaded`; reads the file, for its hash."""
         report = self.report
         with self.path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -58,16 +58,16 @@ class Loaded:
 
 
 def begin(start: StartSpec, model: nn.Module, *, load: bool) -> Loaded | None:
-    """Load the file that a job starts from, and freeze what it wants frozen.
+    """Load the file that a job starts from, and freeze parameters.
 
-    A module all of whose parameters are frozen by the job stays in eval mode,
-    whatever calls `train()`: its running statistics keep the values of the
-    file, and it computes the same for a sample in training as in validation.
+    A module whose parameters are all frozen by the job stays in eval mode, also if `train()` is
+    called: its running statistics keep the values of the file, and it computes the same for a
+    sample in training as in validation.
 
     Args:
-        start: says what.
+        start: of the job.
         model: on any device; changed in place.
-        load: whether to take values from the file; not where a checkpoint has them.
+        load: whether to load the file; not if a checkpoint has the values.
 
     Raises:
         SpecError: there is no such file, or a pattern matches nothing, or nothing is left to train.
@@ -114,7 +114,7 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 def groups(
     start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """What the optimizer is given: the parameters, or groups of them with rates of their own.
+    """The argument of the optimizer: the parameters, or groups of them with learning rates.
 
     Args:
         start: has the patterns.
@@ -122,12 +122,11 @@ def groups(
         parameters: those to train, in the order of the model.
 
     Returns:
-        `parameters`, where no rates are asked for. Otherwise a first group
-        without `lr` for those that no pattern matches, if any; then one group
-        for each pattern, in the order of the job.
+        `parameters`, if the job sets no rates. Otherwise a first group without `lr` for those
+        that no pattern matches, if any; then one group for each pattern, in the order of the job.
 
     Raises:
-        SpecError: a pattern does nothing, or two have an equal claim to a parameter.
+        SpecError: a pattern has no effect, or two match a parameter equally well.
     """
     rates = start.learning_rates
     if not rates:
@@ -143,7 +142,7 @@ def groups(
 
 
 def check_rates(given: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:
-    """Look whether the optimizer took the rates of `groups`, before any scheduler changes them.
+    """Check that the optimizer uses the rates of `groups`, before a scheduler changes them.
 
     Raises:
         RecipeError: it has another rate for a parameter.
@@ -186,14 +185,14 @@ def frozen_by(patterns: Iterable[str], named: Sequence[Names]) -> set[int]:
 def rated_by(
     patterns: Iterable[str], trained: Sequence[Names], frozen: Sequence[Names] = ()
 ) -> list[str | None]:
-    """For each trained parameter, the pattern that decides on its rate; None where none matches.
+    """For each trained parameter the pattern that sets its rate; None if none matches.
 
-    Of several that match, the one with the most letters decides, wildcards not
-    counted; so the order in which they are written does not matter.
+    If several match, the one with the most letters wins, not counting wildcards. So their order
+    does not matter.
 
     Raises:
-        SpecError: a pattern matches none, or only frozen ones, or is overruled
-            everywhere; or two with equally many letters match a parameter.
+        SpecError: a pattern matches none, or only frozen ones, or never wins; or two with
+            equally many letters match a parameter.
     """
     patterns = list(patterns)
     for pattern in patterns:
@@ -231,7 +230,7 @@ def _matches(pattern: str, names: Names) -> bool:
 
 
 def _letters(pattern: str) -> int:
-    """Characters that are no wildcard: how much a pattern says."""
+    """How many characters of a pattern are no wildcard."""
     return len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", pattern))
 
 
@@ -242,8 +241,7 @@ def _matches_nothing(key: str, pattern: str, named: Sequence[Names]) -> SpecErro
     known = list(dict.fromkeys([*whole, *parts, *names]))
     near = [p for p in known if p == f"{pattern}.*"] or get_close_matches(pattern, known, n=1)
     guess = f"Did you mean {near[0]!r}? " if near else ""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return SpecError(
         f"{key} has {pattern!r}, which matches no parameter of the model. {guess}"
-        f"Known: {', '.join(names[:_SHOWN])}{more}."
+        f"Known: {listed(names, _SHOWN)}."
     )

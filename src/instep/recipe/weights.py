@@ -1,10 +1,9 @@
-"""What a loss is a mean of, and how much of that a batch holds.
+"""Weights of batches: how much each has of what the loss is a mean of.
 
-A loss is a mean over something: samples, tokens, class weights. The gradient of
-a global batch is the mean of its micro-batches' gradients weighted by how much
-of that something each holds. This file says how much; who multiplies is the
-engine (`engine.py`), and whether the answer is right is tried by
-`sameness.py`.
+A loss is a mean over something: samples, tokens, class weights. The gradient of a global batch is
+the mean of the gradients of its micro-batches, weighted by how much of that each has. This file
+finds the weights; the engine multiplies (`worker/step/engine.py`), and the trial tests whether
+the weights are right (`worker/trial/sameness.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Weigh = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """What `compute_loss` returns where its loss is a mean of something else than samples.
+    """What `compute_loss` returns if its loss is a mean of something else than samples.
 
-    The loss of a step is the sum of all `total` over the sum of all `weight`, taken over the
-    whole global batch, however it was cut. A batch of weight 0 counts with its total too, unless
-    that is 0 or no finite number: then there is nothing in it.
+    The loss of a step is the sum of all `total` divided by the sum of all `weight`, over the
+    whole global batch, however it is cut. The total of a batch of weight 0 counts too, unless it
+    is 0 or not finite.
 
     Args:
-        total: the loss summed over what is weighed (tokens, say); a scalar that can be
+        total: the loss summed over what is weighed, such as tokens; a scalar that can be
             differentiated.
-        weight: how much of it the batch holds; 0 or more.
+        weight: how much of that the batch has; 0 or more.
     """
 
     total: Tensor
@@ -45,14 +44,14 @@ class WeightedLoss:
 
 
 class Weighing(NamedTuple):
-    """How batches of one recipe are weighed."""
+    """How the batches of a recipe are weighed."""
 
     weigh: Weigh | None
     """None: by samples."""
     known: bool
-    """Whether the loss is known to be a mean of that, and not only taken to be."""
+    """Whether the loss is known to be a mean of that, or only assumed to be."""
     name: str
-    """Of the loss, in the user's words."""
+    """The name of the loss in messages."""
 
 
 _BY_SAMPLES = (
@@ -70,7 +69,7 @@ _BY_SAMPLES = (
     "MultiLabelSoftMarginLoss",
     "MultiMarginLoss",
 )
-"""Losses of torch whose mean gives each sample of one shape as much as any other."""
+"""Losses of torch whose mean weighs all samples of one shape equally."""
 
 _BY_CLASSES = ("CrossEntropyLoss", "NLLLoss", "NLLLoss2d")
 """Losses of torch whose mean is over the weights of the classes of the targets."""
@@ -91,8 +90,6 @@ _FUNCTIONS = {
 
 
 class _TorchLoss(NamedTuple):
-    """A loss that torch defines, as a module or a function, with its settings."""
-
     kind: str
     settings: Mapping[str, Any]
 
@@ -105,24 +102,21 @@ def _of_torch(loss: Any) -> _TorchLoss | None:
         kind = type(loss).__name__
         own = type(loss) is not getattr(nn, kind, None)
         return None if own or settings else _TorchLoss(kind, vars(loss) | dict(loss._buffers))
-    kind = _FUNCTIONS.get(loss, "") if callable(loss) and _hashable(loss) else ""
+    hashable = callable(loss) and type(loss).__hash__ is not None
+    kind = _FUNCTIONS.get(loss, "") if hashable else ""
     return _TorchLoss(kind, settings) if kind else None
 
 
-def _hashable(loss: Any) -> bool:
-    return type(loss).__hash__ is not None
-
-
 def weighing(weight: Weigh | None, loss: Any) -> Weighing:
-    """How the batches of a recipe are weighed, as far as the recipe alone says.
+    """How the batches of a recipe are weighed, as far as the recipe shows.
 
     Args:
         weight: `Recipe.weight`.
-        loss: `Recipe.loss`; None where `compute_loss` is given.
+        loss: `Recipe.loss`; None if `compute_loss` is given.
     """
     if weight is not None:
         name = "compute_loss" if loss is None else "Recipe.loss"
-        return Weighing(_checked(weight), True, name)
+        return Weighing(lambda batch: as_weight(weight(batch), "Recipe.weight"), True, name)
     if loss is None:
         return Weighing(None, False, "compute_loss")
     torch_loss = _of_torch(loss)
@@ -138,14 +132,14 @@ def weighing(weight: Weigh | None, loss: Any) -> Weighing:
 
 
 def is_sum(loss: Any) -> bool:
-    """Whether a loss of torch's is set to give the sum, and no mean."""
+    """Whether it is a loss of torch's with `reduction = "sum"`."""
     torch_loss = _of_torch(loss)
     return torch_loss is not None and torch_loss.settings.get("reduction", "mean") == "sum"
 
 
 @torch.no_grad()
 def class_weights(target: Any, weight: Tensor | None = None, ignored: int = -100) -> float:
-    """What cross entropy's mean is over: the weights of the classes of all targets that count.
+    """The sum of the class weights of all targets that count: cross entropy is a mean over it.
 
     Args:
         target: any shape, int64: classes; or [samples, classes, ...] floating point:
@@ -159,7 +153,7 @@ def class_weights(target: Any, weight: Tensor | None = None, ignored: int = -100
         )
     if target.is_floating_point():
         return target.numel() / (target.shape[1] if target.dim() > 1 else target.numel() or 1)
-    if weight is None and target.is_cpu:  # by numpy in half the time
+    if weight is None and target.is_cpu:  # numpy takes half the time
         return float(np.count_nonzero(target.numpy() != ignored))
     counts = target != ignored
     if weight is None:
@@ -167,15 +161,11 @@ def class_weights(target: Any, weight: Tensor | None = None, ignored: int = -100
     return float(weight.to(target.device, torch.float64)[target[counts]].sum())
 
 
-def _checked(weight: Weigh) -> Weigh:
-    return lambda batch: as_weight(weight(batch), "Recipe.weight")
-
-
 def as_weight(value: Any, name: str) -> float:
     """A weight as a number.
 
     Raises:
-        RecipeError: it is none, or below 0, or not finite.
+        RecipeError: it is not a number, below 0, or not finite.
     """
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
@@ -189,14 +179,14 @@ def as_weight(value: Any, name: str) -> float:
     return number
 
 
-# ---- models that compute their loss by themselves (Hugging Face)
+# ---- models that compute their own loss (Hugging Face)
 
 DERIVED: dict[str, Weigh] = {
     "next tokens": lambda batch: class_weights(batch["labels"][..., 1:]),
     "tokens": lambda batch: class_weights(batch["labels"]),
     "samples": lambda batch: float(len(batch["labels"])),
 }
-"""What the loss of a model with `labels` in its batches may be a mean of, by name."""
+"""What the loss of a model with `labels` in its batches can be a mean of, by name."""
 
 
 def derive(
@@ -213,8 +203,8 @@ def derive(
         batch: on the model's device.
 
     Returns:
-        Names from `DERIVED`; none where the model or the loss is of another kind. None where
-        this batch cannot show it, as its loss is not finite.
+        Names from `DERIVED`; empty if the model or the loss is of another kind. None if this
+        batch does not show it, because its loss is not finite.
     """
     if not _of_hugging_face(model) or not isinstance(batch, Mapping) or "labels" not in batch:
         return set()

@@ -72,7 +72,6 @@ def _ends(steps: Records, limit: int) -> Records:
 
 
 def _spans(steps: Records, pid: int, origin_s: float) -> Iterator[dict[str, Any]]:
-    """One span a step and one for each part of it that took time, in order."""
     edges = _edges(steps, origin_s)
     for record, edge in zip(steps, edges, strict=True):
         common = {"ph": "X", "pid": pid, "tid": 0}

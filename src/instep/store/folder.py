@@ -71,7 +71,7 @@ def held(folder: Path) -> Iterator[None]:
     """Lock a run folder, for as long as the context lasts or the process lives.
 
     Raises:
-        RunError: another process has locked it: the run is going on; or it cannot be written,
+        RunError: another process has locked it: the run is running; or it cannot be written,
             or one of its files is not a plain file.
     """
     _check_files(folder)
@@ -84,7 +84,7 @@ def held(folder: Path) -> Iterator[None]:
     with file:
         if not lock(file):
             raise RunError(
-                f"the run in {folder} is going on in another process. Wait for its end, "
+                f"the run in {folder} is running in another process. Wait for its end, "
                 "or stop it there with Ctrl-C."
             )
         try:

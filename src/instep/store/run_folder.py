@@ -2,7 +2,7 @@
 
 `RunFolder` reads the job, the events, the ledger and the step records once, and answers
 the questions that every report asks. It draws nothing and never writes. The folder of a run
-that is still going on, or that a crash cut short, is read as far as it got. If a session
+that is still running, or that a crash cut short, is read as far as it got. If a session
 began at an earlier checkpoint, or the workers went back because of corruption, the steps
 after that were discarded, and are left out here.
 """
@@ -71,7 +71,8 @@ class RunFolder:
         for event, resumed_step in _returns(self.events):
             kept = steps["step"] <= resumed_step
             steps = steps[kept | (steps["begin"] >= event["time"])]
-        self.steps = _in_order(steps)
+        order = np.lexsort((steps["begin"], steps["worker"], steps["step"]))
+        self.steps: Records = steps[order]
         self.events = _without_discarded(self.events)
 
     def named(self, event: str) -> list[Event]:
@@ -349,11 +350,6 @@ def _check_steps(steps: Records, path: Path) -> None:
             f"{path} is damaged: record {number} of {len(steps)} is impossible. It holds the times "
             "and losses of steps: remove it to read the rest of the run."
         )
-
-
-def _in_order(steps: Records) -> Records:
-    ordered: Records = steps[np.lexsort((steps["begin"], steps["worker"], steps["step"]))]
-    return ordered
 
 
 def check_format(run: Path) -> None:

@@ -1,11 +1,10 @@
-"""What a worker shows of its reads of samples while it gets ready.
+"""Heartbeats of a worker that reads samples before its first step.
 
-Nobody can tell a recipe that downloads for an hour from one that sleeps for ever, so
-a worker that gets ready takes as long as it takes. But samples are read before the
-first step too: the first one, those by which the dataset is known again, those of the
-trial. While one is read the worker shows that it reads, as in training, and hangs by
-the same rule (`watch.py`); of loader processes, the one that loops is ended from here
-(`loader_watch.py`). Where a process reads is told by `data/samples/last_read.py`.
+A recipe that downloads for an hour looks like one that sleeps forever, so a worker may take any
+time to get ready. But samples are read before the first step too: the first one, those of the
+fingerprint, those of the trial. During such a read the heartbeat says so, and the worker counts
+as hanging by the same rule as in training (`control/watch.py`). A loader process that loops is
+killed here (`loader_watch.py`). `data/samples/last_read.py` knows what a process reads.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from instep.worker.loader_watch import LoaderWatch
 
 
 class EarlyReads:
-    """Of one worker, from before its loaders are made until it joins a group.
+    """The heartbeats of one worker, from before its loaders are made until it joins a group.
 
     Args:
-        loaders: looks after the loader processes.
+        loaders: watches the loader processes.
     """
 
     def __init__(self, loaders: LoaderWatch) -> None:
@@ -30,15 +29,15 @@ class EarlyReads:
         self._ended = 0
 
     def heartbeat(self, phase: str, cpu_s: float) -> Heartbeat:
-        """To be asked for a few times a second, by another thread than the one that reads.
+        """Called a few times a second, by another thread than the one that reads.
 
         Args:
-            phase: what the worker is at where it reads no sample.
-            cpu_s: what its computing and reading has used so far.
+            phase: of the worker while it reads no sample.
+            cpu_s: CPU seconds of its computing and reading so far.
         """
         here, others = last_read.own_read(), last_read.loader_reads()
         at = (here,) if here is not None else tuple(others[pid] for pid in sorted(others))
-        if at and at != self._at:  # whoever takes the place of one that was ended reads the same
+        if at and at != self._at:  # the replacement of a killed process reads the same
             self._at = at
             self._ended += 1
         waits = bool(others) and here is None

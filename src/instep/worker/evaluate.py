@@ -1,9 +1,8 @@
 """Loss and metrics over a whole dataset, each sample counted once.
 
-The batches are fixed by the job and dealt out whole. Every batch's values
-go into a table in which each cell is filled by one worker, and the means are
-taken over the finished table in one order; so the result has the same bits at
-any number of workers.
+The job fixes the batches, and each is computed by one worker. Their values go into one table,
+and the means are taken over the finished table in a fixed order. So the result has the same bits
+at any number of workers.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from instep.recipe.forward import Forward
 
 
 class Evaluation(NamedTuple):
-    """What came of looking at a whole dataset."""
+    """The result of a whole dataset."""
 
     metrics: dict[str, float]
     """`loss` and each metric by name, equal on every worker."""
     samples: int
-    """Those that were read, over all workers; the means are over them."""
+    """Samples that were read, over all workers; the means are over them."""
     skipped: list[Skipped]
-    """Those that this worker could not read."""
+    """Samples that this worker could not read."""
 
 
 def evaluate(
@@ -51,9 +50,9 @@ def evaluate(
         samples: in the dataset.
         batch: samples of one forward pass.
         comm: the workers that share the work.
-        speeds: of each, where they are not alike; who is slow gets fewer batches.
-        workers: how many of the ranks, the first ones, do; left out, all.
-        arrived: called when this worker has done its part, and waits for the others.
+        speeds: of each worker, if they differ; a slow one gets fewer batches.
+        workers: how many ranks share the work, from rank 0 on; all, if left out.
+        arrived: called when this worker has finished and waits for the others.
 
     Raises:
         DataError: no sample could be read.
@@ -92,7 +91,7 @@ def evaluate(
             "nothing that the loss could be a mean of."
         )
     means = (table * sizes).sum(0) / read_in_all
-    means[0] = table[:, 0].sum() / weights.sum()  # of the loss, each batch has given its total
+    means[0] = table[:, 0].sum() / weights.sum()  # the loss of each batch is its total
     return Evaluation(dict(zip(names, means.tolist(), strict=True)), read_in_all, skipped)
 
 

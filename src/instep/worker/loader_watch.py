@@ -1,10 +1,9 @@
-"""Loader processes that loop or were stopped: ended, so that others read in their place.
+"""Kills loader processes that loop or were stopped, so that they are replaced.
 
-A worker that reads in processes cannot tell a read that loops from a store that
-stalls by its own processor time. So whoever shows the master that the worker
-lives looks after its loader processes too, while the worker waits for one of them.
-That one is replaced, with its reads, is the business of `data/reading/pool.py`.
-Pure but for the two functions that it is given.
+While a worker waits for a read in a loader process, its own CPU time does not show whether the
+read loops or the storage stalls. So the thread that sends heartbeats watches the loader
+processes too. `data/reading/pool.py` replaces the killed process and repeats its reads. Pure but
+for the two functions that it is given.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from instep.system.limits import BUSY, FLOOR_S, STEPS, UNKNOWN_S
 from instep.system.processes import stat_fields
 
 ALWAYS = 0.8
-"""Who runs, or would, at such a share of the looks does not wait for a disk."""
+"""A process that runs, or is ready to, at this share of the looks does not wait for a disk."""
 
 ENOUGH_S = UNKNOWN_S - FLOOR_S
-"""What a read has that nothing is known of, and a second attempt: then it is ended here, before who
-watches the worker gives up the worker for it."""
+"""Time for a first read, whose usual time is not known, and for a second attempt. It is less than
+what the master allows the worker, so the loader process is killed before the worker is."""
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Seen(NamedTuple):
-    """What the system tells of a process."""
+    """The state of a process, as the system reports it."""
 
     stopped: bool
     runs: bool
-    """Whether it would use a processor if it had one: others may keep them busy."""
+    """Whether it runs, or would if a processor were free."""
     cpu_s: float
 
 
 def seen(pid: int) -> Seen | None:
-    """Of a process of this machine; None if it is gone, or the system does not tell."""
+    """The state of a process of this machine; None if it is gone, or not known."""
     fields = stat_fields(pid)
     try:
         return Seen(
@@ -55,11 +54,11 @@ def end(pid: int) -> None:
 
 
 class LoaderWatch:
-    """Looks after the loader processes of one worker.
+    """Watches the loader processes of one worker.
 
     Args:
-        look: at a process.
-        kill: one.
+        look: returns the state of a process.
+        kill: kills a process.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class LoaderWatch:
     ) -> None:
         self._look, self._kill = look, kill
         self.ended = 0
-        """How many were; it counts as something that the worker gets done."""
-        self._longest_s = 0.0  # that the worker waited for a read, and got it
-        self._tries = 0  # of the present read that were given up
+        """How many were killed; counts as progress of the worker."""
+        self._longest_s = 0.0  # of the worker's waits for a read that ended
+        self._tries = 0  # attempts at the present read that were killed
         self._at: tuple[object, ...] = ()
         self._since = 0.0
         self._cpu: dict[int, float] = {}
@@ -79,14 +78,14 @@ class LoaderWatch:
     def turn(
         self, now: float, pids: Sequence[int], *, at: tuple[object, ...], waits: bool, known: bool
     ) -> None:
-        """Look at them, and end those that loop or were stopped.
+        """Look at the processes, and kill those that loop or were stopped.
 
         Args:
             now: seconds, on any steady clock.
             pids: of the loader processes.
-            at: changes with everything that the worker gets done.
-            waits: whether it can be waiting for one of them.
-            known: whether it has come to the end of a step's reads before.
+            at: changes with all progress of the worker.
+            waits: whether the worker may be waiting for one of them.
+            known: whether it has finished the reads of a step before.
         """
         if not waits:
             self._begin(now)
@@ -124,7 +123,7 @@ class LoaderWatch:
         return waited_s <= self._limit_s(known) or not loops
 
     def _limit_s(self, known: bool) -> float:
-        """The second attempt has half a minute; once that was in vain, more only confirm it."""
+        """The second attempt has half a minute; later ones are short, as they only confirm it."""
         usual = max(FLOOR_S, STEPS * self._longest_s)
         if self._tries > 1:
             return FLOOR_S

@@ -1,10 +1,9 @@
-"""One worker's way through a run: groups, steps, what follows a commit, recovery, the end.
+"""The main loop of a worker: form groups, run steps, validate and save, recover, finish.
 
-The same for a recipe (`training.py`) and for a loop that the user writes
-(`own/loop.py`); the two differ in who runs a pass, and in what is built before. All
-workers run it in lockstep: what must happen on all of them at the same step (stop,
-validate) follows from the step's number or from what was agreed in it. Only where a rule
-of `[stop]` looks at figures does worker 0 wait for an answer of the master (`stopping.py`).
+A recipe (`training.py`) and a user's own loop (`own/loop.py`) share it; they differ in who runs
+a pass, and in what is built before. All workers run in lockstep: what must happen on all of
+them at the same step (stop, validate) follows from the step's number or from what the workers
+agreed on in that step. Only the rules of `[stop]` need the master (`stopping.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.base import Comm
-from instep.comm.messages import NOT_FINITE, TOLD
+from instep.comm.messages import NOT_FINITE, ON_REQUEST
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
@@ -40,13 +39,13 @@ from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comm
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
-from instep.worker.step.skipping import Teller
+from instep.worker.step.skipping import SkipReporter
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 from instep.worker.stopping import Stopping
 
 _ENDLESS = 2**40
-"""Steps of a loop that ends when its user leaves it."""
+"""Length of a loop that ends when the user leaves it."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +67,27 @@ class Step:
 
 
 class Passed(NamedTuple):
-    """What this worker's passes of a step gave."""
+    """Results of this worker's passes of a step."""
 
     losses: Mapping[int, Weighed]
     """By the number of the pass."""
     skipped: list[Skipped]
-    """Samples of them that could not be read."""
+    """Samples that could not be read."""
 
 
 class Loop(ABC):
     """One worker, from its first generation to the saved model.
 
     Args:
-        member: its membership in the run.
+        member: this worker's membership in the run.
         model: built, on its device.
         parameters: those that are trained.
-        update: moves them.
+        update: the optimizer step.
         loader: of the training dataset, with its processes started.
-        samples: in it.
-        last_step: the job's, or None where the loop's user decides.
-        more: passes of a step beside those of its micro-batches.
-        turns: the updates of a step, in place of `update`, where it has several.
+        samples: length of the training dataset.
+        last_step: of the job; None if the user's loop decides.
+        more: passes of a step in addition to one for each micro-batch.
+        turns: the updates of a step, instead of `update`, if it has several.
     """
 
     def __init__(
@@ -113,38 +112,38 @@ class Loop(ABC):
         ]
         self.engine = Engine(member, model, parameters, turns, ends=self._ends, more=more)
         self.rule = "steps" if self.job.train.steps else "epochs"
-        self._comm: Comm | None = None  # of a group that forms, or has
+        self._comm: Comm | None = None  # of the present group, or of one that is forming
         self._regroups = False
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
         self._record: Record | None = None
-        self._teller = Teller(member)
+        self._skips = SkipReporter(member)
         self._warned: set[str] = set()
         self._done = 0  # steps that this process has committed
 
-    # ---- what the two kinds of loops differ in
+    # ---- what a recipe and an own loop do differently
 
     @property
     @abstractmethod
     def _merge(self) -> bool:
-        """Whether micro-batches that follow each other are one pass."""
+        """Whether neighbouring micro-batches are run as one pass."""
 
     @property
     def _whole(self) -> bool:
-        """Whether all micro-batches of a worker are one pass, however many."""
+        """Whether all micro-batches of a worker are run as one pass."""
         return False
 
     @property
     def _by_speed(self) -> bool:
-        """Whether a slow worker is dealt less."""
+        """Whether a slow worker is given fewer micro-batches."""
         return False
 
     def _finished(self, comm: Comm) -> Finished:
-        """What members have computed of the next step already; all call it."""
+        """What members have already computed of the next step; all members call it."""
         return NOTHING_FINISHED
 
     def _slices(self, share: Share) -> Iterable[Slice]:
-        """What is read for a step, in order."""
+        """Slices to read for a step, in order."""
         return (part.samples for part in share.passes)
 
     @abstractmethod
@@ -155,18 +154,18 @@ class Loop(ABC):
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Passed]:
-        """Run this worker's passes of a step; what is yielded, the loop yields."""
+        """Run this worker's passes of a step; `run` yields what this yields."""
 
     @abstractmethod
     def _before_steps(self, comm: Comm) -> None:
-        """All hold the same state, and their steps are about to begin."""
+        """Called when all members have the same state, before their first step."""
 
     def _validate(self, where: Position) -> dict[str, float] | None:
-        """Mean loss and metrics of a whole validation, where there is one and it is due."""
+        """Mean loss and metrics over the validation dataset; None if there is none."""
         return None
 
     def _best(self) -> Best | None:
-        """Which checkpoints are kept for their validation."""
+        """The rule by which checkpoints are kept for their metrics; None if there is none."""
         return None
 
     # ---- groups
@@ -178,12 +177,12 @@ class Loop(ABC):
 
     @property
     def observers(self) -> Mapping[str, Observer]:
-        """That watch the steps, by name."""
+        """The observers of steps, by name."""
         return self.engine.observers
 
     @property
     def stopping(self) -> Stopping:
-        """The rules of `[stop]`; there once the group has formed."""
+        """The rules of `[stop]`; available once a group has formed."""
         assert self._stopping is not None, "join() comes first"
         return self._stopping
 
@@ -194,11 +193,11 @@ class Loop(ABC):
 
     @property
     def doing(self) -> str:
-        """What this worker is at, as precisely as it is known."""
+        """The phase, as precisely as it is known."""
         return self.phase
 
     def _regroup(self) -> None:
-        """Be a member of the next generation that holds together until it has formed."""
+        """Join the next generation; if a member is lost meanwhile, the one after it."""
         self.phase = "joining"
         while True:
             self.member.wait_for_group()
@@ -211,25 +210,24 @@ class Loop(ABC):
                 self._leave(error)
 
     def _waits(self) -> None:
-        """From here on this worker can only wait for others."""
+        """From here on this worker only waits for others."""
         self.phase = "exchange"
 
     def _interrupt(self) -> None:
-        """An exchange under way, or a group that forms, will not end by itself; called by
-        another thread."""
+        """Abort the exchange, or the forming of a group; called by another thread."""
         comm = self._comm
         if comm is not None:
             comm.interrupt()
 
     def _leave(self, error: PeerError | None = None) -> None:
-        """Leave the group: keep what was committed, undo the rest, tell the master.
+        """Leave the group: keep what is committed, undo the rest, and tell the master.
 
         Args:
-            error: why it came apart; None where its members change.
+            error: why the group broke; None if only its members change.
         """
         self.phase = "leaving"
         if error is not None:
-            with suppress(OSError):  # to the log, and a full disk ends nothing
+            with suppress(OSError):  # a full disk must not end the run
                 print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
         self.engine.leave()
         self._comm, self._regroups = None, False
@@ -240,16 +238,16 @@ class Loop(ABC):
         self.member.broken(error)
 
     def _form(self) -> None:
-        """Form the group, agree on where training stands, and be ready for the next step.
+        """Form the group, agree on the last commit, and get ready for the next step.
 
         Raises:
-            PeerError: a member went away meanwhile.
+            PeerError: a member was lost meanwhile.
         """
         member, engine = self.member, self.engine
         comm = make_comm(member, self.device, address_towards(member.master_host))
         self._comm = comm
         try:
-            if member.superseded:  # told before there was anything to interrupt
+            if member.superseded:  # the message came before there was anything to interrupt
                 raise PeerError("the members changed while the group was forming.")
             check_lengths(comm, self.device, **self._lengths())
             given = engine.begin(comm)
@@ -288,18 +286,17 @@ class Loop(ABC):
     # ---- steps
 
     def run(self) -> Generator[Any]:
-        """Train: yields a `Step` after each commit, and what passes yield. Stops at the end, or
-        where all were told to.
+        """Train: yields a `Step` after each commit, and what passes yield.
 
-        Where a member is lost and will be replaced, continues with the others from the
-        highest step that one of them has committed. Where the members change, so
-        does the group, between two steps.
+        If a member is lost and can be replaced, training continues with the others from the
+        highest step that one of them has committed. If members are added or removed, the
+        group changes between two steps.
 
         Raises:
-            Released: the run goes on without this worker.
+            Released: the run continues without this worker.
         """
         while True:
-            apart: PeerError | None = None
+            broken: PeerError | None = None
             try:
                 yield from self._generation()
                 if not self._regroups:
@@ -307,28 +304,27 @@ class Loop(ABC):
             except PeerError as error:
                 if not self.member.recovers:
                     raise
-                apart = error
-            self._leave(apart)
+                broken = error
+            self._leave(broken)
             self._regroup()
 
     def _generation(self) -> Iterator[Any]:
-        """The steps of one generation."""
         self._model.train()
         state = self.state
         if state.last is not None and (state.settled < self.step or state.last.ends):
-            yield self._settle(state.last)  # at the end too: the one who saved may be gone
+            yield self._settle(state.last)  # at the end too: the worker that saves may be lost
             if state.last.ends:
                 return
         if state.ended:
-            self._why(told=True)
+            self._set_rule(asked=True)
             return
-        while (yield from self._steps_of_a_deal()):
+        while (yield from self._steps_until_redistribution()):
             pass
 
-    def _steps_of_a_deal(self) -> Generator[Any, None, bool]:
-        """The steps until the end, or until work is dealt otherwise; whether that is so."""
+    def _steps_until_redistribution(self) -> Generator[Any, None, bool]:
+        """The steps until the generation ends (False), or work is distributed anew (True)."""
         first, dealing = self.step + 1, self.engine.assignment.dealing
-        dealt = dealing.speeds
+        speeds = dealing.speeds
         slices = (each for _, share in self._plan(first) for each in self._slices(share))
         loads = self._loader.read(slices, self._record)
         try:
@@ -343,7 +339,7 @@ class Loop(ABC):
                 self._regroups &= not ends
                 if ends or self._regroups:
                     break
-                if dealing.speeds != dealt:
+                if dealing.speeds != speeds:
                     return True
         finally:
             loads.close()
@@ -360,7 +356,7 @@ class Loop(ABC):
     def _one_step(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Commit]:
-        """From samples to a commit; of each turn that is left, where a step has several."""
+        """From samples to a commit; for each turn that is left, if a step has several."""
         left = len(self.engine.turns) - self.engine.turn
         if left > 1:
             reads = itertools.tee(itertools.islice(loads, len(share.passes)), left)
@@ -372,12 +368,11 @@ class Loop(ABC):
     def _one_turn(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Commit]:
-        """From samples to the commit of one update."""
         agreed = yield from self._agree(where, share, loads)
-        if agreed is None:  # the gradients did not fit: the same passes, on another lattice
+        if agreed is None:  # gradients exceeded the lattice: the same passes on a coarser one
             again = self._loader.read(self._slices(share), self._record)
             agreed = yield from self._agree(where, share, again)
-            assert agreed is not None, "a strategy asked for a third time"
+            assert agreed is not None, "a strategy wanted a third attempt"
         self._regroups = agreed.regroups
         self.phase = "update"
         done = self._commit()
@@ -388,44 +383,44 @@ class Loop(ABC):
     def _agree(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Any, None, Agreement | None]:
-        """Run this worker's passes, and agree on what came of them."""
+        """Run this worker's passes, and agree with the others on the results."""
         self.engine.begin_step(self.step, where)
         passed = yield from self._passes(where, share, loads)
         return self._exchange(passed, share)
 
     def _exchange(self, passed: Passed, share: Share) -> Agreement | None:
-        """This worker's passes are done: agree with the others on what came of them."""
+        """Agree with the other workers on the results of all passes."""
         losses, skipped = passed
         epoch = self.engine.where.epoch
-        self._teller.tell(skipped, dataset="training", step=self.step, epoch=epoch)
+        self._skips.report(skipped, dataset="training", step=self.step, epoch=epoch)
         self._waits()
-        told = self.stopping.told(self.step)
+        stop = self.stopping.asked_to_stop(self.step)
         samples = sum(part.size for part in share.passes if not part.repeats)
-        return self.engine.agree(losses, stop=told, skipped=len(skipped), samples=samples)
+        return self.engine.agree(losses, stop=stop, skipped=len(skipped), samples=samples)
 
     def _commit(self) -> Commit:
         return self.engine.commit()
 
     def _ends(self, step: int, agreed: Agreement, norm: float | None) -> bool:
-        """Whether this start of the run ends with a step that was not told to."""
+        """Whether this session ends with a step, though nobody asked for it."""
         diverged = bool(self.stopping.not_finite(agreed.loss, norm))
         return diverged or step in (self.last_step, self.job.train.stop_after_steps)
 
     # ---- what follows a commit
 
     def _settle(self, done: Commit) -> Step:
-        """Judge it, validate, save. Done again if a member is lost in it."""
+        """Apply the rules of `[stop]`, validate, save; repeated if a member is lost meanwhile."""
         self.member.check_lease()
         where = position(done.step, self.samples, self.job.per_commit.global_batch)
-        self._tell_epoch(where)
+        self._report_epoch(where)
         self.stopping.after_commit(done.step, done.loss, done.norm, last=done.ends)
         metrics = self._validate(where) if done.ends or self._is_time(where) else None
         if metrics is not None and not done.ends:
-            told = self.stopping.after_validation(done.step, metrics)
-            self.state.last = done = done._replace(told=told, ends=told)
+            stop = self.stopping.after_validation(done.step, metrics)
+            self.state.last = done = done._replace(told=stop, ends=stop)
         self._save(done, where, metrics)
         if done.ends:
-            self._why(done.told, self.stopping.not_finite(done.loss, done.norm))
+            self._set_rule(done.told, self.stopping.not_finite(done.loss, done.norm))
         self.state.settled = done.step
         per_epoch = steps_in_epoch(self.samples, self.job.per_commit.global_batch)
         ends_epoch = done.step % per_epoch == 0
@@ -434,7 +429,6 @@ class Loop(ABC):
         return Step(done.step, where.epoch, done.loss, metrics, ends_epoch, losses)
 
     def _save(self, done: Commit, where: Position, metrics: dict[str, float] | None) -> None:
-        """Save a checkpoint of the commit, if one is due."""
         self.phase = "saving"
         saver = self._saver
         due = done.ends or done.saves or self.job.checkpoint.due(done.step)
@@ -442,10 +436,10 @@ class Loop(ABC):
         own, since = dict[str, Tensor](), time.perf_counter()
         shards: dict[str, Shard] | CheckpointError = {}
         if self.engine.strategy.laws and (due or metrics is not None):
-            # only the worker that saves knows which are the best; and its folder is there by now
-            told = torch.tensor([float(due and not self.stopping.diverged)], device=self.device)
-            self.engine.comm.broadcast(told)
-            due = bool(told.item())
+            # only the worker that saves knows which are the best
+            save = torch.tensor([float(due and not self.stopping.diverged)], device=self.device)
+            self.engine.comm.broadcast(save)
+            due = bool(save.item())
             own = self.engine.own_state() if due else {}
             shards = write_shards(self.engine, self.member) if due else {}
         if saver is not None and not self.stopping.diverged:
@@ -460,7 +454,7 @@ class Loop(ABC):
                 since=since,
             )
 
-    def _tell_epoch(self, where: Position) -> None:
+    def _report_epoch(self, where: Position) -> None:
         if where.stop == self.samples and self.engine.comm.rank == 0:
             progress = self.state.progress
             self.member.emit(
@@ -472,32 +466,30 @@ class Loop(ABC):
             )
 
     def _is_time(self, where: Position) -> bool:
-        """Whether a validation is due after a step."""
         every = self.job.train.validate_every
         return self.step % every == 0 if every else where.stop == self.samples
 
-    def _why(self, told: bool, not_finite: str = "") -> None:
+    def _set_rule(self, asked: bool, not_finite: str = "") -> None:
         if self.step == self.last_step:
             return
         if not_finite:
             self.rule = NOT_FINITE
-            self.stopping.tell_of(not_finite, self.step)
+            self.stopping.report(not_finite, self.step)
             return
-        self.rule = TOLD if told else "stop_after_steps"
+        self.rule = ON_REQUEST if asked else "stop_after_steps"
 
     def _warn_of_loss(self, loss: float) -> None:
         if "loss" not in self._warned:
             self._warned.add("loss")
-            self._warn(f"the loss at step {self.step} is {loss}; training goes on")
+            self._warn(f"the loss at step {self.step} is {loss}; training continues")
 
     def _warn(self, text: str) -> None:
-        """Say it in the log, once, by one worker."""
+        """Write a warning into the log, once, by one worker."""
         if self.engine.comm.rank == 0 and text not in self._warned:
             self._warned.add(text)
             self.member.emit("warning", text=f"{text}.")
 
     def _announce(self, **more: Any) -> None:
-        """Tell that this worker is ready, and how it reads and computes."""
         self.member.emit(
             "worker_ready",
             worker=self.member.number,
@@ -514,10 +506,10 @@ class Loop(ABC):
     # ---- the end
 
     def finish(self) -> bool:
-        """Save the model and leave, together with the others.
+        """Save the model and end, together with the others.
 
         Returns:
-            False where a member was lost before all had ended: train on, then finish again.
+            False if a member was lost before all had ended: continue training, then finish again.
         """
         self.phase = "saving"
         if self._saver is not None and not self.member.fenced:
@@ -535,13 +527,13 @@ class Loop(ABC):
         return self.rule != NOT_FINITE and (last is None or math.isfinite(last.loss))
 
     def released(self) -> None:
-        """The run goes on without this worker: what it has begun to save, it saves."""
+        """The run continues without this worker, which first finishes what it is saving."""
         if self._saver is not None:
             self._saver.hand_over()
         self.close()
 
     def close(self) -> None:
-        """Let go of loaders and group; a second call does nothing."""
+        """Close loaders and group; a second call does nothing."""
         self._loader.close()
         if self._record is not None:
             self._record.close()

@@ -1,8 +1,7 @@
-"""A worker's connection to its run: what it hears from the master, and what it tells.
+"""A worker's membership in its run: messages to and from the master.
 
-Step records are gathered and sent a few times a second, so that a step costs
-the master nothing; listening costs a step a microsecond. It knows nothing of
-models or training.
+Step records are collected and sent a few times a second, so that the master has no work in each
+step; looking for messages costs a step a microsecond. Models and training are not known here.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ TRAFFIC_S = 1.0
 """How often the kernel is asked for the bytes sent and received."""
 
 LAST_WORD_S = 20.0
-"""How long a worker that cannot go on waits for a master that hears why: one that was stopped is
-replaced in less."""
+"""How long a worker that has failed waits for a master to report to: one that hangs is replaced in
+less."""
 
 
 class Released(Exception):
-    """The run has no more use for this worker; no error."""
+    """The run does not need this worker any more; no error."""
 
 
 class Member:
@@ -75,7 +74,7 @@ class Member:
 
     Raises:
         PeerError: no master answers there.
-        InstepError: the run cannot begin or go on, as process 0 found out.
+        InstepError: the run cannot be started or resumed; process 0 says why.
     """
 
     def __init__(
@@ -104,20 +103,20 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
-        self.goes_on = welcome.goes_on
-        """Whether other workers hold the state of the run."""
-        self._connection.lasting = not welcome.complete  # the master is lost, and another answers
+        self.others_have_state = welcome.others_have_state
+        """Whether other workers have the state of the run."""
+        self._connection.lasting = not welcome.complete  # a lost master will be replaced
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
         self.form: Form | None = None
         self.phase = "recipe"
-        """What this worker is at while it gets ready."""
+        """What this worker is doing while it gets ready."""
         self.at: Callable[[], Heartbeat] | None = None
-        """What this worker is doing; told to the master while it trains."""
+        """What this worker is doing while it trains; called for each heartbeat."""
         self.interrupt: Callable[[], None] = lambda: None
-        """Breaks the exchange under way, from another thread."""
+        """Aborts the present exchange; called by another thread."""
         self.hold: Callable[[], None] = lambda: None
-        """Has this worker write nothing more of the present generation, from another thread."""
+        """Stops all writing for the present generation; called by another thread."""
         self._fenced = -1  # the generation in which nothing more may be committed
         self._next: Form | None = None
         self._stop: Stop | None = None
@@ -130,10 +129,9 @@ class Member:
         self._flushed = self._metered = time.monotonic()
 
     def show_itself(self) -> None:
-        """Tell the master from now on that this process lives, though it is not ready yet.
+        """Send heartbeats from now on, though this worker is not ready yet.
 
-        The thread that does so exists while loader processes are forked: it has no lock
-        that they use.
+        Their thread exists while loader processes are forked; it holds no lock that they use.
         """
         if not self.complete:
             self._connection.listen(self._heartbeat, self._arrived, self._lapsed)
@@ -142,10 +140,10 @@ class Member:
         return self.at() if self.at is not None else Heartbeat(phase=self.phase)
 
     def wait_for_group(self) -> Form:
-        """The members of the next generation, once all have come.
+        """Wait for the next generation, and return its members.
 
         Raises:
-            Released: there will be none with this worker in it.
+            Released: this worker is in no further generation.
         """
         if self.form is None:
             self._connection.send(Built(recovers=self.recovers))
@@ -172,19 +170,19 @@ class Member:
         )
 
     def _arrived(self, message: AnyMessage) -> None:
-        """In the listening thread: break an exchange that will not end by itself."""
+        """In the listening thread: abort an exchange that cannot end any more."""
         form = self.form
         if isinstance(message, Form) and form and message.generation > form.generation:
             self.interrupt()
 
     def _lapsed(self) -> None:
-        """In the listening thread: the others may go on without this worker by now."""
+        """In the listening thread: the lease is over, and the others may continue without us."""
         self.fence()
         self.hold()
         self.interrupt()
 
     def fence(self) -> None:
-        """Have nothing more committed in the present generation."""
+        """Commit nothing more in the present generation."""
         if self.form is not None:
             self._fenced = self.form.generation
 
@@ -192,35 +190,35 @@ class Member:
     def fenced(self) -> bool:
         """Whether nothing more may be committed in the present generation.
 
-        So it is between hosts once the master has not been heard from for a lease,
-        and stays so until the next generation.
+        Between hosts this is so once the master has not answered for a lease, and until the
+        next generation.
         """
         if self._connection.lapsed:
             self.fence()
         return self.form is not None and self._fenced == self.form.generation
 
     def check_lease(self) -> None:
-        """PeerError where nothing more may be committed in the present generation."""
+        """Raise PeerError if nothing more may be committed in the present generation."""
         if self.fenced:
-            raise PeerError("the master was not heard from for too long: the others may go on.")
+            raise PeerError("the master did not answer for too long: the others may continue.")
 
     def waits_for_writer(self) -> bool:
-        """Whether a process that still has the ledger is waited for.
+        """Whether to wait for another process that still has the ledger locked.
 
         Raises:
-            PeerError: this worker cannot get it in the present generation any more.
+            PeerError: the present generation is over.
         """
         if self.superseded:
             raise PeerError("the members have changed while the ledger was in use.")
         return bool(self.job.launch.hosts)
 
     def leave_soon(self) -> None:
-        """This worker's machine is about to go away; may be called from a signal handler."""
+        """This worker's machine will be taken away; may be called from a signal handler."""
         self._leaving = True
 
     @property
     def superseded(self) -> bool:
-        """Whether another generation is to begin, so that the present one can end nothing more."""
+        """Whether another generation begins, so that the present one can commit nothing more."""
         self._listen()
         return self._next is not None or self.fenced
 
@@ -231,15 +229,15 @@ class Member:
         return self.form is not None and self._regroup == self.form.generation
 
     def formed(self) -> None:
-        """Tell that this worker is in the group, and holds the state of the run."""
+        """Report that this worker is in the group, and has the state of the run."""
         assert self.form is not None, "no generation yet"
         self._connection.send(Formed(generation=self.form.generation))
 
     def broken(self, error: PeerError | None = None) -> None:
-        """Tell that this worker has left the group, and waits for the next.
+        """Report that this worker has left the group, and waits for the next.
 
         Args:
-            error: why it came apart; None where its members were to change.
+            error: why the group came apart; None if only its members change.
         """
         assert self.form is not None, "no generation yet"
         self.flush()
@@ -247,20 +245,20 @@ class Member:
         self._connection.send(Broken(generation=self.form.generation, cause=cause, mine=mine))
 
     def store(self) -> ChannelStore:
-        """The meeting place of the present generation."""
+        """The store by which the members of the present generation connect."""
         assert self.form is not None, "no generation yet"
         return ChannelStore(self._connection, f"generation-{self.form.generation}/")
 
     def stop_rule(self, step: int) -> str | None:
-        """Why the master wants to stop with this step, if it does; listens without waiting."""
+        """The rule by which the run is to stop with this step, if it is; does not wait."""
         self._listen()
         stop = self._stop
         return stop.rule if stop and (stop.after is None or step > stop.after) else None
 
     def forget_stop(self, step: int) -> None:
-        """This worker went back to a step: a later one's figures may have caused the stop.
+        """Forget a stop that came from a step after this one, to which the worker went back.
 
-        The master says it again to the next generation, if it still wants it.
+        The master repeats the stop to the next generation if it still holds.
         """
         if self._stop is not None and self._stop.after is not None and self._stop.after >= step:
             self._stop = None
@@ -284,29 +282,29 @@ class Member:
                     return
 
     def tell(self, figures: Figures) -> None:
-        """Figures for the master to judge; `verdict` gives the answer."""
+        """Send figures to the master; `verdict` returns the answer."""
         self._asked += 1
         self._connection.send(msgspec.structs.replace(figures, number=self._asked))
 
     def verdict(self) -> Verdict:
-        """The answer to the oldest figures that have had none; waits for it."""
+        """Wait for the answer to the oldest figures without one."""
         while True:
             waiting = self._verdicts
             answer = waiting.popleft() if waiting else self._connection.wait_for(Verdict)
-            if answer.number > self._answered:  # else two masters have answered
+            if answer.number > self._answered:  # else a second master has answered too
                 self._answered = answer.number
                 return answer
 
     def emit(self, name: str, **fields: Any) -> None:
-        """An event for the run's log, after whatever was recorded before it."""
+        """Send an event for the run's log, after everything recorded before it."""
         self.flush()
         self._connection.send(Emit(name=name, fields=fields))
 
     def record(self, ledger: bytes, steps: tuple[Any, ...]) -> None:
-        """One committed step, for whoever watches.
+        """Record one committed step.
 
         Args:
-            ledger: its records, from the worker that has written them; else empty.
+            ledger: its records, on the worker that has written them; elsewhere empty.
             steps: how long it took, values in the order of `STEPS`'s fields.
         """
         self._ledger += ledger
@@ -315,7 +313,7 @@ class Member:
             self.flush()
 
     def flush(self) -> None:
-        """Send what has been recorded, and now and then the traffic."""
+        """Send the records, and about once a second the traffic."""
         now = time.monotonic()
         self._flushed = now
         if self._steps:
@@ -327,27 +325,27 @@ class Member:
             self.meter()
 
     def meter(self) -> None:
-        """Tell how much has gone over the network so far."""
+        """Report the bytes sent and received so far."""
         self._metered = time.monotonic()
         fields = {"worker": self.number, **tcp_traffic()._asdict()}
         self._connection.send(Emit(name="traffic", fields=fields))
 
     def failed(self, word: Failed) -> None:
-        """The last word of a worker that cannot go on; a master that is lost is waited for."""
+        """Send the last message of a failed worker; if the master is lost, wait for the next."""
         self.flush()
         self._connection.send(word)
         self._connection.wait_until_acknowledged(LAST_WORD_S)
 
     def done(self, step: int, rule: str, *, finite: bool = True) -> bool:
-        """Say that all is done, and wait until everyone else is: peers may still read from us.
+        """Report the end of training, and wait for the others, who may still read from us.
 
         Args:
             step: the last one.
-            rule: why it was.
-            finite: whether its loss was a number.
+            rule: why it was the last.
+            finite: whether its loss was finite.
 
         Returns:
-            False where another generation begins instead: somebody was lost before the end.
+            False if another generation begins instead: a member was lost before the end.
         """
         self.flush()
         self.meter()
@@ -361,5 +359,5 @@ class Member:
         return False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()

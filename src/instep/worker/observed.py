@@ -1,7 +1,7 @@
-"""The observers of a worker's steps that the job wants, and what they are given of the worker.
+"""The table of observers, and what each is given of the worker that it observes.
 
-To add one: a class that keeps the promises of `observers.Observer`, a line in `OBSERVERS`,
-and a field of `[check]` by that name which turns it on.
+To add one: write a class that implements `step/observers.py:Observer`, add its line to
+`OBSERVERS`, and a field of that name to `[check]`, which turns it on.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ OBSERVERS = Registry(
 
 @dataclass(frozen=True)
 class Observed:
-    """What an observer is given of the worker that it watches."""
+    """The parts of a worker that an observer may use."""
 
     member: Member
     model: nn.Module
     update: Update
     state: CommittedState
     run_pass: Callable[[Pass, float], None]
-    """Runs a micro-batch of the present step once more, its loss times a factor; only observers
-    hear its gradients, and nothing else stays of it. The step must not happen afterwards."""
+    """Runs a micro-batch of the present step again, its loss times a factor. Only observers get its
+    gradients, and it has no other effect. The step must not be committed afterwards."""
     set_aside: Callable[[int], None]
-    """Sees to it that no checkpoint of a later step than this is taken up; what this worker is
-    saving is over when it returns."""
+    """Discards the checkpoints of later steps than this one. When it returns, this worker saves
+    nothing any more."""
     drop_after: Callable[[int], None]
-    """Deletes the checkpoints of later steps, where this worker saves them."""
+    """Discards the checkpoints of later steps, on the worker that saves."""
 
 
 def make_observers(observed: Observed) -> dict[str, Observer]:
-    """Those that the job wants, by name."""
+    """The observers that the job turns on, by name."""
     check = observed.member.job.check
     return {name: OBSERVERS[name](observed) for name in OBSERVERS if getattr(check, name)}

@@ -1,6 +1,7 @@
-"""A worker's life: call the master, build the recipe, train, say how it went.
+"""The main program of a worker: connect to the master, train, report how it ended.
 
-Or run the user's script, which calls `instep.join` and has a loop of its own.
+What it trains is a recipe (`_Trainer`), or the user's script, which calls `instep.join` and has
+its own loop (`Script`).
 """
 
 from __future__ import annotations
@@ -49,32 +50,58 @@ def main(endpoint: Endpoint, number: int, phases: Mapping[str, float]) -> int:
         return error.exit_code
     signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
     member.show_itself()
-    if member.job.recipe.endswith(":__main__"):
-        return Script(member).run()
-    training: Training | None = None
+    is_script = member.job.recipe.endswith(":__main__")
+    work: Script | _Trainer = Script(member) if is_script else _Trainer(member, number)
     try:
-        training = prepare(member, number)
-        training.join()
-        while True:
-            for _ in training.steps():
-                pass
-            if training.finish():
-                break
+        work.run()
     except Released:
-        if training is not None:
-            training.released()
+        work.released()
     except BaseException as error:
         with suppress(OSError):  # a full disk must not hide the cause
             traceback.print_exc()  # to the log, and first: once it has reported, it is killed
-        at = (training.step, training.doing) if training else (0, "recipe")
-        return 1 if _report(member, error, *at) else PeerError.exit_code
+        try:
+            member.failed(causes.failed(error, *work.at))
+        except PeerError:  # the master is gone, or does not need this process any more
+            return PeerError.exit_code
+        return 1
     finally:
         member.close()
     return 0
 
 
+class _Trainer:
+    """Trains the recipe of the job.
+
+    Args:
+        member: this worker's membership in the run.
+        local_rank: its number on this machine.
+    """
+
+    def __init__(self, member: Member, local_rank: int) -> None:
+        self._member, self._local_rank = member, local_rank
+        self._training: Training | None = None
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """The step that is being computed, and the phase."""
+        training = self._training
+        return (training.step, training.doing) if training else (0, "recipe")
+
+    def run(self) -> None:
+        """Train to the end."""
+        self._training = training = prepare(self._member, self._local_rank)
+        training.join()
+        for _ in training.steps():
+            pass
+
+    def released(self) -> None:
+        """The run continues without this worker."""
+        if self._training is not None:
+            self._training.released()
+
+
 def prepare(member: Member, local_rank: int) -> Training:
-    """From a membership to a training that has all it needs but the other workers."""
+    """Build the training of this worker; only the group of workers is still missing."""
     job, lap = member.job, _Laps(member)
     lap("fork")
     hosts = len(job.launch.hosts)
@@ -90,8 +117,6 @@ def prepare(member: Member, local_rank: int) -> Training:
 
 
 class _Laps:
-    """Notes how long each part of the start took."""
-
     def __init__(self, member: Member) -> None:
         self._phases = member.phases
         self._since = self._phases.pop("forked", time.time())
@@ -100,14 +125,6 @@ class _Laps:
         now = time.time()
         self._phases[name] = now - self._since
         self._since = now
-
-
-def _report(member: Member, error: BaseException, step: int, phase: str) -> bool:
-    try:
-        member.failed(causes.failed(error, step, phase))
-    except PeerError:
-        return False  # the master is gone, or has no use for this process
-    return True
 
 
 class Script:
@@ -127,23 +144,17 @@ class Script:
         self.at = 0, "script"
         """The step and the phase in which it failed."""
 
-    def run(self) -> int:
-        """To the end; the exit code of the process."""
+    def released(self) -> None:
+        """The run continues without this worker; the session has let go of everything."""
+
+    def run(self) -> None:
+        """Run the file to its end.
+
+        Raises:
+            RecipeError, WorkerError: it ended without a session, or with one that is not closed.
+        """
         Script.started = self
         self.member.phases.pop("forked", None)
-        try:
-            self._run_file()
-        except Released:
-            self.member.close()
-        except BaseException as error:
-            with suppress(OSError):  # a full disk must not hide the cause
-                traceback.print_exc()  # to the log, and first: once it has reported, it is killed
-            return 1 if _report(self.member, error, *self.at) else PeerError.exit_code
-        finally:
-            self.member.close()
-        return 0
-
-    def _run_file(self) -> None:
         job = self.member.job
         file = job.recipe.rpartition(":")[0]
         if not Path(file).is_file():

@@ -24,8 +24,9 @@ from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import Position, key, micro_batch
 from instep.errors import PeerError, RecipeError, SpecError
-from instep.recipe.build import Recipe, set_generators
+from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
 from instep.sync.averaging import Averaging

@@ -1,7 +1,6 @@
-"""When worker 0 saves, and what goes into a checkpoint.
+"""When worker 0 saves, and what goes into a checkpoint: all that resuming needs, of one commit.
 
-The writing itself is `state/save.py`'s; this file gathers, from one and the
-same commit, all that a run needs to go on.
+The writing itself is in `state/save.py`.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from instep.worker.step.capture import SHARD
 from instep.worker.step.engine import Engine
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
-"""What is read beside a checkpoint to go on from it; none outlives a crash of the host unsynced."""
+"""Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
 
 _ROW = 33
 """Size and SHA-256 of a file, in numbers."""
 
 
 class Saver:
-    """Saves checkpoints while training goes on, and the model at its end.
+    """Saves checkpoints during training, and the model at its end.
 
     Args:
         member: for the job, the run folder and the log.
@@ -64,7 +63,7 @@ class Saver:
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
-        self._newest = self._last = 0  # saved by this start; to be saved as its last
+        self._newest = self._last = 0  # saved in this session; the one to be saved as its last
         self._unsaved: CheckpointError | None = None  # why the newest save failed, if it did
         self._job, self._id = dump(member.job), run_id(member.run)
         self._writer = CheckpointWriter(
@@ -96,27 +95,29 @@ class Saver:
         shards: Mapping[str, Shard] | CheckpointError = MappingProxyType({}),
         since: float | None = None,
     ) -> None:
-        """Save the commit if it is time to; tell of what has been published since.
+        """Save the commit if it is due; report what has been published since the last call.
 
         Args:
             engine: has just committed a step.
             where: its place in the data.
             due: whether it is saved.
-            last: whether it is the last of this start.
+            last: whether it is the last of this session.
             metrics: of the validation that followed this step, if one did.
-            own: what single workers alone had, summed.
-            shards: what servers have written; or why one could not.
-            since: the `perf_counter` at which training stopped for it; left out, now.
+            own: state that single workers have, summed.
+            shards: what servers have written; or the error of one that could not.
+            since: the `perf_counter` at which training paused for it; now, if left out.
         """
         step = engine.state.progress.step
         if isinstance(shards, CheckpointError):
             self._saved_s, self._last = self._now(), step if last else 0
             self._warn(shards)
         elif due:
-            self._saved_s = self._now()  # where it fails too: a full disk is not tried every step
+            self._saved_s = (
+                self._now()
+            )  # also if it fails: a full disk is not tried again at every step
             try:
                 since = time.perf_counter() if since is None else since
-                self._member.flush()  # else the records would lag behind the checkpoint
+                self._member.flush()  # else the records would be older than the checkpoint
                 snapshot = self._snapshot(engine, where)
                 if own:
                     snapshot.tensors["own"] = dict(own)
@@ -128,7 +129,6 @@ class Saver:
         self._tell()
 
     def _snapshot(self, engine: Engine, where: Position) -> Snapshot:
-        """Everything of one commit."""
         snapshot = engine.state.capture(engine.buffers.moved)
         snapshot.facts.update(
             epoch=where.epoch,
@@ -157,18 +157,18 @@ class Saver:
                 raise outcome
 
     def _warn(self, error: CheckpointError) -> None:
-        """Say it once, as long as the cause is the same: each save tries again."""
+        """Warn once while the cause stays the same; every save tries again."""
         before, self._unsaved = self._unsaved, error
         if before is None or _number(before) != _number(error):
             self._member.emit("warning", text=str(error))
 
     def hand_over(self) -> None:
-        """Another worker saves from now on; what is being written is written first."""
+        """Finish what is being written: another worker saves from now on."""
         self._writer.finish()
         self._tell()
 
     def drop_after(self, step: int) -> None:
-        """Checkpoints of later steps are not to be used, and make way for those to come.
+        """Discard the checkpoints of later steps, which will be computed again.
 
         Raises:
             CheckpointError: one cannot be renamed.
@@ -186,8 +186,8 @@ class Saver:
         """Wait for the last checkpoint and write `model.safetensors`.
 
         Raises:
-            RunError: one of the two cannot be written; the text says what there is.
-            CheckpointError: the model cannot be kept.
+            RunError: one of the two cannot be written; the text says what was saved.
+            CheckpointError: the model cannot be stored in the format.
         """
         self._writer.finish()
         self._tell()
@@ -201,11 +201,15 @@ class Saver:
                 raise
             missing.append("model.safetensors")
         if missing:
-            newest = f"that of step {self._newest}" if self._newest else "none of this start"
+            newest = (
+                f"The newest checkpoint is that of step {self._newest}."
+                if self._newest
+                else "This session has saved no checkpoint."
+            )
             raise RunError(
                 f"training is over with step {step}, but {' and '.join(missing)} could not be "
-                f"saved in {self._member.run}: {_why(cause)}. The newest checkpoint is {newest}. "
-                "Make room, or get access, then have the run go on."
+                f"saved in {self._member.run}: {_why(cause)}. {newest} "
+                "Make room, or get access, then resume the run."
             )
 
     def _save_model(self, step: int) -> None:
@@ -219,13 +223,13 @@ class Saver:
 
 
 def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | CheckpointError:
-    """Have every server write what it alone has of the last commit; all members call it.
+    """Have every server write its part of the last commit; all members call it.
 
-    Training is held meanwhile: the servers' files are there before any member goes on.
+    Training pauses until all files are written.
 
     Returns:
-        By the name of the group: files in the folder of checkpoints, for a checkpoint to take
-        up. Or why there is none: a server could not write its own.
+        By the name of the group, the files that the checkpoint will contain; or the error, if a
+        server could not write its part.
 
     Raises:
         PeerError: a member went away meanwhile.
@@ -246,7 +250,7 @@ def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | Checkpoin
         except CheckpointError as error:
             cause = error.__cause__
             told[number, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
-            if int(told[number, 0]) == -1:  # what a number cannot say
+            if int(told[number, 0]) == -1:  # the error has no number
                 member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         else:
             row = [entry.size_bytes, *bytes.fromhex(entry.sha256)]
@@ -274,9 +278,10 @@ def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | Checkpoin
 
 
 def _unsaved_s(run: Path) -> float:
-    """Seconds since the last save, or since training began, for a worker that takes over saving.
+    """Seconds since the last save, or since the session began, for a worker that starts to save.
 
-    Whoever saved before may be dead, so files tell: `job.toml` is written where a session begins.
+    The worker that saved before may be dead, so the times of files are used: `job.toml` is
+    written at the start of a session.
     """
     checkpoints = sorted((run / "checkpoints").glob(f"*/{MANIFEST}"))
     written = []
@@ -291,5 +296,5 @@ def _why(cause: BaseException | None) -> str:
 
 
 def _number(error: CheckpointError) -> object:
-    """What tells one cause from another: the text has figures that change."""
+    """Identifies the cause; the text contains figures that change."""
     return getattr(error.__cause__, "errno", str(error))

@@ -1,13 +1,11 @@
-"""One worker's part in the rules of `[stop]`: it measures, asks the master, and passes on the word.
+"""One worker's part in the rules of `[stop]`: measure, ask the master, pass on its verdict.
 
-A loss that is no number ends the run at its own step: every worker has the same
-loss, and decides alone. For the other rules the worker of rank 0 tells the
-master the figures of a step as soon as it is committed, and waits for the
-verdict only when the passes of the next step are done: the answer has had that
-time to come. The verdict then travels in the
-next commit, or, where a validation is over, by a broadcast, so that all
-workers stop at the same step. Without such rules nothing is sent and nothing
-waits. What a rule is, this file does not know: see `stop_rules.py`.
+A loss that is not finite ends the run at that step: every worker has the same loss, and
+decides by itself. For the other rules, the worker of rank 0 sends the figures of a step to the
+master as soon as the step is committed. It waits for the verdict only after the passes of the
+next step, so the answer has usually arrived by then. The verdict travels in the next commit, or
+after a validation by a broadcast, so all workers stop at the same step. Without such rules
+nothing is sent. The rules themselves are in `control/stop_rules.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import torch
 from instep.comm.base import Comm
 from instep.comm.messages import NOT_FINITE, Figures
 from instep.errors import SpecError, near_miss
-from instep.recipe.build import Recipe
+from instep.recipe.recipe import Recipe
 from instep.spec import StopSpec
 from instep.worker.member import Member
 
@@ -38,8 +36,8 @@ class Stopping:
     def __init__(self, member: Member, comm: Comm, device: torch.device) -> None:
         self._member, self._comm, self._device = member, comm, device
         self.spec = member.job.stop
-        self._asked: deque[int | None] = deque()  # steps of verdicts to come; None: they are void
-        self._rule, self._of_step = "", 0  # which fired first, by the figures of which step
+        self._asked: deque[int | None] = deque()  # steps of the verdicts to come; None: ignore it
+        self._rule, self._of_step = "", 0  # the first that fired, by the figures of this step
         self._diverged_at: int | None = None  # the first such step
 
     def regroup(self, comm: Comm) -> None:
@@ -47,7 +45,7 @@ class Stopping:
         self._comm = comm
 
     def go_back(self, step: int) -> None:
-        """This worker stands at an earlier step again: what came of later ones does not count.
+        """This worker is back at an earlier step: verdicts on later ones do not count.
 
         Args:
             step: the last that counts.
@@ -61,22 +59,22 @@ class Stopping:
 
     @property
     def diverged(self) -> bool:
-        """Whether the parameters are past saving: the last checkpoint is better than a new one."""
+        """Whether the parameters are useless: the last checkpoint is better than a new one."""
         return self._diverged_at is not None
 
-    def _spoil(self, step: int) -> None:
+    def _set_diverged(self, step: int) -> None:
         if self._diverged_at is None:
             self._diverged_at = step
 
-    def told(self, step: int) -> bool:
-        """Whether this worker was told to stop with a step; waits for the verdict on the last.
+    def asked_to_stop(self, step: int) -> bool:
+        """Whether the run is to stop with this step; waits for the verdict on the one before.
 
         Raises:
             PeerError: the master is gone.
         """
         rule = self._member.stop_rule(step)
-        if rule == "diverged":  # fired before this worker came
-            self._spoil(step)
+        if rule == "diverged":  # it fired before this worker joined
+            self._set_diverged(step)
         return (self.verdict() and step > self._of_step) or rule is not None
 
     def verdict(self) -> bool:
@@ -87,13 +85,13 @@ class Stopping:
             if step is not None and rule and not self._rule:
                 self._rule, self._of_step = rule, step
         if self._rule == "diverged":
-            self._spoil(self._of_step)
+            self._set_diverged(self._of_step)
         return bool(self._rule)
 
     def not_finite(self, loss: float, gradient_norm: float | None) -> str:
-        """Which figure of a step ends the run because it is no number, as a clause; else empty.
+        """Which figure of a step ends the run because it is not finite, as a clause; else empty.
 
-        Every worker comes to the same, as both are agreed on: nobody is asked.
+        Both figures are the same on every worker, so each decides by itself.
         """
         if not self.spec.non_finite:
             return ""
@@ -102,8 +100,8 @@ class Stopping:
         norm = gradient_norm if gradient_norm is not None else 0.0
         return "" if math.isfinite(norm) else f"the norm of the gradient was {norm}"
 
-    def tell_of(self, why: str, step: int) -> None:
-        """Say in the log, once, why this step is the last."""
+    def report(self, why: str, step: int) -> None:
+        """Write into the log, once, why this step is the last."""
         if self._comm.rank == 0:
             why += f" from step {step} on" if why.startswith("the loss") else ""
             self._member.emit("stop_requested", by="workers", rule=NOT_FINITE, step=step, why=why)
@@ -111,21 +109,21 @@ class Stopping:
     def after_commit(
         self, step: int, loss: float, gradient_norm: float | None, *, last: bool
     ) -> None:
-        """A step counts: tell the master its figures, unless it is the last one anyway.
+        """Send the figures of a committed step to the master, unless it is the last anyway.
 
         Args:
             step: its number.
             loss: mean over the global batch.
-            gradient_norm: of the agreed gradient, None where it was not computed.
+            gradient_norm: of the summed gradient; None if it was not computed.
             last: whether the run ends with this step.
         """
         if self.not_finite(loss, gradient_norm):
-            self._spoil(step)
+            self._set_diverged(step)
         if self.spec.by_step and not last:
             self._tell(Figures(step=step, loss=loss, gradient_norm=gradient_norm))
 
     def after_validation(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether the run ends at this step by what a validation gave; every worker calls it.
+        """Whether the run ends at this step because of a validation; every worker calls it.
 
         Args:
             step: the last that was committed.
@@ -149,14 +147,14 @@ class Stopping:
 
     def _tell(self, figures: Figures) -> None:
         if self._comm.rank == 0:
-            if self.spec.rise is not None:  # its window is made again from what was recorded
+            if self.spec.rise is not None:  # its window is restored from the records
                 self._member.flush()
             self._member.tell(figures)
             self._asked.append(figures.step)
 
 
 def check_rules(spec: StopSpec, recipe: Recipe) -> None:
-    """Refuse a rule on validations that this recipe does not give.
+    """Refuse a rule on a validation or a metric that the recipe does not have.
 
     Raises:
         SpecError: there is no validation set, or no such metric.

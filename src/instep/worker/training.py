@@ -1,6 +1,6 @@
-"""One worker's training of a recipe: it is built, tried and announced, and then its passes are run.
+"""Training a recipe in one worker: build it, try it, run its passes and validations.
 
-Validations are here too. The loop around them is `loop.py`'s.
+The loop around them is in `loop.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
-from instep.recipe.build import Recipe, build, set_generators
-from instep.recipe.forward import Forward, on_tensors
+from instep.parallel.nested import on_tensors
+from instep.recipe.build import build, set_generators
+from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import SERVERS
-from instep.worker import knowing, rounds
+from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
 from instep.worker.loader_watch import LoaderWatch
@@ -49,7 +51,7 @@ from instep.worker.whole_batch import WholeBatch
 
 
 class Training(Loop):
-    """What one worker needs to train, built and checked.
+    """One worker's training of a recipe, built and checked.
 
     Args:
         member: this worker's membership in the run.
@@ -57,7 +59,7 @@ class Training(Loop):
         device: where.
 
     Raises:
-        InstepError: something in the job or the recipe cannot be.
+        InstepError: job or recipe cannot be trained.
     """
 
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
@@ -70,7 +72,7 @@ class Training(Loop):
         check_rules(self.job.stop, recipe)
         check_turns(self.job, recipe)
         samples = len(recipe.train)
-        fresh = member.checkpoint is None  # else it has what the model is by now
+        fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = self.job.per_commit.length(samples)
         averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
         if averages:
@@ -114,19 +116,19 @@ class Training(Loop):
             int(embeds),
             turns,
         )
-        self._best()  # refused before anything is trained, if it cannot be
+        self._best()  # refuses a metric that does not exist, before anything is trained
         if recipe.validate is not None:
             self._validation = self._make_loader("validate")
         self._loaders = [loader, *([self._validation] if self._validation else [])]
         for each in self._loaders:
             each.begin()
         if self.job.check.content != "off" and member.run.is_dir():
-            # the contents of samples as they are handed to a step, for the audit
+            # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
-        self._unlike: int | None = None
-        """A sample that does not repeat, as worker 0 found."""
-        if not member.goes_on and member.number == 0:
-            self._unlike = knowing.check_datasets(member, self._loader, self._validation)
+        self._unrepeatable: int | None = None
+        """A training sample that was different when worker 0 read it again."""
+        if not member.others_have_state and member.number == 0:
+            self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
         self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._whole_batch = (
             WholeBatch(self.engine, self._forward, loader, self.job, samples, reads, device)
@@ -146,7 +148,7 @@ class Training(Loop):
             else None
         )
         self.sized: Callable[[int], None] = lambda workers: None
-        """Told how many workers each generation has, before its first step."""
+        """Called with the number of workers of each generation, before its first step."""
         self.engine.observers = make_observers(
             Observed(
                 member=member,
@@ -160,27 +162,17 @@ class Training(Loop):
         )
 
     def _make_loader(self, name: str) -> Loader:
-        recipe, job, train = self.recipe, self.job, name == "train"
-        given = recipe.given[name]
-        loaders = job.data.loaders if self.member.role == "worker" else 0  # a server reads little
-        if loaders == "auto" and given.loaders is not None:
-            loaders = given.loaders
-        return Loader(
-            given.dataset,
-            seed=job.seed,
-            shuffle=train,
-            collate=recipe.collate or given.collate,
-            augment=recipe.augment if train else None,
-            processes=loaders,
-            unreadable=job.data.unreadable,
-            name="training" if train else "validation",
-            marks=self.member.marks,
-            worker_init=given.worker_init,
-            info_dataset=given.info_dataset,
-            contents=job.check.content if train else "off",
-            say=lambda text: self.member.emit(
-                "warning", text=f"worker {self.member.number}: {text}"
-            ),
+        member, recipe = self.member, self.recipe
+        return Loader.of_job(
+            self.job,
+            recipe.given[name],
+            "training" if name == "train" else "validation",
+            processes=None if member.role == "worker" else 0,  # a server reads little
+            collate=recipe.collate,
+            augment=recipe.augment,
+            marks=member.marks,
+            contents=self.job.check.content,
+            say=lambda text: member.emit("warning", text=f"worker {member.number}: {text}"),
         )
 
     def join(self) -> None:
@@ -190,9 +182,11 @@ class Training(Loop):
             InstepError: the workers cannot train together.
         """
         began = time.time()
-        self.member.recovers &= self.device.type == "cpu"  # NCCL waits long for who is gone
+        self.member.recovers &= (
+            self.device.type == "cpu"
+        )  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
-        if not self.member.goes_on:  # else the others tell
+        if not self.member.others_have_state:  # else the others send the result
             self.state.trial = self._try()
             if self._validation is not None and self.member.number == 0:
                 samples = min(self._validation_batch, self._validation_samples)
@@ -200,7 +194,7 @@ class Training(Loop):
         self.member.at = self._heartbeat
         self._regroup()
         self.member.phases["group"] = time.time() - began
-        self._tell_what_is_read()
+        self._report_ready()
 
     def _form(self) -> None:
         for loader in self._loaders:
@@ -208,7 +202,6 @@ class Training(Loop):
         super()._form()
 
     def _heartbeat(self) -> Heartbeat:
-        """What this worker is at; asked for by another thread."""
         done = self._forward.batches + self.engine.taken
         if pids := [pid for loader in self._loaders for pid in loader.pids]:
             waits = self.phase in ("loading", "validation")
@@ -253,7 +246,7 @@ class Training(Loop):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """A pass can only wait for other workers."""
+        """In this context a pass only waits for other workers."""
         before, self.phase = self.phase, "exchange"
         yield
         self.phase = before
@@ -267,7 +260,6 @@ class Training(Loop):
             self._saver.drop_after(step)
 
     def _set_aside(self, step: int) -> None:
-        """No checkpoint of a later step is taken up."""
         if self._saver is not None:
             self._saver.drop_after(step)
         else:
@@ -286,7 +278,6 @@ class Training(Loop):
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
     def _try(self) -> Trial:
-        """Whether cutting a global batch into micro-batches changes the result."""
         self.phase = "trying a batch"
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._rounds is None:
@@ -295,32 +286,33 @@ class Training(Loop):
         return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
 
     def _agree_on_trial(self, comm: Comm) -> None:
-        """Merge only where every member's trial says so, and say `yes` only where each does.
+        """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`.
 
-        A dataset that does not repeat is `no` for all of them, whatever the trials saw.
+        For a dataset that is not repeatable the verdict is `no`, whatever the trials showed.
         """
-        trial = self._for_what_is_lost(self.state.trial or self._try())
+        trial = self._with_job(self.state.trial or self._try())
         self._forward.derive(trial.derived)
-        unlike = 0 if self._unlike is None else 1 + self._unlike
-        found = torch.tensor([trial.merge, trial.same, unlike], dtype=torch.float64)
+        sample = 0 if self._unrepeatable is None else 1 + self._unrepeatable
+        found = torch.tensor([trial.merge, trial.same, sample], dtype=torch.float64)
         found = found.to(self.device)
         comm.all_reduce(found).wait()
         if trial.merge and float(found[0]) < comm.size:
             trial = trial._replace(merge=False, reason="another worker's trial showed a difference")
         if trial.same and float(found[1]) < comm.size:
             trial = trial._replace(verdict=ANOTHER_SAW)
-        if unlike := int(found[2]):
-            trial = trial._replace(verdict=knowing.not_as_read_once(unlike - 1))
+        if sample := int(found[2]):
+            trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
         self.state.trial = trial
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
             )
 
-    def _for_what_is_lost(self, trial: Trial) -> Trial:
-        """`no`, whatever the trial says, where a sampler that is not used decides what is trained.
+    def _with_job(self, trial: Trial) -> Trial:
+        """The trial's verdict, or `no` if a sampler is not used or a codec rounds gradients.
 
-        One machine would have used it; so the remedy of the trial's own `no` would not help.
+        One machine would have used the sampler, so the remedy in the trial's own `no` would not
+        help.
         """
         every = self.recipe.given["train"].unused(
             "Recipe.train", shuffled=True, batch=self.job.train.global_batch
@@ -339,7 +331,7 @@ class Training(Loop):
         assert self.state.trial is not None, "join() comes first"
         return self.state.trial
 
-    def _tell_what_is_read(self) -> None:
+    def _report_ready(self) -> None:
         member, loader = self.member, self._loader
         gpus = torch.cuda.device_count()
         auto = self.job.train.device == "auto" and self.job.sync.name not in SERVERS
@@ -358,21 +350,24 @@ class Training(Loop):
             member.emit("model_loaded", **self._built.loaded.fields())
         trial = self._trial
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
-        if self.engine.comm.rank == 0 and not member.goes_on:
+        if self.engine.comm.rank == 0 and not member.others_have_state:
             member.emit("same_as_one_machine", verdict=trial.verdict)
         self._announce(validation_samples=self._validation_samples)
 
     # ---- the loop
 
     def steps(self) -> Iterator[Step]:
-        """Train; yields after each commit. See `Loop.run`."""
-        yield from self.run()
+        """Train to the end, and save the model; yields after each commit. See `Loop.run`."""
+        finished = False
+        while not finished:  # a worker may be lost before all have ended
+            yield from self.run()
+            finished = self.finish()
 
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Step, None, Passed]:
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
-        yield from ()  # a recipe's passes are nobody else's
+        yield from ()  # only own loops yield in the middle of a step
         if self._rounds is not None:
             return Passed(*self._rounds.run(where, share, loads, self.step))
         if self._whole_batch is not None:
@@ -385,7 +380,7 @@ class Training(Loop):
         self._forward.take_turn(engine.turn)
         for number, part in enumerate(share.passes):
             if self.member.superseded:
-                raise PeerError("the members have changed in the middle of a step.")
+                raise PeerError("the members changed in the middle of a step.")
             since = time.perf_counter()
             self.phase = "loading"
             read = next(loads)
@@ -397,9 +392,9 @@ class Training(Loop):
             set_generators(key_of_pass(self.job.seed, self.step, part.number, engine.turn))
             self.phase, taken = "forward", engine.taken
             found = self._forward.loss(batch, read.size)
-            if engine.taken != taken:  # the trial may see other samples, or none
+            if engine.taken != taken:  # the trial did not see this sample
                 raise called_backward()
-            if found is None:  # nothing in it counts: as if it had not been
+            if found is None:  # no sample of it counts
                 engine.skip_pass(part)
                 continue
             factor = 0.0 if part.repeats else found.factor
@@ -416,7 +411,7 @@ class Training(Loop):
         return Passed(losses, skipped)
 
     def _repeat(self, part: Pass, factor: float) -> None:
-        """One more pass of the present step, its loss times a factor, of which nothing stays."""
+        """Run a pass of the present step again, its loss times a factor, without any effect."""
         with self.engine.aside():
             (read,) = self._loader.read([part.samples])
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
@@ -426,7 +421,6 @@ class Training(Loop):
 
     @property
     def _validation_batch(self) -> int:
-        """Samples of one forward pass of the validation."""
         train = self.job.train
         parts = train.micro_batches if train.merge == "never" else 1
         return -(-train.global_batch // parts)
@@ -450,7 +444,7 @@ class Training(Loop):
             self._waits,
         )
         left_out = found.skipped
-        self._teller.tell(left_out, dataset="validation", step=self.step, epoch=where.epoch)
+        self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
         if self.engine.comm.rank == 0:
             self.member.emit(
                 "validated",
@@ -465,14 +459,14 @@ class Training(Loop):
         return found.metrics
 
     def close(self) -> None:
-        """Let go of loaders and group; a second call does nothing."""
+        """Close loaders and group; a second call does nothing."""
         super().close()
         if self._validation is not None:
             self._validation.close()
 
 
 def choose_device(job: JobSpec, local_rank: int) -> torch.device:
-    """A GPU of its own for each worker where there are enough, else the CPU.
+    """A GPU for each worker if there are enough, else the CPU.
 
     Raises:
         SpecError: the job wants CUDA and there is not a GPU for this worker.
@@ -484,8 +478,8 @@ def choose_device(job: JobSpec, local_rank: int) -> torch.device:
             "Use fewer workers, or train.device = 'cpu'."
             if count
             else f"train.device = 'cuda', but torch {torch.__version__} finds no GPU on this "
-            "machine. Use train.device = 'cpu'; or put a driver, and a torch that is built for "
-            "CUDA, in place."
+            "machine. Use train.device = 'cpu'; or install a driver, and a torch that is built for "
+            "CUDA."
         )
     enough = count >= job.workers and job.sync.name not in SERVERS
     if wanted == "cuda" or (wanted == "auto" and enough):

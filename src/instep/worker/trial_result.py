@@ -1,4 +1,4 @@
-"""What came of the trial before the first step (`trial/`): the verdict on this run."""
+"""The result of the trial before the first step (`trial/`): the verdict on this run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Trial(NamedTuple):
-    """What came of the trial. Plain data: a newcomer is given it by the others."""
+    """The result of the trial. Plain data, which a new worker gets from the others."""
 
     merge: bool
     """Whether micro-batches may be merged into larger passes."""
@@ -18,7 +18,7 @@ class Trial(NamedTuple):
     """A name of `weights.DERIVED`: what the loss of a Hugging Face model is a mean of."""
 
     def merged_always(self) -> Trial:
-        """What `train.merge = "always"` makes of it."""
+        """The result with `train.merge = "always"`."""
         verdict = self.verdict
         if self.same and not self.merge:
             verdict = (

@@ -1,9 +1,8 @@
-"""The passes of a step that look at the whole global batch: what one worker runs, and asks.
+"""The passes of a worker in a step that depends on the whole global batch.
 
-Two kinds: one pass of all its micro-batches, with batch normalisation over the global batch
-(`parallel/batch_norm.py`), and passes that embed, with a loss of the global batch
-(`parallel/cached.py`). A recipe and a job may ask for both. What a plain pass is, `training.py`
-knows.
+There are two kinds: one pass over all micro-batches of the worker, with batch normalisation over
+the global batch (`parallel/batch_norm.py`), and passes that embed, with a loss over the global
+batch (`parallel/cached.py`). A job may need both. Ordinary passes are in `training.py`.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Order, Position, key, micro_batch
 from instep.errors import DataError
 from instep.parallel.draws import ByMicroBatch
+from instep.parallel.nested import on_tensors
 from instep.parallel.reads import Reads
 from instep.recipe.build import set_generators
-from instep.recipe.forward import Forward, on_tensors
+from instep.recipe.forward import Forward
 from instep.spec import JobSpec
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of
 
 _ATTEMPTS = 64
-"""Samples that are tried for one that can be read, by a worker without work."""
+"""Samples that a worker without work tries to read, to find one for its pass."""
 
 
 class _Work(NamedTuple):
-    """A pass and its samples; of a worker without work, a borrowed sample."""
+    """A pass and its samples; for a worker without work, one sample that does not count."""
 
     part: Pass
     batch: Any
@@ -43,13 +43,13 @@ class _Work(NamedTuple):
 
 
 class WholeBatch:
-    """How one worker runs its part of a step.
+    """Runs one worker's part of a step.
 
     Args:
         engine, forward, loader: the worker's.
         job: says how batches are cut.
         samples: of the training dataset.
-        reads: of the model, where its layers see the global batch.
+        reads: of the model, if its layers see the global batch.
         device: where the model is.
     """
 
@@ -89,7 +89,8 @@ class WholeBatch:
             works.append(self._borrow())
         clock.lap(since, "load")
         embeds = self._forward.recipe.batch_loss is not None
-        return (self._embed if embeds else self._plain)(where, works, step), skipped
+        losses = self._embed(where, works, step) if embeds else self._plain(where, works)
+        return losses, skipped
 
     def _micro_batches(
         self, where: Position, part: Pass, skipped: Sequence[Skipped], step: int
@@ -105,7 +106,7 @@ class WholeBatch:
         return keys, sizes
 
     def _borrow(self) -> _Work:
-        """A sample that this worker runs only to hear what the others ask and tell."""
+        """A sample for a worker without work, which takes part only in the reads of the layers."""
         if self._borrowed is None:
             for index in range(min(_ATTEMPTS, self._samples)):
                 (read,) = self._loader.read([Slice(0, index, index + 1)])
@@ -119,7 +120,7 @@ class WholeBatch:
 
     @contextmanager
     def _pass(self, work: _Work) -> Iterator[None]:
-        """What a pass draws, asks and leaves."""
+        """The context of a pass: its random draws, its reads, and what it leaves."""
         set_generators(work.keys[0])
         with ExitStack() as stack:
             if not work.counts:
@@ -130,10 +131,10 @@ class WholeBatch:
                 stack.enter_context(self._reads.one_pass(counts=work.counts))
             yield
 
-    def _plain(self, where: Position, works: list[_Work], step: int) -> dict[int, Weighed]:
+    def _plain(self, where: Position, works: list[_Work]) -> dict[int, Weighed]:
         (work,), losses = works, {}
         engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
-        assert reads is not None, "a pass over several micro-batches that nobody asked for"
+        assert reads is not None, "a pass over several micro-batches without global layers"
         since, waited = time.perf_counter(), reads.waited_s
         with self._pass(work):
             found = self._forward.loss(work.batch, work.size, always=True)
@@ -143,7 +144,7 @@ class WholeBatch:
                 total = float(found.loss.detach()) * factor if factor else 0.0
                 losses[work.part.number] = Weighed(total, found.weight)
             since = engine.clock.lap(since, "forward")
-            engine.begin_pass(work.part, 1.0, last=False)  # while it runs, only layers talk
+            engine.begin_pass(work.part, 1.0, last=False)  # meanwhile only layers communicate
             scaled = engine.update.scaler.scale(found.loss)
             reads.backward(scaled, factor / batch_size)
         if work.counts:
@@ -162,7 +163,7 @@ class WholeBatch:
                 else:
                     cached.join_in(on_tensors(work.batch, Tensor.clone))
             if work.counts:
-                engine.skip_pass(work.part)  # the second time counts
+                engine.skip_pass(work.part)  # only the second pass counts
         cached.gather(engine.comm, self._job.train.micro_batches, self._device)
         since = engine.clock.lap(since, "forward")
         if cached.rows and any(work.counts for work in works):

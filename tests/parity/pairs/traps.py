@@ -59,7 +59,7 @@ def decorrelated():
 # ---- ways around what a pass is given
 
 
-@pair("a penalty on parameters, by a closure", said("reaches the model"))
+@pair("a penalty on parameters, by a closure", said("not given as an argument"))
 def penalised():
     model = mlp()
 

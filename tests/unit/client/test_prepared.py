@@ -75,6 +75,7 @@ class Endless(IterableDataset[int]):
         ([DATA, nn.ReLU()], "a Linear and a ReLU: a session has one model"),
         ([], "was given no data"),
         ([DATA, 3], "was given an int"),
+        ([{"x": [1], "y": [2]}], "was given a dict with the keys 'x', 'y': .* give rows"),
     ],
 )
 def test_what_cannot_be_used_is_refused(more: list[Any], sentence: str):

@@ -11,7 +11,9 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save_file
 
 from instep import spec_file
-from instep.client.submit import about, check_job, failure, open_switchboard, reference_to
+from instep.client.job_checks import check_job, open_switchboard
+from instep.client.results import about, failure
+from instep.client.submit import reference_to
 from instep.comm.messages import Failed
 from instep.errors import CheckpointError, RecipeError, RunError, SpecError
 from instep.spec import JobSpec
@@ -109,12 +111,22 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         (
             {"sync": {"codec": "int8"}, "train": {"determinism": "bits"}},
             SpecError,
-            "does not go with the job's train.determinism",
+            "does not go with train.determinism",
         ),
         (
             {"sync": {"codec": "int8"}, "train": {"precision": "float16"}},
             SpecError,
-            "does not go with the job's train.precision",
+            "does not go with train.precision",
+        ),
+        (
+            {"sync": {"options": {"bucket_md": 1}}},
+            SpecError,
+            "all_reduce has no option 'bucket_md'. Did you mean 'bucket_mb'?",
+        ),
+        (
+            rounds(sync={"options": {"bucket_mb": 0}}),
+            SpecError,
+            "sync.options.bucket_mb = 0: needs a number above 0",
         ),
         ({"sync": {"participants": 2}}, SpecError, "all_reduce agrees on every step"),
         ({"sync": {"local_steps": 2}}, SpecError, "all_reduce agrees on every step"),

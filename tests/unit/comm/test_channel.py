@@ -1,6 +1,5 @@
 """Frames over sockets: whole, split, too long, and nonsense that hurts nobody else."""
 
-import selectors
 import socket
 import struct
 import subprocess
@@ -177,18 +176,6 @@ def test_waiting_for_one_class_keeps_the_others_in_order_for_later(hub, channel)
         hub.send(peer, message)
     assert channel.wait_for(Done).step == 1
     assert [channel.receive().rule for _ in range(3)] == ["a", "b", "c"]
-
-
-def test_polling_never_waits(hub, channel):
-    assert channel.poll() is None
-    channel.send(Release())
-    ((peer, _),) = heard(hub, 1)
-    hub.send(peer, Stop(rule="now"))
-    with selectors.DefaultSelector() as arrival:
-        arrival.register(channel, selectors.EVENT_READ)
-        assert arrival.select(5.0)
-    assert channel.poll() == Stop(rule="now")
-    assert channel.poll() is None
 
 
 def test_a_master_that_is_gone_raises_peer_error(hub, channel):

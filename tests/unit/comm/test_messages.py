@@ -66,8 +66,3 @@ def test_the_nested_fields_of_an_event_survive():
 def test_bytes_that_are_no_message_are_refused(data):
     with pytest.raises(msgspec.MsgspecError):
         decode(data)
-
-
-def test_a_message_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        messages.Stop(rule="a").rule = "b"

@@ -8,7 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from instep.comm.messages import TOLD, Done, Failed, Form, Regroup, Release, Stop, Whereabouts
+from instep.comm.messages import (
+    ON_REQUEST,
+    Done,
+    Failed,
+    Form,
+    Regroup,
+    Release,
+    Stop,
+    Whereabouts,
+)
 from instep.control import endings
 from instep.control.crash_loop import (
     MAX_CRASHES,
@@ -157,7 +166,7 @@ def test_when_all_are_done_all_are_released_and_the_run_is_over_when_they_have_e
         ("own loop", Finish("completed", "own loop", 9, 0)),
         ("stop_after_steps", Finish("stopped", "stop_after_steps", 9, 0)),
         ("interrupted", Finish("interrupted", "interrupted", 9, INTERRUPTED)),
-        (TOLD, Finish("interrupted", "interrupted", 9, INTERRUPTED)),
+        (ON_REQUEST, Finish("interrupted", "interrupted", 9, INTERRUPTED)),
     ],
 )
 def test_the_rule_by_which_workers_stopped_decides_the_outcome(rule, finish):
@@ -334,7 +343,7 @@ def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
     why = "accuracy 0.98 reached the target 0.97"
     assert requests(actions) == [{"by": "master", "rule": "target", "step": 8, "why": why}]
     assert stops(actions) == []  # whoever told the figures passes the verdict on
-    _, actions = after(*events, *everybody_done(rule=TOLD), *everybody_ended())
+    _, actions = after(*events, *everybody_done(rule=ON_REQUEST), *everybody_ended())
     assert ends(actions) == [Finish("stopped", "target", 9, 0)]
 
 
@@ -347,7 +356,12 @@ def test_a_rule_that_fired_is_logged_with_its_figures_and_names_the_end():
     ],
 )
 def test_of_several_that_ask_for_a_stop_the_first_is_its_rule(asked, finish):
-    events = [*everybody_joined(), *asked, *everybody_done(rule=TOLD), *everybody_ended()]
+    events = [
+        *everybody_joined(),
+        *asked,
+        *everybody_done(rule=ON_REQUEST),
+        *everybody_ended(),
+    ]
     assert ends(after(*events)[1]) == [finish]
 
 
@@ -361,7 +375,7 @@ def test_of_several_that_ask_for_a_stop_the_first_is_its_rule(asked, finish):
 def test_a_rule_has_not_ended_a_run_that_an_interrupt_ends_sooner(last, finish):
     """As where all had to go back, after the rule had fired and before its last step."""
     stops = [REACHED, Interrupted("SIGINT")]
-    events = [*everybody_joined(), *stops, *everybody_done(rule=TOLD, step=last)]
+    events = [*everybody_joined(), *stops, *everybody_done(rule=ON_REQUEST, step=last)]
     assert ends(after(*events, *everybody_ended())[1]) == [finish]
 
 
@@ -381,7 +395,7 @@ def test_when_the_time_of_all_sessions_is_up_every_worker_gets_one_stop(spent_s,
     why = "the run had taken 30 s, and its limit is 30 s"
     assert requests(actions) == [{"by": "master", "rule": "time_limit", "step": 5, "why": why}]
     assert stops(actions) == [(0, "time_limit"), (1, "time_limit")]
-    ending = [*everybody_done(rule=TOLD), *everybody_ended()]
+    ending = [*everybody_done(rule=ON_REQUEST), *everybody_ended()]
     _, actions = after(*events, 0.5, *ending, time_limit=limit)
     assert ends(actions) == [Finish("stopped", "time_limit", 9, 0)]
 
@@ -480,7 +494,9 @@ def test_deciding_leaves_the_state_it_was_given_as_it_was():
 
 WORKERS = 3
 NUMBER = st.integers(0, WORKERS - 1)
-RULE = st.sampled_from(["epochs", "steps", "own loop", "stop_after_steps", "interrupted", TOLD])
+RULE = st.sampled_from(
+    ["epochs", "steps", "own loop", "stop_after_steps", "interrupted", ON_REQUEST]
+)
 
 
 class AnyStory(RuleBasedStateMachine):

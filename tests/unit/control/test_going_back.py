@@ -242,7 +242,7 @@ def test_a_folder_is_held_by_one_and_its_lock_is_on_a_file_open_for_writing(run,
 
     monkeypatch.setattr(fcntl, "flock", watch)
     before, id_before = sorted(os.listdir(run)), run_id(run)
-    with held(run), pytest.raises(RunError, match="going on in another process"), held(run):
+    with held(run), pytest.raises(RunError, match="running in another process"), held(run):
         pass
     assert set(flags) == {os.O_WRONLY}
     assert (sorted(os.listdir(run)), run_id(run)) == (before, id_before)

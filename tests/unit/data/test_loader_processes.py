@@ -61,7 +61,7 @@ def test_a_killed_process_is_replaced_and_no_batch_changes():
 
 
 def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
-    places = [Slice(0, first, first + 1) for first in range(100)]
+    places = [Slice(0, first, first + 1) for first in range(40)]
     with made(Plain()) as loader:
         got, killed = [], set()
         for batch in load(loader, places):
@@ -69,8 +69,8 @@ def test_any_number_of_kills_is_survived_as_long_as_slices_get_read():
             pid = loader.pids[len(got) % 2]
             os.kill(pid, signal.SIGKILL)
             killed.add(pid)
-        assert starts(got) == [float(index) for index in range(100)]
-    assert len(killed) >= 20  # a process answers at most two slices before its end is seen
+        assert starts(got) == [float(index) for index in range(40)]
+    assert len(killed) >= 8  # a process answers at most two slices before its end is seen
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -320,7 +320,7 @@ def test_in_doubt_all_go_back_and_in_lasting_doubt_the_run_ends():
     done = run_ranks(2, go_on, gradient_lacks_a_bit, told)
     assert len(told) == MOST_IN_DOUBT
     for text, given in done:
-        assert "worker 10 or worker 20, it cannot be told which" in text
+        assert "worker 10 or worker 20, it is not known which" in text
         assert "--check-determinism" in text
         assert given == MOST_IN_DOUBT - 1
 

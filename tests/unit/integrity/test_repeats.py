@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.data.balance import deal
-from instep.integrity.repeats import Repeat, Trial, by_majority, by_trial, repeats_every, repeats_of
+from instep.integrity.repeats import (
+    Recomputed,
+    Repeat,
+    by_majority,
+    by_trial,
+    repeats_every,
+    repeats_of,
+)
 
 SIZES = st.tuples(st.integers(2, 9), st.integers(1, 40)).filter(lambda size: size[1] >= size[0])
 """Workers, and micro-batches of a step."""
@@ -76,8 +83,12 @@ def test_the_majority_names_the_odd_one(values, named, suspects):
 
 
 EDGE = Repeat(owner=0, number=3, second=1)
-A, B, C = Trial(7, 7, nothing=True), Trial(8, 8, nothing=True), Trial(7, 8, nothing=True)
-STUCK = Trial(8, 8, nothing=False)
+A, B, C = (
+    Recomputed(7, 7, nothing=True),
+    Recomputed(8, 8, nothing=True),
+    Recomputed(7, 8, nothing=True),
+)
+STUCK = Recomputed(8, 8, nothing=False)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +102,7 @@ STUCK = Trial(8, 8, nothing=False)
         ((7, 8), [A, STUCK], (1,), ()),
         ((7, 8), [A, B], (), (0, 1)),
         ((7, 8), [STUCK._replace(first=7, second=7), STUCK], (), (0, 1)),
-        ((7, 8), [A, B, Trial(9, 9, nothing=True)], (), (0, 1)),
+        ((7, 8), [A, B, Recomputed(9, 9, nothing=True)], (), (0, 1)),
         ((7, 8), [A, A, C], None, None),  # two that do not repeat themselves
         ((7, 8), [C, C], None, None),
     ],

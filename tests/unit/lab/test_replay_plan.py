@@ -5,7 +5,7 @@ import json
 import pytest
 
 from instep import spec_file
-from instep.client.submit import about
+from instep.client.results import about
 from instep.errors import RunError, SpecError
 from instep.lab.replay import changes_since, check_step, replay, stretches
 from instep.spec import as_table

@@ -310,7 +310,10 @@ REFUSED = {
         lambda m, b: (Views(*(v.detach() for v in embed_pairs(m, b)[0])), None),
         "embeddings that Recipe.embed returned do not depend on the model's parameters",
     ),
-    "it drifts": (drifting, "returned other embeddings when the same samples were embedded again"),
+    "it drifts": (
+        drifting,
+        "returned different embeddings when the same samples were embedded again",
+    ),
 }
 
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from instep import spec_file
 from instep.errors import RecipeError
-from instep.recipe.build import Recipe, build, call, load_function, set_generators
+from instep.recipe.build import build, call, load_function, set_generators
+from instep.recipe.recipe import Recipe
 from instep.worker.training import Training
 
 DATA = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
@@ -49,7 +50,7 @@ class Stream(IterableDataset):
         ({"loss": None, "embed": 3, "batch_loss": print}, "Recipe.embed is an int"),
         (
             {"loss": None, "embed": print, "batch_loss": print, "weight": len},
-            "batch_loss is of the whole global batch. Leave weight out",
+            "batch_loss is a loss over the whole global batch. Leave weight out",
         ),
         (
             {"loss": None, "embed": print, "batch_loss": print, "metrics": {"a": print}},
@@ -65,6 +66,12 @@ class Stream(IterableDataset):
         ({"train": Stream()}, "Recipe.train is a Stream"),
         ({"train": DataLoader(DATA, None)}, "Recipe.train is a DataLoader that has batch_size"),
         ({"train": []}, "Recipe.train has length zero"),
+        (
+            {"train": {"x": torch.ones(3), "y": torch.ones(3)}},
+            "Recipe.train is a dict with the keys 'x', 'y': a map-style dataset is wanted, in "
+            "which dataset[0] is the first sample. If the values are columns, give rows",
+        ),
+        ({"validate": {"train": [1], "test": [2]}}, "If they are datasets, give one of them."),
         ({"validate": iter([])}, "Recipe.validate is a list_iterator"),
         ({"validate": ()}, "Recipe.validate has length zero"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "Wrap it: optimizer=lambda"),
@@ -123,7 +130,7 @@ def test_a_part_that_gives_the_wrong_thing_is_refused(changes, words):
 def test_a_complex_parameter_is_refused_in_one_sentence_however_sums_are_made(determinism):
     table = {"recipe": "a.py:f", "train": {"determinism": determinism}}
     member = SimpleNamespace(job=spec_file.build(table, source="test"), checkpoint=None)
-    with pytest.raises(RecipeError, match=r"'weight' is complex .* cannot be agreed on\."):
+    with pytest.raises(RecipeError, match=r"'weight' is complex .* instep cannot train\."):
         Training(member, recipe(model=nn.Linear(2, 1, dtype=torch.complex64)), CPU)
 
 
@@ -179,7 +186,11 @@ def given(width, depth=2):
     ("function", "arguments", "words"),
     [
         (given, {}, "'given' needs 'width': give it under [arguments]"),
-        (given, {"width": 1, "dept": 3}, "gives 'dept', which the recipe function 'given' has not"),
+        (
+            given,
+            {"width": 1, "dept": 3},
+            "gives 'dept', which the recipe function 'given' does not take",
+        ),
         (given, {"width": 1, "dept": 3}, "Did you mean 'depth'?"),
         (lambda: nn.Linear(1, 1), {}, "returned a Linear, but an instep.Recipe is wanted"),
         (lambda: None, {}, "returned None"),

@@ -10,9 +10,9 @@ from torch import nn
 from instep.data.loader import Loader
 from instep.data.reading.generators import DrawDetector
 from instep.errors import RecipeError
-from instep.recipe.build import Recipe
-from instep.recipe.forward import Forward
-from instep.recipe.rehearsal import loss_of, try_validation
+from instep.recipe.forward import Forward, loss_of
+from instep.recipe.recipe import Recipe
+from instep.recipe.rehearsal import try_validation
 
 
 class Restless(nn.Module):

@@ -8,8 +8,9 @@ from torch.utils.data import TensorDataset
 from instep import spec_file
 from instep.data.loader import Loader
 from instep.errors import RecipeError, SpecError
-from instep.recipe.build import Recipe, Turn, build
+from instep.recipe.build import build
 from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe, Turn
 from instep.worker.step.turns import check_turns
 from instep.worker.trial.reads import try_recipe
 

@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from instep.comm.memory import run_ranks
 from instep.errors import CheckpointError, RecipeError, SpecError
-from instep.recipe.build import Recipe, build
+from instep.recipe.build import build
+from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import frozen_by, rated_by
 from instep.spec import StartSpec
 from instep.worker.step.engine import _check_equal

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from instep.cli import main
-from instep.client.submit import finish
+from instep.client.results import finish
 from instep.errors import RunError
 from instep.events import LEDGER, read_records
 from made_up_runs import make_run, write_ledger

@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 from instep.comm.alone import AloneComm
 from instep.comm.memory import run_ranks
 from instep.data.loader import Loader
-from instep.recipe.build import Recipe
 from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
 from instep.worker.evaluate import evaluate
 
 

@@ -167,7 +167,7 @@ def test_once_the_master_is_silent_nothing_moves_and_another_may_write(master, w
     master.answers = False
     until(lambda: worker.interrupts)  # an exchange under way would end
     before = [parameter.clone() for parameter in worker.parameters]
-    with pytest.raises(PeerError, match="the others may go on"):
+    with pytest.raises(PeerError, match="the others may continue"):
         worker.advance(2)
     assert all(map(torch.equal, before, worker.parameters))
     assert worker.steps == [1]

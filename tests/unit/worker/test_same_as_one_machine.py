@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import BatchEncoding
 
 from instep.errors import RecipeError
-from instep.recipe.build import Recipe
 from instep.recipe.forward import Forward
+from instep.recipe.recipe import Recipe
 from instep.recipe.weights import WeightedLoss
 from instep.worker.trial.sameness import Spot, try_out
 
@@ -150,7 +150,7 @@ def test_draws_are_kept_apart_and_the_verdict_is_still_yes(layer):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (nn.BatchNorm1d(6), ["BatchNorm1d '2'", "sees 4 at a time", "show it 64"]),
+        (nn.BatchNorm1d(6), ["BatchNorm1d '2'", "sees 4 at a time", "would see 64"]),
         (nn.BatchNorm1d(6, track_running_stats=False), ["BatchNorm1d '2'"]),
         (nn.Sequential(nn.Dropout(0.4), nn.BatchNorm1d(6)), ["BatchNorm1d '2.1'"]),
         (CentredByBatch(), ["CentredByBatch '2'", "looks at the other samples"]),
@@ -296,7 +296,7 @@ def test_a_loss_that_compares_samples_is_named_with_how_many_it_sees():
 
     trial = tried(mlp(), pictures(), loss=contrastive)
     assert trial.verdict.startswith("no: Recipe.loss is ")
-    assert "sees 4 samples at a time, where one machine would show it 64" in trial.verdict
+    assert "sees 4 samples at a time; on one machine it would see 64" in trial.verdict
 
 
 def test_a_batch_in_which_nothing_counts_does_not_disturb_the_trial():
@@ -362,7 +362,7 @@ def test_what_reaches_the_model_by_a_closure_leaves_no_gradient_and_is_not_shown
     for parts in ({"loss": penalised(net)}, {"compute_loss": through(net)}):
         trial = tried(net, pictures(), weight=size, **parts)
         assert trial.verdict.startswith("not shown: ")
-        assert "reaches the model other than by what it is given" in trial.verdict
+        assert "uses a model that it was not given as an argument" in trial.verdict
 
 
 class Scaled(nn.Module):
@@ -470,7 +470,7 @@ def test_a_loss_that_compares_samples_only_where_there_are_many_is_seen_in_a_who
     forward = Forward(recipe, recipe.model, CPU, "float32")
     trial = try_out(forward, spots, whole=15, seed=7)
     assert trial.verdict.startswith("no: Recipe.loss is ")
-    assert "for 4 micro-batches apart and" in trial.verdict
+    assert "for 4 micro-batches and" in trial.verdict
 
 
 def test_a_loss_from_which_no_parameter_gets_a_gradient_is_refused():
@@ -500,7 +500,7 @@ def test_batches_that_are_made_otherwise_as_one_are_named_as_that():
     forward = Forward(recipe, recipe.model, CPU, "float32")
     spots = [Spot((one, other), masked, (4, 3)), Spot(second, joined(*second), (4, 4))]
     verdict = try_out(forward, spots, whole=WHOLE, seed=7).verdict
-    assert verdict.startswith("no: a batch does not hold its samples as its micro-batches do")
+    assert verdict.startswith("no: the samples of a batch differ from those of its micro-batches")
 
 
 def test_batches_that_are_made_otherwise_are_no_packing_where_time_comes_first():
@@ -513,7 +513,7 @@ def test_batches_that_are_made_otherwise_are_no_packing_where_time_comes_first()
     spot = Spot(((one, target[:, :4]), (other, target[:, 4:])), (whole, target), (4, 3))
     forward = Forward(recipe, recipe.model, CPU, "float32")
     verdict = try_out(forward, [spot], whole=WHOLE, seed=7).verdict
-    assert verdict.startswith("no: a batch does not hold its samples as its micro-batches do")
+    assert verdict.startswith("no: the samples of a batch differ from those of its micro-batches")
 
 
 def test_a_model_that_came_in_evaluation_mode_is_tried_as_it_will_be_trained():
@@ -570,7 +570,7 @@ def test_a_small_difference_shows_in_low_precision_too():
     trial = tried(mlp(CentredABit()), pictures(torch.bfloat16), **low)
     assert trial.verdict.startswith("no: CentredABit '2' looks at the other samples")
     trial = tried(mlp(OfSixteenBits()), pictures(torch.bfloat16), **low)
-    assert trial.verdict.startswith("not shown: the model cannot be tried in more than its own 16")
+    assert trial.verdict.startswith("not shown: the model can only be tried in its own 16")
     assert not trial.merge
 
 

@@ -16,11 +16,11 @@ from instep.comm.alone import AloneComm
 from instep.comm.channel import Hub
 from instep.comm.endpoint import Endpoint, Switchboard
 from instep.comm.memory import run_ranks
-from instep.comm.messages import TOLD, Figures, Stop, Verdict, Welcome
+from instep.comm.messages import ON_REQUEST, Figures, Stop, Verdict, Welcome
 from instep.control.master import Master
 from instep.errors import SpecError
 from instep.events import STEPS as STEPS_OF
-from instep.recipe.build import Recipe
+from instep.recipe.recipe import Recipe
 from instep.spec import StopSpec
 from instep.worker.member import Member
 from instep.worker.stopping import Stopping, check_rules
@@ -69,13 +69,13 @@ class Run:
         stopping, step, last = Stopping(member, comm, CPU), 0, False
         while not last:
             step += 1
-            told = torch.tensor([float(stopping.told(step))])
+            told = torch.tensor([float(stopping.asked_to_stop(step))])
             comm.all_reduce(told).wait()
             last = bool(told) or step == STEPS
             stopping.after_commit(step, 8.0 - step, 100.0 / step, last=last)
             if step % 5 == 0 and not last:
                 last = stopping.after_validation(step, {"loss": 0.0, "accuracy": step / 10})
-        member.done(step, TOLD if step < STEPS else "steps")
+        member.done(step, ON_REQUEST if step < STEPS else "steps")
         member.close()
         return step
 
@@ -161,14 +161,14 @@ def test_without_rules_nothing_is_sent_and_nothing_waits():
     with Silent() as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
         assert not master.stopping.after_validation(1, {"loss": 0.5})
-        assert not master.stopping.told(2)
+        assert not master.stopping.asked_to_stop(2)
         assert master.heard() == []
 
 
 def test_rules_on_validations_cost_a_step_nothing():
     with Silent(patience=3) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
-        assert not master.stopping.told(2)
+        assert not master.stopping.asked_to_stop(2)
         assert master.heard() == []
 
 
@@ -193,7 +193,7 @@ def test_a_stop_and_a_verdict_that_arrive_together_are_both_heard(swapped):
         deadline = time.monotonic() + TIMEOUT_S
         while not master.member.stop_rule(2):
             assert time.monotonic() < deadline, "the Stop was lost"
-        assert master.stopping.told(2)
+        assert master.stopping.asked_to_stop(2)
         assert not master.stopping.verdict()
 
 
@@ -203,7 +203,7 @@ def test_a_stop_after_a_step_waits_for_that_step_to_count_wherever_training_stan
         deadline = time.monotonic() + TIMEOUT_S
         while not master.member.stop_rule(8):
             assert time.monotonic() < deadline, "the Stop was lost"
-        assert [master.stopping.told(step) for step in (6, 7, 8)] == [False, False, True]
+        assert [master.stopping.asked_to_stop(step) for step in (6, 7, 8)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_verdict_of_divergence_means_that_the_last_checkpoint_is_the_better_on
     with Silent(rise=2) as master:
         master.stopping.after_commit(1, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=1, rule=rule, number=1))
-        assert master.stopping.told(2)
+        assert master.stopping.asked_to_stop(2)
         assert master.stopping.diverged == diverged
 
 
@@ -237,7 +237,7 @@ def test_a_verdict_counts_after_its_step_also_where_that_is_computed_again():
     with Silent(rise=2) as master:
         master.stopping.after_commit(7, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=7, rule="diverged", number=1))
-        assert [master.stopping.told(step) for step in (6, 7, 8)] == [False, False, True]
+        assert [master.stopping.asked_to_stop(step) for step in (6, 7, 8)] == [False, False, True]
 
 
 def went_back(master, step):
@@ -265,12 +265,12 @@ def test_a_verdict_on_a_step_that_was_undone_does_not_count(back_to, stands, hea
         master.stopping.after_commit(7, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=7, rule="diverged", number=1))
         if heard:
-            assert master.stopping.told(8)
+            assert master.stopping.asked_to_stop(8)
         went_back(master, back_to)
-        assert master.stopping.told(8) == master.stopping.diverged == stands
+        assert master.stopping.asked_to_stop(8) == master.stopping.diverged == stands
         master.stopping.after_commit(8, 0.5, None, last=False)
         master.hub.send(master.peer, Verdict(step=8, rule="diverged", number=2))
-        assert master.stopping.told(9)
+        assert master.stopping.asked_to_stop(9)
         assert master.stopping.diverged
 
 
@@ -294,7 +294,7 @@ def test_a_stop_by_figures_that_were_undone_is_forgotten_until_it_is_said_again(
         while not master.member.stop_rule(9):
             assert time.monotonic() < deadline, "the Stop was lost"
         went_back(master, back_to)
-        assert master.stopping.told(9) == stands
+        assert master.stopping.asked_to_stop(9) == stands
         master.hub.send(master.peer, Stop(rule="diverged", after=8))
         while not master.member.stop_rule(9):
             assert time.monotonic() < deadline, "the Stop was lost"

@@ -1,12 +1,11 @@
 """How numbers look on the wire: the table of codecs.
 
-A codec turns flat float32 values into fewer bytes and back. It knows nothing
-of networks, ranks or optimizers, and keeps no memory: whoever moves its
-payloads carries over what it dropped.
+A codec turns flat float32 values into fewer bytes and back. It knows nothing of networks, ranks or
+optimizers, and has no state: the strategy keeps the residuals.
 
-To add one: write a class that keeps the promises of `base.Codec` in a file of
-its own, and add its line here. The suite in `tests/contract/test_codecs.py`
-finds it, and `docs/guides/adding-a-codec.md` needs its heading.
+To add one: write a class that implements `base.Codec` in a file of its own, and add its line here.
+The suite in `tests/contract/test_codecs.py` finds it, and `docs/guides/adding-a-codec.md` needs its
+heading.
 """
 
 from instep.registry import Registry

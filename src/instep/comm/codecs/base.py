@@ -1,7 +1,7 @@
 """What a codec is: a pure function from values to bytes, and back.
 
-It declares what its payloads allow, so that whoever moves them can choose a
-route without knowing the codec: a plain sum, two phases, or a gather.
+It declares what can be done with its payloads, so that a reducer can choose a route without
+knowing the codec: a plain sum, two phases, or a gather.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ CUT = 4096
 class Codec(Protocol):
     """A pure function on flat segments, on the CPU or on CUDA; equal arguments give equal bytes.
 
-    Values are float32; wider and narrower types are for the caller to convert. Whoever
-    decodes knows how many values were encoded, and what the payload says needs nothing
-    else: any process can decode it.
+    Values are float32; the caller converts other types. A payload can be decoded by any process
+    that knows how many values were encoded.
     """
 
     @property
     def linear(self) -> bool:
-        """Whether the sum of payloads, viewed as float32, stands for the sum of their values."""
+        """Whether the sum of payloads, viewed as float32, is a payload of the sum of values."""
 
     @property
     def segmentable(self) -> bool:
-        """Whether values that are cut at multiples of `CUT` decode to the same as in one piece."""
+        """Whether values that are cut at multiples of `CUT` decode to the same values as uncut."""
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of what is decoded, over all keys, is what was encoded."""
+        """Whether the mean of the decoded values, over all keys, is what was encoded."""
 
     @property
     def fixed_size(self) -> bool:
@@ -48,22 +47,22 @@ class Codec(Protocol):
         """Write the payload of `values` to the beginning of `out`.
 
         Args:
-            values: [n] float32, only read; with error feedback, what was left before is in it.
+            values: [n] float32, only read; with error feedback, the residual is already added.
             out: [size(n) or more] uint8, at a multiple of `ALIGNED_BYTES`.
             key: what random rounding is drawn from; a deterministic codec ignores it.
-            left: [n] float32, gets what the payload does not say: `values` less what is
-                decoded from it, to rounding. Shares no memory with `values`.
+            left: [n] float32, gets the residual: `values` minus what is decoded from the
+                payload, to rounding. Shares no memory with `values`.
 
         Returns:
             The bytes written.
 
-        What is not finite never becomes a finite number in silence: where `values` has NaN or
-        an infinity, something that is not finite is decoded. Others near it may be lost with it.
-        `left` is finite always, so that the next step can be sound again.
+        A value that is not finite never becomes finite: if `values` has NaN or an infinity, so
+        have the decoded values, perhaps in several places. `left` is always finite, so that the
+        next step can be right again.
         """
 
     def add_into(self, total: Tensor, payload: Tensor, weight: float = 1.0) -> None:
-        """Add `weight` times what a payload stands for.
+        """Add `weight` times the values of a payload.
 
         Args:
             total: [n] float32, as many as were encoded.

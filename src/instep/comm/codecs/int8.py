@@ -1,13 +1,13 @@
 """A quarter of the bytes: 8 bits for each value, and one float32 scale for each block of 256.
 
 A block is cut into 255 even levels, from minus to plus its largest magnitude (Dettmers
-et al. 2022, arXiv:2110.02861, have blocks of 2,048 with uneven levels). Rounding is to
-the nearest level, so what is dropped must be carried over (error feedback): it is at
-most half a level, 1/254 of the largest magnitude of the block.
+et al. 2022, arXiv:2110.02861, use blocks of 2,048 with uneven levels). Values are rounded to the
+nearest level, so the rest must be carried over (error feedback). It is at most half a level,
+1/254 of the largest magnitude of the block.
 
-The payload is the scales, then the levels. A block in which something is not finite
-has a scale of NaN, and decodes to NaN as a whole. One in which nothing reaches 1.5e-36
-is sent as zeros, because the scale would have lost its precision.
+The payload is the scales, then the levels. A block with a value that is not finite has a scale of
+NaN, and decodes to NaN as a whole. A block without a value of 1.5e-36 or more is sent as zeros,
+because its scale would lose precision.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def _encode(values: Tensor, scales: Tensor, levels: Tensor, rest: Tensor, *, lea
     broken = scales.isfinite().logical_not_()
     scales.masked_fill_(scales < _SMALLEST, 1.0).clamp_(max=_LARGEST)
     torch.div(values, scales, out=rest).round_()
-    spoilt = bool(broken.any())
-    if spoilt:
+    any_broken = bool(broken.any())
+    if any_broken:
         scales.masked_fill_(broken, torch.nan)
         rest.masked_fill_(broken, 0.0)
     levels.copy_(rest)
     if leave:
         torch.addcmul(values, rest, scales, value=-1.0, out=rest)
-        if spoilt:
+        if any_broken:
             rest.masked_fill_(broken, 0.0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from instep.data.samples import last_read
 from instep.data.samples.contents import Selection, SliceContents, content_of
 from instep.data.samples.unreadable import SKIP_HINT, describe_error, read_with_retries
 from instep.errors import DataError
+from instep.words import listed
 
 Collate = Callable[[list[Any]], Any]
 Augment = Callable[[Any, torch.Generator], Any]
@@ -211,7 +212,9 @@ class Fetch:
         try:
             return self._collate(samples), missed, contents.found
         except Exception as error:
-            text = first_mismatch(names, samples) or f"samples {_listed(names)} cannot be collated."
+            text = (
+                first_mismatch(names, samples) or f"samples {listed(names, 6)} cannot be collated."
+            )
             raise DataError(f"{text} {describe_error(error)}") from error
 
     def _together(
@@ -233,7 +236,7 @@ class Fetch:
         try:
             return read_with_retries(lambda: read(readable))
         except Exception as error:
-            names, cause = _listed(readable.tolist()), describe_error(error)
+            names, cause = listed(readable.tolist(), 6), describe_error(error)
             raise DataError(f"samples {names} cannot be read together: {cause}") from error
 
     def _read_many(
@@ -334,8 +337,3 @@ def _length(dataset: Any) -> int:
 def _without(indices: Indices, missed: Missed) -> Indices:
     """Those that were not skipped, in their order."""
     return indices[~np.isin(indices, [index for index, _ in missed])] if missed else indices
-
-
-def _listed(names: Sequence[int]) -> str:
-    shown = ", ".join(str(name) for name in names[:6])
-    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")

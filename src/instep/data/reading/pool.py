@@ -181,8 +181,6 @@ class Pool:
 
 
 class _LoaderProcess:
-    """The parent's side of one process."""
-
     def __init__(
         self,
         fork: Callable[[int, Connection, list[Slot]], int],

@@ -223,7 +223,6 @@ def own_file_offsets() -> None:
 
 
 def _answer(task: Task, slot: Slot, read: Callable[[Slice], Any], wrong: DataError | None) -> bytes:
-    """The bytes of a `Reply`."""
     encode = msgspec.msgpack.encode
     try:
         if wrong is not None:

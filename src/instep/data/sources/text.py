@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.data.order import Indices
 from instep.data.sources.files import BatchDataset, Bytes, folder_contents
 from instep.errors import DataError
+from instep.words import listed
 
 
 class TextWindows(BatchDataset):
@@ -53,22 +54,19 @@ def text(
         raise DataError(f"length = {length}: a window needs 1 byte or more.")
     paths = _text_paths(paths_or_folder, pattern)
     try:
-        single = len(paths) == 1 and paths[0].stat().st_size > 0
-        parts = [np.memmap(paths[0], np.uint8, "r")] if single else map(_file_bytes, paths)
-        data: Bytes = parts[0] if isinstance(parts, list) else np.concatenate(list(parts))
+        data: Bytes
+        if len(paths) == 1 and paths[0].stat().st_size > 0:
+            data = np.memmap(paths[0], np.uint8, "r")
+        else:
+            data = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
     if len(data) <= length:
-        files = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         raise DataError(
-            f"{files}: {len(data)} bytes, and one window of length {length} needs {length + 1}. "
-            "Give more text, or a smaller length."
+            f"{listed(paths, 1)}: {len(data)} bytes, and one window of length {length} needs "
+            f"{length + 1}. Give more text, or a smaller length."
         )
     return TextWindows(data, length)
-
-
-def _file_bytes(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 def _text_paths(given: str | Path | Sequence[str | Path], pattern: str) -> list[Path]:

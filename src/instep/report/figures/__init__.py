@@ -2,5 +2,5 @@
 
 Knows nothing of pages, terminals or colours. Ways in: `summary.summarise` (the contents of
 `summary.json`), `proof.prove` (`instep audit`), `curves.charts`, `recovery.recoveries`, and
-`progress.Progress` for a run that is still going on.
+`progress.Progress` for a run that is still running.
 """

@@ -1,4 +1,4 @@
-"""The figures of a run that is still going on: rates, shares, the loss, the time left.
+"""The figures of a run that is still running: rates, shares, the loss, the time left.
 
 The views feed it every event and every record, and ask it for what they show. It knows
 nothing of terminals, colours or layout. Way in: `Progress`.
@@ -170,7 +170,6 @@ class Progress:
         self._follow_loss(numbers, steps["loss"][first])  # all workers record the same loss
 
     def _follow_loss(self, numbers: Records, losses: Records) -> None:
-        """Take in the losses of steps that are new."""
         train, per_epoch = self.job.train, self._epoch_steps
         for step, loss in zip(numbers.tolist(), losses.tolist(), strict=True):
             if step <= self._loss_step:

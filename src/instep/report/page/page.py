@@ -65,7 +65,6 @@ def _body(runs: list[RunFolder], names: list[str], drawn: list[dict[str, Any]]) 
 
 
 def _details(folder: RunFolder, summary: dict[str, Any]) -> list[Html]:
-    """The parts that are about one run only."""
     return [
         bars.start_up(folder),
         sections.who_did_what(folder),

@@ -1,4 +1,4 @@
-"""What a person sees while a run is going on: a live table, or plain lines.
+"""What a person sees during a run: a live table, or plain lines.
 
 A view gets every event and every new record and prints little: the table redraws at
 most twice a second, a line comes every few seconds. `figures/progress.py` computes what
@@ -37,7 +37,7 @@ REDRAW_S, LINE_S = 0.5, 5.0
 
 
 class View(Protocol):
-    """Shows a run while it is going on. `now` and the view's own clock are the same clock."""
+    """Shows a run. `now` and the view's own clock are the same clock."""
 
     def event(self, event: dict[str, Any]) -> None:
         """One event, as it was written to `events.jsonl`."""

@@ -83,7 +83,7 @@ def notice(
         return f"started from {start_in_words(event)}"
     if what == "generation_started" and generations > 1:
         named = some_members(event["members"], servers)
-        return f"continuing with {named} ({event['reason']}; generation {event['generation']})"
+        return f"continuing with {named} ({event['reason']})"
     return None
 
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from instep.comm.base import Comm
-from instep.comm.messages import TOLD, Heartbeat
+from instep.comm.messages import ON_REQUEST, Heartbeat
 from instep.data.loader import Loader, Read, Skipped
 from instep.data.order import Position, key, position, steps_in_epoch
 from instep.data.reading.threads import cpu_clock
@@ -232,7 +232,7 @@ class OwnLoop(Loop):
         self.member.phases["group"] = time.time() - began
         for lost in self._lost:
             self._warn(lost.text)
-        if self.engine.comm.rank == 0 and not self.member.goes_on:
+        if self.engine.comm.rank == 0 and not self.member.others_have_state:
             self.member.emit("same_as_one_machine", verdict=self._verdict())
         self._announce(validation_samples=0)
         self._items = self.run()
@@ -752,7 +752,7 @@ class OwnLoop(Loop):
         else:
             (told,) = talk()
         if told and not self.stopped:
-            self.rule = TOLD
+            self.rule = ON_REQUEST
             if self.state.last is None:  # of a step before this start of the run
                 self.state.ended = True
             else:
@@ -900,7 +900,7 @@ class OwnLoop(Loop):
                         agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
                 if agreed.stop and not self.stopped:
-                    self.rule = TOLD
+                    self.rule = ON_REQUEST
                 self._save_last()
                 if super().finish():
                     return True

@@ -1,10 +1,8 @@
-"""Samples that were left out of a step: what the others then count, and what is told of it.
+"""Samples that were skipped in a step: the weight of the others, and the events about them.
 
-A pass counts the samples it has read over those of the whole global batch. How
-many were left out in all is known when the workers have agreed; then gradient,
-loss and buffers are divided by the share that was read, one number on every
-worker, and are means over the samples that were read. How a sample comes to be
-left out is the business of `data/`.
+A pass weighs its samples over those of the whole global batch. After the exchange all workers know
+how many were skipped in all. Then gradient, loss and buffers are divided by the share that was
+read, and so are means over the samples that were read. `data/` decides which ones are skipped.
 """
 
 from __future__ import annotations
@@ -46,26 +44,25 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-class Teller:
-    """Tells the log of each sample that one worker leaves out.
+class SkipReporter:
+    """Writes an event for each sample that this worker skips.
 
-    Before the step is agreed on, not after: a worker that is killed in between
-    may have been what others committed with. Which of the events are of a
-    committed step, the ledger says.
+    It does so before the exchange: if the worker is killed after that, the others may still commit
+    the step. The ledger says which events are of a committed step.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._told: set[tuple[Any, ...]] = set()
+        self._reported: set[tuple[Any, ...]] = set()
 
-    def tell(self, skipped: Iterable[Skipped], *, dataset: str, step: int, epoch: int) -> None:
-        """Tell it once, though the passes of a step may run twice."""
+    def report(self, skipped: Iterable[Skipped], *, dataset: str, step: int, epoch: int) -> None:
+        """Report each sample once, though the passes of a step may run twice."""
         generation = self._member.form.generation if self._member.form else 0
         at = {"generation": generation, "dataset": dataset, "epoch": epoch, "step": step}
-        before, self._told = self._told, set()
+        before, self._reported = self._reported, set()
         for index, cause in skipped:
             which = *at.values(), index
-            self._told.add(which)
+            self._reported.add(which)
             if which not in before:
                 self._member.emit(
                     "sample_skipped", worker=self._member.number, index=index, cause=cause, **at

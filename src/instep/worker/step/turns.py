@@ -12,7 +12,8 @@ from torch import nn
 
 from instep.data.order import key
 from instep.errors import SpecError
-from instep.recipe.build import Built, Recipe
+from instep.recipe.build import Built
+from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
 from instep.sync.base import Strategy, make_strategy
 from instep.worker.step.passes import OF_PASS

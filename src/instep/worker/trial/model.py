@@ -1,6 +1,6 @@
-"""A copy of a model to try things on: its passes leave nothing, and compute as exactly as can be.
+"""A copy of the model for the trial: its passes change nothing, and compute as exactly as possible.
 
-What is tried on it, and what follows from that, `sameness.py` knows.
+What is compared is in `sameness.py`.
 """
 
 from __future__ import annotations
@@ -14,57 +14,58 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.parallel.batch_norm import hold_still
+from instep.parallel.batch_norm import use_running_statistics
+from instep.parallel.nested import on_tensors
 from instep.recipe.build import set_generators
-from instep.recipe.forward import Forward, Losses, on_tensors, to_device
+from instep.recipe.forward import Forward, Losses, to_device
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
 from instep.worker.step.buffers import empty, filled, written
 
 _MOVED_BY = 0.05
-"""How far parameters are moved off their start, over their root mean square (or 1, where 0)."""
+"""How far parameters are moved, relative to their root mean square (or to 1, if that is 0)."""
 
 
 class PassResult(NamedTuple):
-    """What one forward and backward pass gave."""
+    """The results of one forward and backward pass."""
 
     loss: float
     weight: float
     """At 0, loss and gradients are of the total."""
     gradients: dict[str, Tensor]
-    """Of the mean loss; of the parameters that had one."""
+    """Of the mean loss, by parameter; those without a gradient are missing."""
     buffers: dict[str, Tensor]
-    """As the pass left them."""
+    """After the pass."""
 
 
 class Copied(NamedTuple):
-    """A model, and the losses that may know parts of it, as a criterion of the model's does."""
+    """A model, and the losses, which may refer to parts of it."""
 
     model: nn.Module
     losses: Losses
 
     def again(self) -> Copied:
-        """A copy in training mode; what losses and model share, their copies share.
+        """A copy in training mode; parts that losses and model share, their copies share too.
 
-        Functions are not copied, nor what they close over: `TrialModel.reached` tells.
+        Functions and their closures are not copied: `TrialModel.reached` detects that.
         """
         try:
             model, *losses = copy.deepcopy((self.model, *self.losses))
         except Exception:  # a loss may hold what cannot be copied
             model, losses = copy.deepcopy(self.model), list(self.losses)
-        hold_still(model)
+        use_running_statistics(model)
         return Copied(model.train(), Losses(*losses))
 
 
 class TrialModel:
-    """A copy of the model on which passes leave nothing.
+    """A copy of the model that passes do not change.
 
     Args:
-        forward: computes with the copy while it is tried (`trial_model`).
-        copied: the model and its losses.
-        original: what they are copies of.
-        seed: for the draws of the passes and the parameters' new places.
-        wide: the type that everything computes in; None for the model's own.
+        forward: computes with the copy during the trial (`trial_model`).
+        copied: copies of the model and its losses.
+        original: of which they are copies.
+        seed: of the random draws of the passes, and of the new values of parameters.
+        wide: the type to compute in; None for the model's own.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class TrialModel:
         self._original = original
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._start = {n: p.detach().clone() for n, p in model.named_parameters()}
-        self._placed = self._start  # where passes find the parameters, and must leave them
+        self._placed = self._start  # the values that passes must not change
         self._owners = [
             (f"{prefix}.{name}" if prefix else name, module, name, buffer, buffer.detach().clone())
             for prefix, module in model.named_modules()
@@ -94,7 +95,7 @@ class TrialModel:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Move every parameter off its start."""
+        """Move every parameter away from its initial value."""
         generator = torch.Generator().manual_seed(self._seed)
         for name, parameter in self.parameters.items():
             if not parameter.is_floating_point() or not parameter.numel():
@@ -107,21 +108,21 @@ class TrialModel:
 
     @torch.no_grad()
     def move_back(self) -> None:
-        """Put every parameter back at its start."""
+        """Restore the initial value of every parameter."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self._start[name])
         self._placed = self._start
 
     def widened(self, batch: Any, samples: int) -> TrialModel:
-        """One that computes in float64, where model and loss can; on a GPU, in float32 at least.
+        """The same in float64, if model and loss can; on a GPU in float32, which is faster there.
 
-        Small differences show there. Most GPUs are slow at float64.
+        Small differences show only then.
         """
         on_cpu = all(p.device.type == "cpu" for p in self.parameters.values())
         wide = torch.float64 if on_cpu else torch.float32
         if not any(_is_narrow(parameter, wide) for parameter in self.model.parameters()):
             return self
-        copied = self._original.again()  # the other may hold what its passes left
+        copied = self._original.again()  # passes may have changed the other one
         for each in (copied.model, *copied.losses):
             if isinstance(each, nn.Module):
                 each._apply(lambda tensor: _widened(tensor, wide))
@@ -130,13 +131,13 @@ class TrialModel:
         with self.forward.on(copied.model, "float32", copied.losses):
             try:
                 other.run(batch, samples)
-            except Exception:  # something in it is made for its own type
+            except Exception:  # a part of it needs its own type
                 return self
         self.forward.model, self.forward.losses = copied
         return other
 
     def run(self, batch: Any, samples: int) -> PassResult | None:
-        """One pass from the committed buffers; None where nothing in the batch counts."""
+        """One pass from the initial buffers; None if no sample of the batch counts."""
         self._reset()
         set_generators(self._seed)
         with self.draws():
@@ -150,7 +151,7 @@ class TrialModel:
             if module._buffers.get(name) is not None:
                 raise filled(module, name)
         for name, parameter in self.model.named_parameters():
-            placed = self._placed.get(name)  # none, where the pass has made the parameter
+            placed = self._placed.get(name)  # None if the pass created the parameter
             if placed is not None and not torch.equal(parameter, placed):
                 raise written(name, trained=parameter.requires_grad)
         trained = self.forward.trained
@@ -164,7 +165,7 @@ class TrialModel:
         return PassResult(float(found.loss.detach()), found.weight, gradients, buffers)
 
     def reached(self) -> bool:
-        """Whether passes found a way to the original, whose gradients are dropped again."""
+        """Whether passes gave gradients to the original model; they are dropped again."""
         found = False
         for parameter in self._original.model.parameters():
             found |= parameter.grad is not None
@@ -172,7 +173,7 @@ class TrialModel:
         return found
 
     def kept_by_loss(self, batch: Any, samples: int) -> str:
-        """The name of a buffer of the loss, and not of the model, that a pass moves; or empty."""
+        """The name of a buffer of the loss, not of the model, that a pass changes; or empty."""
         modules = [loss for loss in self._losses if isinstance(loss, nn.Module)]
         own = {id(buffer) for buffer in self.model.buffers()}
         named = [
@@ -189,11 +190,11 @@ class TrialModel:
     def mean_of(self, batches: Iterable[Any]) -> str:
         """What the loss of a Hugging Face model is a mean of: a name of `weights.DERIVED`.
 
-        Empty where two batches and more leave open what it is.
+        Empty if the batches do not show it; at least two must.
         """
         compute_loss = self._losses.compute_loss
         may_be: set[str] | None = None
-        told = 0  # batches that did
+        shown = 0  # batches that showed it
         for batch in batches if compute_loss is not None else ():
             assert compute_loss is not None
             self._reset()
@@ -203,13 +204,12 @@ class TrialModel:
                 found = derive(self.model, compute_loss, given)
             if found is not None:
                 may_be = found if may_be is None else may_be & found
-                told += 1
-            if may_be == set() or (may_be and len(may_be) == 1 and told > 1):
+                shown += 1
+            if may_be == set() or (may_be and len(may_be) == 1 and shown > 1):
                 break
-        return may_be.pop() if may_be and len(may_be) == 1 and told > 1 else ""
+        return may_be.pop() if may_be and len(may_be) == 1 and shown > 1 else ""
 
     def _fit(self, batch: Any) -> Any:
-        """A copy, as the pass may change what it is given."""
         wide = self._wide
         return on_tensors(batch, lambda tensor: _widened(tensor.clone(), wide))
 
@@ -232,7 +232,7 @@ def _widened(tensor: Tensor, wide: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def trial_model(forward: Forward, seed: int) -> Iterator[TrialModel]:
-    """A copy in training mode, computing without autocast, which would hide small differences.
+    """A copy in training mode, without autocast, which would hide small differences.
 
     Raises:
         Exception: of whatever kind, the model cannot be copied.

@@ -1,8 +1,4 @@
-"""Which samples of a recipe's dataset the trial of `sameness.py` looks at, and its outcome.
-
-From them follows whether cutting a global batch into micro-batches changes the result, and
-so whether micro-batches may be merged into larger passes.
-"""
+"""Chooses and reads samples for the trial (`sameness.py`), and applies the job to its result."""
 
 from __future__ import annotations
 
@@ -19,24 +15,24 @@ from instep.worker.trial.sameness import (
     LEAST,
     NOTHING_TO_TRY,
     Spot,
+    combined,
     mean_of,
-    together,
     try_out,
 )
 from instep.worker.trial_result import Trial
 
 _SPOTS = 32
-"""Places in an epoch at which it may be tried whether cutting a batch changes the result."""
+"""Places in an epoch from which spots are taken."""
 
 
 def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:
     """Whether cutting a global batch into micro-batches changes the result.
 
     Args:
-        forward: the worker's; its model is left as it is.
+        forward: of the worker; its model is left as it is.
         loader: of the training dataset.
-        job: says how batches are cut, and whether passes may be merged.
-        samples: in the dataset.
+        job: decides how batches are cut, and whether passes may be merged.
+        samples: length of the dataset.
 
     Raises:
         RecipeError: as `sameness.try_out`.
@@ -45,7 +41,7 @@ def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
     for number, turn in enumerate(forward.recipe.turns):
         forward.take_turn(number)
         trials[turn.name] = _try_loss(forward, loader, job, samples)
-    return together(trials) if trials else _try_loss(forward, loader, job, samples)
+    return combined(trials) if trials else _try_loss(forward, loader, job, samples)
 
 
 def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:
@@ -70,7 +66,7 @@ def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> T
 
 
 def _mean_of(forward: Forward, loader: Loader, places: _Places, seed: int) -> str:
-    """What the loss of one micro-batch in each step is a mean of; a validation has several."""
+    """What the loss is a mean of, for a job whose steps have one micro-batch each."""
     if forward.recipe.compute_loss is None or forward.recipe.weight is not None:
         return ""
     steps = min(LEAST, places.steps)
@@ -80,7 +76,7 @@ def _mean_of(forward: Forward, loader: Loader, places: _Places, seed: int) -> st
 
 
 def _spot(reads: Iterator[Read], parts: int) -> Spot | None:
-    """The next of what is read; None where all samples of a part of it cannot be read."""
+    """The next spot; None if all samples of one of its parts cannot be read."""
     *apart, whole = itertools.islice(reads, parts + 1)
     if not all(read.size for read in (*apart, whole)):
         return None
@@ -88,24 +84,22 @@ def _spot(reads: Iterator[Read], parts: int) -> Spot | None:
 
 
 class _Places:
-    """Where in the dataset to look."""
-
     def __init__(self, job: JobSpec, samples: int) -> None:
         self._train, self._samples = job.train, samples
         self.steps = steps_in_epoch(samples, job.train.global_batch)
 
     def spots(self) -> list[tuple[Slice, ...]]:
-        """Neighbouring micro-batches, and all as one, from all over an epoch.
+        """Neighbouring micro-batches, and their union, from all over an epoch.
 
-        Pairs, of which every other is uneven: a weight that forgets how many samples there are,
-        such as the `len` of a tuple, is right wherever micro-batches are of one size. And where
-        more are tried than of a large model, those of a whole step: what compares samples may
-        do so only where there are many.
+        They are pairs, and every other pair is uneven: a weight that ignores the number of
+        samples, such as the `len` of a tuple, is right for micro-batches of equal size. Small
+        models are also tried with all micro-batches of a step: a loss that compares samples may
+        do so only if there are many.
         """
         spots: dict[Slice, tuple[Slice, ...]] = {}
         for number in range(_SPOTS):
             parts = self.micro_batches(1 + number * self.steps // _SPOTS)
-            if len(parts) > 1:  # another pair of each step, as there may be but one
+            if len(parts) > 1:  # another pair in each step
                 place = 2 * number % (len(parts) - 1)
                 first, second, *more = parts[place : place + 3]
                 if number % 2 and second.stop - second.first > 2:  # layers may refuse one sample
@@ -120,7 +114,7 @@ class _Places:
         return few
 
     def micro_batches(self, step: int) -> list[Slice]:
-        """Those of a step, in its order."""
+        """The micro-batches of a step, in order."""
         where = position(step, self._samples, self._train.global_batch)
         every = share_of(where, parts_of(where, self._train), 1, 0, merge=False)
         return [part.samples for part in every.passes]

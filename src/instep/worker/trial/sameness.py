@@ -1,16 +1,15 @@
-"""Whether cutting the global batch changes what is trained: tried before the first step.
+"""Tests before the first step whether cutting the global batch changes the result of training.
 
-One machine would run a global batch as one forward pass; a run cuts it into
-micro-batches. That is the same, to rounding, where the loss is a mean of
-something known and no part of the model looks at more than one sample. No list
-of layers can know what a user's own layer does. So it is tried: on a copy of
-the model, its parameters moved off their start (a layer that starts at zero
-hides what is behind it), two micro-batches apart and as one must give the same
-gradients, and must move buffers alike. What comes of it is a verdict on the run
-(`same_as_one_machine`), and whether micro-batches may be merged into larger
-passes.
+One machine would run a global batch as one forward pass; a run cuts it into micro-batches. The
+result is the same, to rounding, if the loss is a mean of something known and no part of the model
+looks at more than one sample. No list of layers can say what a user's own layer does, so it is
+tried on a copy of the model: micro-batches run separately and as one batch must give the same
+gradients, and must change buffers alike. The parameters of the copy are moved first, because a
+layer that starts at zero hides the layers behind it. The result is a verdict on the run
+(`same_as_one_machine`), and whether micro-batches may be merged into larger passes.
 
-This file knows nothing of workers and steps; `training.py` chooses the batches.
+Workers and steps are not known here; `reads.py` chooses the batches, `layers.py` names the layer
+that is the cause.
 """
 
 from __future__ import annotations
@@ -28,27 +27,35 @@ from torch import Tensor, nn
 from instep.data.reading.generators import DrawDetector
 from instep.errors import RecipeError
 from instep.parallel.draws import ByMicroBatch
+from instep.parallel.nested import tensors_in
 from instep.recipe.forward import Forward
 from instep.recipe.weights import Weighing, is_sum, weighing
+from instep.worker.trial.constant_draws import LEVELS, ConstantDraws
+from instep.worker.trial.layers import (
+    batch_norm_buffers,
+    first_that_mixes,
+    layer_in_words,
+    outputs_of,
+    rows_alike,
+)
 from instep.worker.trial.model import PassResult, TrialModel, trial_model
-from instep.worker.trial.still import LEVELS, Still
 from instep.worker.trial_result import Trial
 
 _NEAR = {torch.float64: (2e-5, 1e-6), torch.float32: (2e-3, 2e-5)}
 _NEAR_IN_SHORT = (1e-1, 1e-2)
-"""Two gradients are the same where they differ by less than so much of the parameter's own
-gradient, or so much of the gradient of all. Many models compute parts in float32 in any case."""
+"""Two gradients are the same if they differ by less than this share of the parameter's own, or of
+the whole gradient. Many models compute parts in float32 in any case."""
 
 LEAST, _EFFORT, _READS = 4, 2e9, 2048
-"""Spots that are tried in any case; and more while parameters times numbers in a batch, which
-grows as the work does and is the same on every machine, stays below the second for all together,
-and the samples read below the third."""
+"""Spots that are tried in any case. More are tried while the work (parameters times numbers in a
+batch, the same on every machine) stays below the second in all, and the samples that are read
+below the third."""
 
 REMEDY = "With workers = 1 and train.micro_batches = 1 the run gives the result of one machine"
 
 
-def together(trials: Mapping[str, Trial]) -> Trial:
-    """What comes of the trials of several turns, by their names: as much as holds for each."""
+def combined(trials: Mapping[str, Trial]) -> Trial:
+    """The result of the trials of several turns, by their names: what holds for all of them."""
     merge = all(trial.merge for trial in trials.values())
     name, worst = min(
         trials.items(), key=lambda each: (each[1].same, each[1].verdict.startswith("not shown"))
@@ -59,7 +66,7 @@ def together(trials: Mapping[str, Trial]) -> Trial:
 
 
 class Spot(NamedTuple):
-    """Micro-batches that are neighbours in the order of an epoch, and all of them as one batch."""
+    """Neighbouring micro-batches of an epoch, and all their samples as one batch."""
 
     parts: tuple[Any, ...]
     """Two or more."""
@@ -69,39 +76,39 @@ class Spot(NamedTuple):
 
 
 NOTHING_TO_TRY = Trial(True, "there is one micro-batch", "yes")
-"""The trial of a job that has one micro-batch in every step."""
+"""The result for a job with one micro-batch in every step."""
 
 
-ANOTHER_SAW = "not shown: the trial of another worker did not say yes"
-"""The verdict of a worker whose own was `yes`."""
+ANOTHER_SAW = "not shown: the trial of another worker did not give 'yes'"
+"""The verdict of a worker whose own trial gave `yes`."""
 
 
 def try_out(
     forward: Forward, spots: Iterable[Spot], *, whole: int, seed: int, cuts: bool = False
 ) -> Trial:
-    """Try whether micro-batches apart give what they give as one batch.
+    """Test whether micro-batches give the same result separately as in one batch.
 
     Args:
         forward: of the worker; its model is left as it is.
-        spots: where in the dataset to try, read as they are asked for; none where none can be
-            read. Of small models more are tried than of large ones.
-        whole: samples of a global batch, for the text.
-        seed: for the draws of the passes and the parameters' new places.
-        cuts: whether a pass over several micro-batches draws what each of them would.
+        spots: to try, read when they are asked for; none if none can be read. For small models
+            more are tried than for large ones.
+        whole: samples of a global batch, for messages.
+        seed: of the random draws of the passes, and of the new values of parameters.
+        cuts: whether a pass over several micro-batches draws for each of them separately.
 
     Raises:
         RecipeError: the loss is a sum; or what `Forward.loss` raises.
     """
     recipe = forward.recipe
     weighed = weighing(recipe.weight, recipe.loss)
-    if recipe.embed is not None:  # what is tried is each embedding, of which that is a mean
+    if recipe.embed is not None:  # what is tried is a mean over embeddings
         weighed = Weighing(None, True, "Recipe.embed")
     if is_sum(recipe.loss):
         raise _sum(f"{weighed.name} has reduction = 'sum'")
     if hooked := _hooked(forward.model):
         why = (
-            f"a hook on the gradient of {hooked!r} is called once for each micro-batch, where one "
-            "machine would call it once for a step"
+            f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
+            "machine would call it once in a step"
         )
         return Trial(False, why, f"no: {why}. {REMEDY}")
     spots = iter(spots)
@@ -112,9 +119,9 @@ def try_out(
     with ExitStack() as stack:
         try:
             model = stack.enter_context(trial_model(forward, seed))
-        except Exception as error:  # whatever a user's module cannot be copied for
+        except Exception as error:  # a user's module may raise anything
             return _not_shown(f"the model cannot be copied to try it ({_first_line(error)})")
-        tried = _Tried(model, forward, weighed, whole, seed=seed, cuts=cuts)
+        tried = _Comparison(model, forward, weighed, whole, seed=seed, cuts=cuts)
         try:
             trial = tried.verdict(spots)
         finally:
@@ -127,9 +134,9 @@ def try_out(
         )
     if reached and trial.same:
         return _not_shown(
-            f"{weighed.name} reaches the model other than by what it is given (a closure does), "
-            "and only what it is given can be tried. Use compute_loss(model, batch), and in it "
-            "that model alone",
+            f"{weighed.name} uses a model that it was not given as an argument (a closure does), "
+            "and only its arguments can be tried. Use compute_loss(model, batch), and only that "
+            "model in it",
             trial.derived,
         )
     return trial
@@ -137,13 +144,13 @@ def try_out(
 
 def _how_many(model: nn.Module, spot: Spot) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    numbers = sum(tensor.numel() for tensor in _all_tensors(spot.whole))
+    numbers = sum(tensor.numel() for tensor in tensors_in(spot.whole))
     reads = 2 * sum(spot.sizes)
     return max(LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
 
 
 def _hooked(model: nn.Module) -> str:
-    """The name of a parameter whose gradient a hook sees; empty where there is none."""
+    """The name of a parameter with a hook on its gradient; empty if there is none."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return name
@@ -156,7 +163,7 @@ def _not_shown(why: str, derived: str = "") -> Trial:
 
 def _sum(how: str) -> RecipeError:
     return RecipeError(
-        f"{how}: it is a sum, and a sum over a global batch depends on how large that is. Divide "
+        f"{how}: it is a sum, and a sum over a global batch depends on its size. Divide "
         "by the batch size (reduction='mean'), or return "
         "instep.WeightedLoss(total, weight) from compute_loss."
     )
@@ -171,27 +178,27 @@ def _nearness(model: TrialModel) -> tuple[float, float]:
 
 
 def mean_of(forward: Forward, batches: Iterable[Any], *, seed: int) -> str:
-    """What the loss of a Hugging Face model is a mean of, where there is nothing else to try.
+    """What the loss of a Hugging Face model is a mean of, if there is nothing to compare.
 
     Args:
         forward: of the worker; its model is left as it is.
-        batches: read as they are asked for.
-        seed: for the draws of the passes.
+        batches: read when they are asked for.
+        seed: of the random draws of the passes.
 
     Returns:
-        A name of `weights.DERIVED`; empty where it is not found out.
+        A name of `weights.DERIVED`; empty if it is not found.
     """
     with ExitStack() as stack:
         try:
             model = stack.enter_context(trial_model(forward, seed))
-        except Exception:  # whatever a user's module cannot be copied for
+        except Exception:  # a user's module may raise anything
             return ""
-        model.draws = Still
+        model.draws = ConstantDraws
         return model.mean_of(itertools.islice(batches, LEAST))
 
 
-class _Tried:
-    """The trial itself: a list of what differs, by name."""
+class _Comparison:
+    """The trial itself: it collects what differs, by name."""
 
     def __init__(
         self,
@@ -211,20 +218,20 @@ class _Tried:
         self._derived = ""
         self._near, self._floor = _nearness(model)
         self.idle = True
-        """Whether no parameter has got a gradient in any pass."""
+        """Whether no parameter got a gradient in any pass."""
         self._differs: list[str] = []
         self.compared = 0
-        """Spots that could be."""
+        """Spots that could be compared."""
         self._untried = "nothing counts in the batches that were tried"
-        self._uncut = ""
+        self._not_cut = ""
         self._drew_elsewhere = False  # than from torch's generators
 
     def verdict(self, spots: Iterator[Spot]) -> Trial:
-        """Try spot after spot, until something differs."""
+        """Compare spot after spot, until something differs."""
         first = next(spots)
         drew = self._repeats(first)
-        stills = drew and not self._cuts
-        self._model.draws = Still if stills else nullcontext
+        constant = drew and not self._cuts
+        self._model.draws = ConstantDraws if constant else nullcontext
         self._known |= self._forward.weighs_itself
         self._model = self._model.widened(first.parts[0], first.sizes[0])
         self._near, self._floor = _nearness(self._model)
@@ -233,29 +240,29 @@ class _Tried:
         moved = False
         self._first, self._begin = first, self._model.run(first.parts[0], first.sizes[0])
         for spot, level in zip(spots, itertools.cycle(LEVELS), strict=False):
-            self._model.draws = partial(Still, level) if stills else nullcontext
+            self._model.draws = partial(ConstantDraws, level) if constant else nullcontext
             moved |= self._compare(spot)
             if self._differs:
                 break
-        if stills and self._forward.recipe.turns and not self._differs:
+        if constant and self._forward.recipe.turns and not self._differs:
             self._compare_with_noise(first)
-        self._model.draws = Still if stills else nullcontext
+        self._model.draws = ConstantDraws if constant else nullcontext
         self._check_again(first, self._begin)
         return self._judge(drew, moved)
 
     def _compare_with_noise(self, spot: Spot) -> None:
-        """Noise held still can hide what a layer does with it: BatchNorm in a generator, say."""
+        """Constant draws can hide what a layer does with noise, as BatchNorm in a generator."""
         self._cuts, self._model.draws = True, nullcontext
         try:
             self._compare(spot)
         except RecipeError:
-            self._uncut = "what the forward pass draws cannot be drawn micro-batch by micro-batch"
+            self._not_cut = "what the forward pass draws cannot be drawn micro-batch by micro-batch"
 
     def _judge(self, drew: bool, moved: bool) -> Trial:
         if self._differs and self._drew_elsewhere:
             return _not_shown(
-                "something draws from numpy's or Python's generators, which cannot be held still "
-                "while samples are tried apart and together. Draw with torch's",
+                "something draws from numpy's or Python's generators, so it gives other results "
+                "each time it is tried. Draw with torch's",
                 self._derived,
             )
         if self._differs:
@@ -265,14 +272,14 @@ class _Tried:
             return _not_shown(self._untried)
         if self._near >= _NEAR_IN_SHORT[0]:
             return _not_shown(
-                "the model cannot be tried in more than its own 16 bits, in which a difference of "
-                "a per cent does not show",
+                "the model can only be tried in its own 16 bits, which do not show a difference of "
+                "a per cent",
                 self._derived,
             )
         if not self._known:
             why = (
-                f"{self._name} is your own function, and what it is a mean of may depend on what a "
-                "batch holds"
+                f"{self._name} is your own function, and what it is a mean of may depend on the "
+                "contents of a batch"
             )
             return Trial(
                 False,
@@ -281,8 +288,8 @@ class _Tried:
                 "(inputs, target), weight=lambda batch: len(batch[0])), or return "
                 "instep.WeightedLoss(total, weight)",
             )
-        if self._uncut:
-            return _not_shown(self._uncut)
+        if self._not_cut:
+            return _not_shown(self._not_cut)
         if moved:
             return Trial(False, "the model's buffers follow its batches", "yes", self._derived)
         if drew:
@@ -293,7 +300,7 @@ class _Tried:
     # ---- one pass, twice
 
     def _repeats(self, spot: Spot) -> bool:
-        """Run one micro-batch twice, which must give the same; whether it draws random numbers."""
+        """Run a micro-batch twice, to see if it repeats; whether it draws random numbers."""
         drew = False
 
         @contextmanager
@@ -310,12 +317,12 @@ class _Tried:
         return drew
 
     def _check_again(self, spot: Spot, once: PassResult | None) -> None:
-        """Run a micro-batch again, which must give the same; else that is the reason."""
+        """Run a micro-batch again; if the result differs, that is the reason for the verdict."""
         again = self._model.run(spot.parts[0], spot.sizes[0])
         if once is not None and again is not None and not self._same(once, again):
             buffer = self._model.kept_by_loss(spot.parts[0], spot.sizes[0])
             who, how = "the model or its loss", "it counts calls in Python, has a list or a value "
-            how += "that each call moves, or draws from a generator of its own"
+            how += "that each call changes, or draws from a generator of its own"
             if buffer:
                 who, how = self._name, f"in its buffer {buffer!r}"
             self._differs[:] = [
@@ -326,7 +333,7 @@ class _Tried:
 
     def _same(self, one: PassResult, other: PassResult) -> bool:
         if not math.isfinite(one.loss) and not math.isfinite(other.loss):
-            return True  # nothing can be said
+            return True  # unknown
         return _close(one.loss, other.loss, self._near) and not self._gradients_differ(
             one.gradients, other.gradients
         )
@@ -334,7 +341,7 @@ class _Tried:
     # ---- what a Hugging Face model's loss is a mean of
 
     def _derive(self, spots: Iterator[Spot]) -> Iterator[Spot]:
-        """Find it out from the first spots; gives all of them back."""
+        """Find it with the first spots; returns all spots."""
         if self._known or self._forward.recipe.turns:
             return spots
         taken: list[Spot] = []
@@ -350,13 +357,13 @@ class _Tried:
             self._forward.derive(self._derived)
         return itertools.chain(taken, spots)
 
-    # ---- apart and as one
+    # ---- separately and as one batch
 
     def _compare(self, spot: Spot) -> bool:
-        """Compare the micro-batches with all as one; whether buffers were moved."""
+        """Compare the micro-batches with all as one batch; whether buffers were changed."""
         passes, whole = self._passes(spot)
         if whole is not None and not math.isfinite(whole.loss):
-            self._model.move_back()  # a place where the model is not defined
+            self._model.move_back()  # the loss is not finite there
             self._begin = self._model.run(self._first.parts[0], self._first.sizes[0])
             passes, whole = self._passes(spot)
         apart = [each for each in passes if each is not None]
@@ -376,18 +383,18 @@ class _Tried:
         packed = self._packed(spot)
         if not alike and not packed and _made_otherwise(spot):
             self._differs.append(
-                "a batch does not hold its samples as its micro-batches do: the dataset draws "
+                "the samples of a batch differ from those of its micro-batches: the dataset draws "
                 "from a generator of its own, or collate draws or looks at the whole batch"
             )
             return moved
         if not alike:
             self._refuse_sum(apart, whole)
-            layer = "" if packed else self._looks_at_its_batch(spot)
+            layer = "" if packed else self._layer_that_mixes(spot)
         seen = spot.sizes[0]  # the last may have been made longer
         if layer:
             self._differs.append(
-                f"{layer} looks at the other samples of its batch: it sees {seen} at a time, "
-                f"where one machine would show it {self._whole}"
+                f"{layer} looks at the other samples of its batch: it sees {seen} at a time; on "
+                f"one machine it would see {self._whole}"
             )
         elif not alike:
             self._differs.append(self._by_loss(loss, whole.loss, worst, spot, packed))
@@ -401,7 +408,7 @@ class _Tried:
 
     @contextmanager
     def _as_one(self, spot: Spot) -> Iterator[None]:
-        """A pass over the whole of a spot draws what each part would, where that is wanted."""
+        """In this context a pass over the whole spot draws for each part, if that is wanted."""
         before = self._model.draws
         if self._cuts:
             keys = [self._seed] * len(spot.sizes)
@@ -410,8 +417,8 @@ class _Tried:
         self._model.draws = before
 
     def _packed(self, spot: Spot) -> str:
-        """The shape of a batch that is weighed by samples, though none of it is a row each."""
-        shape = next((list(t.shape) for t in _all_tensors(spot.whole) if t.dim()), [])
+        """The shape of a batch that is weighed by samples, but has no row for each of them."""
+        shape = next((list(t.shape) for t in tensors_in(spot.whole) if t.dim()), [])
         weighed = not self._by_samples or self._forward.weighs_itself or self._derived
         return "" if weighed or not shape or sum(spot.sizes) in shape[:2] else str(shape)
 
@@ -419,7 +426,7 @@ class _Tried:
         if packed:
             by = (
                 f"collate packs samples ({sum(spot.sizes)} of them into the shape {packed}), and "
-                "it is a mean of what they hold, such as tokens: Recipe.weight can say of how many"
+                "it is a mean of their contents, such as tokens: Recipe.weight can say of how many"
             )
         elif self._forward.recipe.weight:
             by = "Recipe.weight is not what it is a mean of, or it compares the samples of a batch"
@@ -433,18 +440,17 @@ class _Tried:
         each = "both" if many == 2 else "all"
         if worst and _close(apart, whole, self._near):
             what = (
-                f"has another gradient, of {worst!r}, for {counted} micro-batches apart than for "
-                f"{each}"
+                f"has another gradient, of {worst!r}, for {counted} micro-batches than for {each}"
             )
         else:
-            what = f"is {apart:.6g} for {counted} micro-batches apart and {whole:.6g} for {each}"
+            what = f"is {apart:.6g} for {counted} micro-batches and {whole:.6g} for {each}"
         return (
-            f"{self._name} {what} as one batch: {by}. It sees {spot.sizes[0]} samples at a time, "
-            f"where one machine would show it {self._whole}"
+            f"{self._name} {what} as one batch: {by}. It sees {spot.sizes[0]} samples at a time; "
+            f"on one machine it would see {self._whole}"
         )
 
     def _refuse_sum(self, apart: Sequence[PassResult], whole: PassResult) -> None:
-        """A loss that micro-batches add up to is no mean."""
+        """Refuse a loss whose value over the whole is the sum over the micro-batches."""
         total = sum(each.loss for each in apart)
         tiny = abs(total) < 1e-12
         if self._known or len(apart) < 2 or tiny or not _close(total, whole.loss, self._near):
@@ -453,7 +459,7 @@ class _Tried:
             raise _sum(f"{self._name} is about twice as large with two micro-batches")
 
     def _gradients_differ(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-        """The name of a parameter whose gradients differ; empty where none do."""
+        """The name of a parameter whose gradients differ; empty if none do."""
         lengths = {name: float(gradient.double().norm()) for name, gradient in other.items()}
         length = math.hypot(*lengths.values())
         for name in self._model.parameters:
@@ -473,14 +479,14 @@ class _Tried:
     def _buffers(
         self, apart: Sequence[PassResult], sizes: Sequence[int], whole: PassResult
     ) -> tuple[bool, str]:
-        """Name the buffers that one batch leaves other than the mean over its micro-batches.
+        """Name the buffers that are not the mean over micro-batches after the whole batch.
 
         Returns:
-            Whether buffers were moved, and the first layer of batch normalisation whose
-            statistics are other: it is named where the gradients do not lead to it.
+            Whether buffers were changed, and the first layer of batch normalisation whose
+            statistics differ: it is named if the gradients do not show the cause.
         """
         moved, layer = False, ""
-        statistics = self._statistics()
+        statistics = batch_norm_buffers(self._model.model)
         for name, kept in self._model.committed.items():
             after = [each.buffers.get(name) for each in (*apart, whole)]
             if any(each is None or each.shape != kept.shape for each in after):
@@ -489,7 +495,7 @@ class _Tried:
             if all(torch.equal(each, kept.double()) for each in values):
                 continue
             moved = True
-            if len(apart) < len(sizes):  # in one of them nothing counts: that is no pass
+            if len(apart) < len(sizes):  # in one of them no sample counts, so it was not run
                 continue
             share = [size / sum(sizes) for size in sizes]
             mean = sum(w * each for w, each in zip(share, values[:-1], strict=True))
@@ -504,90 +510,23 @@ class _Tried:
                 layer = layer or statistics[name]
             else:
                 self._differs.append(
-                    f"the buffer {name!r} is no running average: two micro-batches apart leave it "
-                    "other than both as one batch do, and the mean over micro-batches is what is "
-                    "kept"
+                    f"the buffer {name!r} is no running average: it differs between two "
+                    "micro-batches and both as one batch, and a run keeps the mean over "
+                    "micro-batches"
                 )
         return moved, layer
 
-    def _statistics(self) -> dict[str, str]:
-        """The buffers of batch normalisation, and their layers in words."""
-        return {
-            f"{prefix}.{name}" if prefix else name: self._in_words(prefix)
-            for prefix, module in self._model.model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            for name in module._buffers
-        }
-
-    # ---- who is it
-
-    def _looks_at_its_batch(self, spot: Spot) -> str:
-        """The innermost module that gives samples other outputs in another batch, if one does."""
-        apart = [self._outputs(part) for part in spot.parts]
+    def _layer_that_mixes(self, spot: Spot) -> str:
+        apart = [outputs_of(self._model, part) for part in spot.parts]
         with self._as_one(spot):
-            whole = self._outputs(spot.whole)
-        for name, (given, made) in whole.items():
-            if not made or any(name not in outputs for outputs in apart):
-                continue
-            given_alike, made_alike = (
-                _rows_alike([outputs[name][place] for outputs in apart], tensors, self._near)
-                for place, tensors in enumerate((given, made))
-            )
-            if given_alike and made_alike is False:
-                return self._in_words(name)
-        return ""
-
-    def _in_words(self, name: str) -> str:
-        module = self._model.model.get_submodule(name)
-        more = sum(type(each) is type(module) for each in self._model.model.modules()) - 1
-        others = f" (and {more} more of its kind)" if more else ""
-        return f"{type(module).__name__} {name!r}{others}"
-
-    def _outputs(self, batch: Any) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """Name of each module to the tensors it was given and made, in the order they ended."""
-        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        hooks = []
-        for name, module in self._model.model.named_modules():
-            if not name:
-                continue
-
-            def keep(_: nn.Module, given: Any, made: Any, name: str = name) -> None:
-                found.setdefault(name, (_tensors(given), _tensors(made)))
-
-            hooks.append(module.register_forward_hook(keep))
-        try:
-            self._model.run(batch, 1)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
-
-
-def _rows_alike(apart: Sequence[list[Tensor]], whole: list[Tensor], near: float) -> bool | None:
-    """Whether the tensors of the whole are those of the parts, one after the other.
-
-    None where that cannot be told: none of them is made of rows of the others, as where
-    batches are padded to other lengths.
-    """
-    alike = None
-    for tensor, *parts in zip(whole, *apart, strict=False):
-        for dim in range(min(2, tensor.dim())):
-            if any(part.dim() != tensor.dim() for part in parts):
-                break
-            rests = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (tensor, *parts)}
-            if len(rests) == 1 and tensor.shape[dim] == sum(part.shape[dim] for part in parts):
-                joined = torch.cat(parts, dim).double()
-                gap = float((joined - tensor.double()).norm())
-                same = gap <= near * float(joined.norm()) + 1e-12
-                alike = same and alike is not False
-                break
-    return alike
+            whole = outputs_of(self._model, spot.whole)
+        name = first_that_mixes(apart, whole, self._near)
+        return layer_in_words(self._model.model, name) if name else ""
 
 
 def _made_otherwise(spot: Spot) -> bool:
-    """Whether the whole batch is seen to hold other numbers than its parts."""
-    apart = [_all_tensors(part) for part in spot.parts]
-    return _rows_alike(apart, _all_tensors(spot.whole), 0.0) is False
+    apart = [tensors_in(part) for part in spot.parts]
+    return rows_alike(apart, tensors_in(spot.whole), 0.0) is False
 
 
 def _mean(passes: Sequence[PassResult], shares: Sequence[float]) -> dict[str, Tensor]:
@@ -605,29 +544,6 @@ def _close(one: float, other: float, near: float) -> bool:
     return math.isclose(one, other, rel_tol=near, abs_tol=near * 1e-3)
 
 
-def _all_tensors(given: Any) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    values = given.values() if isinstance(given, Mapping) else given
-    return (
-        [tensor for value in values for tensor in _all_tensors(value)]
-        if isinstance(given, (Mapping, tuple, list))
-        else []
-    )
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    """The floating-point tensors of a module's inputs or outputs."""
-    if isinstance(given, Tensor):
-        return [given.detach().clone()] if given.is_floating_point() else []
-    if isinstance(given, Mapping):
-        return [tensor for value in given.values() for tensor in _tensors(value)]
-    if isinstance(given, (tuple, list)):
-        return [tensor for value in given for tensor in _tensors(value)]
-    return []
-
-
 def _on_gpus() -> list[Tensor]:
-    """What a draw on any GPU changes."""
     there = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.cuda.get_rng_state_all() if there else []

@@ -1,7 +1,7 @@
-"""Whether a run that goes on still reads the dataset it was trained on.
+"""Checks, when a run is resumed, that its datasets are those it was trained on.
 
-The first worker reads a few samples when the run begins, and tells the log by what
-the dataset is known again; when the run goes on, it compares.
+Worker 0 reads a few samples when a run starts, and logs their fingerprint; when the run is
+resumed, it compares.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from instep.worker.member import Member
 
 
 def check_datasets(member: Member, train: Loader, validation: Loader | None) -> int | None:
-    """Compare with what the run has read before, and tell by what its datasets are known.
+    """Compare the datasets with their fingerprints in the log, and log those of now.
 
     Returns:
-        A sample of the training that held something else when it was read again, now or
-        before; None where each that was read twice repeated.
+        A training sample that was different when it was read a second time, now or in an
+        earlier session; None if all that were read twice were the same.
 
     Raises:
-        DataError: one has changed since, and `data.changed` does not accept that; or the number
-            of samples to train on has, which nothing accepts.
+        DataError: a dataset has changed, and `data.changed` does not accept that; or the number
+            of training samples has changed, which is never accepted.
     """
     before = (
         {
@@ -44,19 +44,21 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
             else loader.fingerprint()
         )
         if name in before and not now.same_as(before[name]):
-            text = _changed(name, before[name], now)
+            text = _difference(name, before[name], now)
             if loader is train and now.samples != before[name].samples:
                 raise DataError(
-                    f"{text} Which samples an epoch has left follows from their number, so the run "
-                    "cannot go on. Put the dataset back as it was; or start a new run from this "
-                    f"one's model: --set start.model={member.run}"
+                    f"{text} The order of an epoch follows from this number, so the run cannot be "
+                    "resumed. Put the dataset back as it was; or start a new run from the model "
+                    f"of this one: --set start.model={member.run}"
                 )
             if member.job.data.changed == "refuse":
                 raise DataError(
-                    f"{text} Put it back as it was; or train on with what it is now: "
+                    f"{text} Put it back as it was; or accept the dataset that is there now: "
                     "--set data.changed=accept"
                 )
-            member.emit("warning", text=f"{text} It goes on with what it is now.")
+            member.emit(
+                "warning", text=f"{text} Training continues with the dataset that is there now."
+            )
         if name == "training":
             differed = now.differed or (before[name].differed if name in before else [])
         if now.differed and name not in before:
@@ -71,19 +73,19 @@ def check_datasets(member: Member, train: Loader, validation: Loader | None) -> 
     return differed[0] if differed else None
 
 
-def not_as_read_once(sample: int) -> str:
-    """The verdict on a run whose training dataset does not repeat; no number of workers helps."""
+def unrepeatable(sample: int) -> str:
+    """The verdict on a run whose training dataset is not repeatable, at any number of workers."""
     return (
-        f"no: the training dataset is not repeatable (sample {sample} held something else when it "
-        "was read again): it draws from a place that no key reaches, and is read more often than "
-        f"by one machine. {_REMEDY}"
+        f"no: the training dataset is not repeatable (sample {sample} was different when it was "
+        "read again): it draws random numbers that do not follow from the job's seed, and it is "
+        f"read more often than by one machine. {_REMEDY}"
     )
 
 
-_REMEDY = "Draw from a global generator, or give the random part as Recipe.augment"
+_REMEDY = "Draw from a global generator, or move the random part into Recipe.augment"
 
 
-def _changed(name: str, before: Fingerprint, now: Fingerprint) -> str:
+def _difference(name: str, before: Fingerprint, now: Fingerprint) -> str:
     if now.samples != before.samples:
         return (
             f"the {name} dataset had {before.samples:,} samples when the run was started and has "
@@ -92,16 +94,16 @@ def _changed(name: str, before: Fingerprint, now: Fingerprint) -> str:
     other = before.changes(now)
     return (
         f"the {name} dataset is not what it was when the run was started: of "
-        f"{len(before.comparable(now))} samples, {len(other)} hold something else (the first is "
+        f"{len(before.comparable(now))} samples, {len(other)} are different (the first is "
         f"sample {other[0]}); the fingerprint was {before.digest} and is {now.digest}."
     )
 
 
 def _not_repeatable(name: str, now: Fingerprint) -> str:
     return (
-        f"the {name} dataset is not repeatable: sample {now.differed[0]} held something else when "
-        "it was read again with the same generators (torch's, numpy's and Python's global ones). "
-        "It draws from another place, such as a generator of its own or the system's; so the same "
-        "run gives other values each time, and at another number of workers. "
+        f"the {name} dataset is not repeatable: sample {now.differed[0]} was different when it was "
+        "read again with the same global generators (torch's, numpy's and Python's). It draws from "
+        "another source, such as a generator of its own or the system's, so each run gets "
+        "other values, and so does each number of workers. "
         f"{_REMEDY}."
     )

@@ -1,10 +1,9 @@
-"""Random draws that are the same for every sample, while something is tried.
+"""Replaces torch's random draws by constants, the same for every sample.
 
-Whether a model treats each sample apart can be seen by running samples apart
-and together, unless it draws random numbers: then they differ because of
-those. Here each draw of torch's gives one constant wherever it is asked for,
-so that what still differs is the model's own doing. What numpy or Python draw
-is not seen here.
+Whether a model treats samples separately shows when they are run apart and together, unless it
+draws random numbers: then the results differ anyway. In `ConstantDraws` every draw of torch's
+gives a constant, so a remaining difference comes from the model. Draws of numpy and Python are
+not replaced.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS = (0.5, 0.05, 0.95)
-"""Constants to try with: code may ask whether a draw is below some probability."""
+"""Constants to try: code may compare a draw with a probability."""
 
 
-class Still(TorchDispatchMode):
+class ConstantDraws(TorchDispatchMode):
     """In this context torch draws constants: dropout drops nothing, noise is one number.
 
-    A permutation is the reversed order: it joins samples, and is to be seen doing so. So is
-    the order that equal numbers are sorted into, since `rand(n).argsort()` is a permutation too.
+    A permutation becomes the reversed order, since it mixes samples, which must show. So does
+    the order of equal numbers that are sorted, since `rand(n).argsort()` is a permutation too.
 
     Args:
-        level: what is drawn where floating-point numbers are, of 0 to 1; in another range, as
-            far along it.
+        level: the constant of a draw from 0 to 1; of another range, the same share of it.
     """
 
     def __init__(self, level: float = LEVELS[0]) -> None:
@@ -37,7 +35,7 @@ class Still(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Pass on what does not draw."""
+        """Replace what draws; pass on everything else."""
         kwargs = dict(kwargs or {})
         name = func._schema.name
         if name == "aten::sort":
@@ -72,7 +70,7 @@ class Still(TorchDispatchMode):
 
 
 def _sorted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sort; where all is one number, as what was drawn is, into the reversed order."""
+    """Sort; if all numbers are equal, as drawn constants are, into the reversed order."""
     values, order = func(*args, **kwargs)
     if not values.dim() or not values.numel() or not bool((values == values.flatten()[0]).all()):
         return values, order

@@ -1,0 +1,171 @@
+"""Refuses a job before any process is started: parts that do not exist, or do not go together.
+
+What one section can check by itself is checked in `spec.py`. Ways in: `check_job`, and
+`open_switchboard` for the address that a run listens on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from instep.comm.codecs import CODECS
+from instep.comm.endpoint import Switchboard
+from instep.errors import RecipeError, SpecError, file_beside
+from instep.launch import LAUNCHERS
+from instep.recipe.start_file import start_file
+from instep.spec import JobSpec
+from instep.state.model_file import check_hash
+from instep.sync import ROUNDS, SERVERS, STRATEGIES
+from instep.system.environment import ASKED, INSIDE
+
+WILDCARDS = ("::", "::0", "[::]", "*")
+"""Besides 0.0.0.0, what means every address of a machine."""
+
+
+def check_job(job: JobSpec, *, resumed: bool = False) -> None:
+    """Refuse a job before any process starts.
+
+    Args:
+        job: to be run.
+        resumed: its model is in a checkpoint; the file it started from may be gone.
+
+    Raises:
+        SpecError: a part by that name does not exist, or not in this version; or this is a
+            process of another run.
+        CheckpointError: the model to start from is damaged, or not a safetensors file.
+    """
+    if ASKED in os.environ:
+        raise SpecError(
+            "the script calls instep.train, which starts its workers itself: run it as a program "
+            "of its own, with python."
+        )
+    if INSIDE in os.environ:
+        raise SpecError(
+            "a run was started while the recipe's file was being imported. Put the call under "
+            "`if __name__ == '__main__':`."
+        )
+    STRATEGIES.check(job.sync.name)
+    LAUNCHERS.check(job.launch.name or "local")
+    CODECS.check(job.sync.codec)
+    _check_sync(job)
+    _check_clashes(job)
+    if job.mesh.ranks > 1:
+        raise SpecError(
+            f"[mesh] asks for {job.mesh.ranks} ranks in a replica: this version keeps a replica "
+            "in one process. Leave the section out."
+        )
+    file = Path(job.recipe.rpartition(":")[0])
+    if not file.is_file():
+        raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
+    if job.launch.hosts:
+        open_switchboard(job).close()
+    model = None if resumed else start_file(job.start)
+    if model is not None:
+        check_hash(model)
+
+
+def _check_sync(job: JobSpec) -> None:
+    """Refuse keys of `[sync]` that its strategy does not know or needs, and wrong options."""
+    sync = job.sync
+    if sync.name in ROUNDS and not sync.participants:
+        raise SpecError(
+            f"sync.name = {sync.name!r} needs sync.participants: how many take local steps "
+            f"side by side in a round. Set it to {job.workers} or more."
+        )
+    if sync.name not in ROUNDS:
+        defaults = {"participants": 0, "local_steps": 1, "local_optimizers": "reset"}
+        for key, default in defaults.items():
+            if getattr(sync, key) != default:
+                raise SpecError(
+                    f"sync.{key} = {getattr(sync, key)!r}: {sync.name} agrees on every step. Leave "
+                    "the key out, or use sync.name = 'averaging'."
+                )
+    if sync.name not in SERVERS and sync.servers != 1:
+        raise SpecError(
+            f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
+            "use sync.name = 'server_sync'."
+        )
+    if sync.name in SERVERS and job.recipe.endswith(":__main__"):
+        raise SpecError(
+            f"sync.name = {sync.name!r} needs a recipe: your own loop calls the optimizer, which "
+            "is on the servers. Write a recipe, or use sync.name = 'all_reduce'."
+        )
+    if sync.options:  # only then: it imports torch
+        from instep.sync.base import make_strategy
+
+        make_strategy(sync.name, sync.options)
+
+
+def _check_clashes(job: JobSpec) -> None:
+    """Refuse settings of several sections that do not go together."""
+    sync = job.sync
+    settings = {
+        "sync.codec": sync.codec != "none",
+        "train.determinism = 'bits'": job.train.determinism == "bits",
+        "train.batch_norm = 'global'": job.train.batch_norm == "global",
+        "train.device = 'cuda'": job.train.device == "cuda",
+        "train.precision = 'float16'": job.train.precision == "float16",
+        "check.corruption": job.check.corruption,
+        "stop.gradient_norm": job.stop.by_norm,
+    }
+    clashes: dict[str, str] = {}
+    this = f"sync.name = {sync.name!r}"
+    if sync.name in ROUNDS:
+        clashes = dict.fromkeys(settings, _OWN_STEPS)
+        del clashes["train.determinism = 'bits'"], clashes["train.device = 'cuda'"]
+    elif sync.name in SERVERS:
+        clashes = _WITH_SERVERS
+    elif sync.codec != "none":
+        this, clashes = f"sync.codec = {sync.codec!r}", _WITH_A_CODEC
+    for setting, why in clashes.items():
+        if settings[setting]:
+            raise SpecError(f"{this} does not go with {setting}: {why}. Leave one of the two out.")
+
+
+_OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
+_ON_THE_HOST = "servers and workers compute on the CPU"
+_WITH_SERVERS = {
+    "sync.codec": "servers are sent plain numbers",
+    "train.device = 'cuda'": _ON_THE_HOST,
+    "train.precision = 'float16'": _ON_THE_HOST,
+    "check.corruption": "it compares states that every worker has",
+}
+_WITH_A_CODEC = {
+    "train.determinism = 'bits'": "what a codec drops depends on how many workers there are",
+    "check.corruption": "gradients are not compared to the bit",
+    "train.precision = 'float16'": "the scale of the loss changes",
+}
+
+
+def open_switchboard(job: JobSpec) -> Switchboard:
+    """Where the run's masters listen: on loopback, or where the hosts reach this machine.
+
+    Raises:
+        SpecError: it is not an address of this machine, or other hosts cannot reach it.
+    """
+    if not job.launch.hosts:
+        return Switchboard()
+    address = job.launch.address
+    try:
+        wild = address in WILDCARDS  # some are not IPv4
+        found = "0.0.0.0" if wild else socket.gethostbyname(address or socket.gethostname())
+        if found == "0.0.0.0":
+            what = f"launch.address = {address!r}" if address else f"this machine's name, {found},"
+            raise SpecError(
+                f"{what} means every address of this machine: the run would listen on all its "
+                "networks, and the hosts need one address to connect to. Give the address that "
+                "they reach, such as 10.0.0.1."
+            )
+        if not address and found.startswith("127."):
+            raise SpecError(
+                f"this machine's name leads to {found}, which other hosts cannot reach. Say "
+                "launch.address, the address of this machine on the network of the hosts."
+            )
+        return Switchboard(found)
+    except OSError as error:
+        raise SpecError(
+            f"launch.address = {address!r}: nothing can listen there ({error.strerror}). Give an "
+            "address of this machine."
+        ) from None

@@ -1,0 +1,137 @@
+"""What is written about a run by its client: facts at its start, files and one error at its end.
+
+Way in: `about` before the run, `finish` or `failure` after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from instep.comm.messages import Failed
+from instep.errors import InstepError, RecipeError, RunError, WorkerError
+from instep.formats import INSTEP
+from instep.plain_file import write_plain
+from instep.spec import JobSpec
+from instep.store.folder import BEGINNING, StartPoint, resume_hint
+from instep.words import member
+
+
+def about(job: JobSpec) -> dict[str, Any]:
+    """Fields of `run_started`: the command, the machine, the versions."""
+    import psutil
+
+    names = ("torch", "numpy", "safetensors")
+    versions = {"python": platform.python_version(), "instep": INSTEP}
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "recipe_sha256": recipe_sha256(job),
+        "started_by": "instep",
+        "versions": versions | {n: _version(n) for n in names},
+    }
+
+
+def recipe_sha256(job: JobSpec) -> str:
+    """Of the recipe's file as it is now; empty if there is none."""
+    file = Path(job.recipe.rpartition(":")[0])
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def finish(folder: Path, start_point: StartPoint = BEGINNING) -> dict[str, Any]:
+    """Write summary, report and trace of a run that has ended, and return the summary.
+
+    Args:
+        folder: of the run.
+        start_point: where it started; if that is another run, its ledger does not begin at 1.
+
+    Raises:
+        RunError: a file cannot be written; or, once all are written: the ledger is not what
+            the job says.
+    """
+    from instep.report.figures.proof import prove
+    from instep.report.figures.summary import summarise
+    from instep.report.page.page import write_report
+    from instep.report.timeline import write_trace
+    from instep.store.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    summary = summarise(run)
+    try:
+        text = json.dumps(summary, indent=2) + "\n"
+        write_plain(folder / "summary.json", text)
+        write_report(run, folder / "report.html")
+        write_trace(run, folder / "trace.json")
+    except OSError as error:
+        raise RunError(
+            f"the run has ended, but its report cannot be written to {folder}: {error.strerror}. "
+            f"Make room, then: instep report {folder}"
+        ) from None
+    if run.outcome == "unfinished":
+        raise RunError(
+            f"the run has ended, but its end could not be written to {folder / 'events.jsonl'}, "
+            "and its report has gaps: the disk was full or read-only."
+        )
+    whole = start_point.checkpoint is None or start_point.checkpoint.is_relative_to(folder)
+    if whole and run.outcome in ("completed", "stopped") and not run.audit.exact:
+        raise RunError(f"the run has ended, but {prove(run).fault}")
+    return summary
+
+
+def refused(failed: Failed, folder: Path, start_point: StartPoint = BEGINNING) -> bool:
+    """Whether a run was refused before it trained anything, so that its folder can be removed.
+
+    Args:
+        failed: why it failed.
+        folder: of the run.
+        start_point: where it started.
+    """
+    from instep.events import LEDGER, read_records
+
+    kinds = ["SpecError", "RecipeError", "CheckpointError"]
+    if not failed.step:
+        kinds.append("DataError")
+    fresh = start_point == BEGINNING and failed.kind in kinds
+    return fresh and not len(read_records(folder / "ledger.bin", LEDGER))
+
+
+def failure(
+    worker: int | None, failed: Failed, folder: Path, servers: Collection[int] = ()
+) -> InstepError:
+    """The one error that a failed run ends with: the cause first, then where to read more."""
+    who, log = "the launcher", "host.log"
+    if worker is not None and worker >= 0:
+        who = member(worker, servers)
+        log = f"{who.replace(' ', '-')}.log"
+    at = f" at step {failed.step}" if failed.step else ""
+    doing = f", in {failed.phase}" if failed.phase else ""
+    lines = [f"{who} failed{at}{doing}: {failed.cause}"]
+    if failed.where:
+        lines.append(f"  {failed.where}: {failed.line}")
+    if (folder / "logs" / log).exists():  # under torchrun the output is not in the folder
+        lines.append(f"  full log: {folder / 'logs' / log}")
+    # an error of the recipe is the same, whichever worker finds it first
+    kind = RecipeError if failed.kind == RecipeError.__name__ else WorkerError
+    error = kind("\n".join(lines) + resume_hint(folder))
+    error.exit_code = failed.exit_code
+    return error

@@ -1,0 +1,271 @@
+"""What a recipe function returns: model, data, loss and optimizer, each checked by its type.
+
+What these parts make, is checked in `build.py`. Way in: `Recipe`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
+from instep.errors import RecipeError, near_miss
+
+
+class Turn(NamedTuple):
+    """One of several updates in a step: a GAN's discriminator, or its generator."""
+
+    name: str
+    """Among those of the recipe: letters, digits and `_`."""
+
+    parameters: Callable[[nn.Module], Iterable[nn.Parameter]]
+    """From the model to the parameters that this turn trains; no other turn has any of them."""
+
+    optimizer: Callable[[Any], Optimizer]
+    """From these parameters to an optimizer."""
+
+    compute_loss: Callable[[nn.Module, Any], Any]
+    """`compute_loss(model, batch)`: a scalar or an `instep.WeightedLoss`. Only this turn's
+    parameters get a gradient from it."""
+
+    scheduler: Callable[..., Any] | None = None
+    """From `(optimizer)`, or `(optimizer, steps)`, to a learning-rate scheduler."""
+
+    def names(self, model: nn.Module) -> list[str]:
+        """The names in the model of its parameters that need gradients.
+
+        Raises:
+            RecipeError: `parameters` returns something else than parameters of the model.
+        """
+        given = self.parameters(model)
+        if isinstance(given, (Tensor, nn.Module)) or not isinstance(given, Iterable):
+            raise RecipeError(
+                f"turns[{self.name!r}].parameters returned {a_or_an(given)}, but the parameters of "
+                "a part of the model are wanted: lambda model: model.generator.parameters()."
+            )
+        wanted = {id(parameter) for parameter in given}
+        every = dict(model.named_parameters())
+        if strangers := len(wanted - {id(parameter) for parameter in every.values()}):
+            raise RecipeError(
+                f"turns[{self.name!r}].parameters returned {strangers} that are not parameters of "
+                "the model: only those are summed over the workers. Make them part of it."
+            )
+        return [n for n, p in every.items() if id(p) in wanted and p.requires_grad]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything about a training that is not about machines."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """The model, or a function that builds it."""
+
+    train: Any
+    """Map-style dataset: `len(train)` samples, `train[i]` one of them, `(inputs, target)`; or a
+    `DataLoader` of one."""
+
+    optimizer: Callable[[Any], Optimizer] | None = None
+    """From the parameters to an optimizer: `lambda p: torch.optim.AdamW(p, lr=1e-3)`."""
+
+    turns: Sequence[Turn] = ()
+    """Several updates in each step, one after the other on the same batch, instead of `optimizer`
+    and a loss: a list of `instep.Turn`."""
+
+    loss: Callable[[Any, Any], Tensor] | None = None
+    """`loss(model(inputs), target)`, a mean over the batch: of its samples, unless `weight` says
+    what else."""
+
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    """Instead of `loss`, where a batch is not (inputs, target): `compute_loss(model, batch)`, a
+    scalar or an `instep.WeightedLoss`."""
+
+    embed: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None
+    """With `batch_loss`, instead of a loss: `embed(model, batch)` gives `(embeddings, targets)`,
+    tensors with a row for each sample, or tuples or dicts of them; targets may be None."""
+
+    batch_loss: Callable[[nn.Module, Any, Any], Tensor] | None = None
+    """`batch_loss(model, embeddings, targets)`, both of the whole global batch: a contrastive loss,
+    say."""
+
+    weight: Callable[[Any], float] | None = None
+    """`weight(batch)`: how much a batch has of what the loss is a mean of, such as tokens that
+    count; by default its samples. For a loss of torch it is known (class weights,
+    `ignore_index`), and a `compute_loss` may return an `instep.WeightedLoss` instead."""
+
+    validate: Any = None
+    """Dataset to validate on; each sample counts once."""
+
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    """Name to `metric(outputs, target)`, the mean over the samples of a batch."""
+
+    collate: Callable[[list[Any]], Any] | None = None
+    """From a list of samples to a batch; torch's default otherwise."""
+
+    augment: Callable[[Any, torch.Generator], Any] | None = None
+    """`augment(sample, generator)`: a training sample's random change, keyed by the sample."""
+
+    scheduler: Callable[..., Any] | None = None
+    """From `(optimizer)`, or `(optimizer, steps)` of the whole run, to a learning-rate
+    scheduler, advanced after every step."""
+
+    parameters: Callable[[nn.Module], Any] | None = None
+    """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
+
+    given: dict[str, LoaderParts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """How `train` and `validate` are read; a `DataLoader` in their place is taken apart."""
+
+    def __new__(cls, **given: Any) -> Recipe:
+        """Check the names of the parts.
+
+        Raises:
+            RecipeError: a Recipe has no part of that name, or a required one is missing.
+        """
+        parts = [f.name for f in fields(cls) if f.init]
+        for name in given:
+            if name not in parts:
+                raise RecipeError(f"a Recipe has no {name!r}. {near_miss(name, parts)}")
+        for name in ("model", "train", "optimizer"):
+            if name not in given and not (name == "optimizer" and "turns" in given):
+                raise RecipeError(f"a Recipe needs {name!r}, which was not given.")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_turns(self) if self.turns else _check_loss(self)
+        for name in ("train", "validate"):
+            if name == "train" or self.validate is not None:
+                self.given[name] = _apart(name, getattr(self, name))
+                object.__setattr__(self, name, self.given[name].dataset)
+                _check_dataset(name, self.given[name].dataset)
+        for name in ("optimizer", "weight", "collate", "augment", "scheduler", "parameters"):
+            given = getattr(self, name)
+            missing = given is None and name == "optimizer" and not self.turns
+            if missing or (given is not None and not callable(given)):
+                hint = _HINTS.get(name, "")
+                raise RecipeError(
+                    f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.{hint}"
+                )
+        _check_metrics(self.metrics)
+
+
+_HINTS = {
+    "optimizer": " Wrap it: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
+    "scheduler": " Wrap it: scheduler=lambda optimizer: StepLR(optimizer, 10).",
+}
+
+
+def a_or_an(value: Any) -> str:
+    """`an nn.Linear`, `a str`, `None`."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    vowel = name[0].lower() in "aeiou" or (name[:2].isupper() and name[0] in "FHLMNRSX")
+    return f"{'an' if vowel else 'a'} {name}"
+
+
+_LOSSES = ("loss", "compute_loss", "batch_loss")
+
+
+def _check_loss(recipe: Recipe) -> None:
+    losses = [name for name in _LOSSES if getattr(recipe, name) is not None]
+    if (recipe.embed is None) != (recipe.batch_loss is None):
+        given, missing = ("embed", "batch_loss")[:: 1 if recipe.embed is not None else -1]
+        raise RecipeError(
+            f"Recipe.{given} was given without {missing}: the two belong together. "
+            "embed(model, batch) gives (embeddings, targets) of a micro-batch, and "
+            "batch_loss(model, embeddings, targets) is the loss of the whole global batch."
+        )
+    if len(losses) != 1:
+        given = "none was" if not losses else f"{' and '.join(losses)} were"
+        raise RecipeError(
+            f"a Recipe needs one of loss, compute_loss, and embed with batch_loss; {given} given."
+        )
+    for name in (*_LOSSES, "embed"):
+        given = getattr(recipe, name)
+        if given is not None and not callable(given):
+            raise RecipeError(f"Recipe.{name} is {a_or_an(given)}, but a function is wanted.")
+    if recipe.loss is None and recipe.metrics:
+        raise RecipeError(
+            f"Recipe.metrics needs (outputs, target), which {losses[0]} does not give. "
+            f"Leave metrics out, or give loss instead of {losses[0]}."
+        )
+    if recipe.batch_loss is not None and recipe.weight is not None:
+        raise RecipeError(
+            "Recipe.weight is of a micro-batch, but batch_loss is a loss over the whole global "
+            "batch. Leave weight out."
+        )
+
+
+def _check_turns(recipe: Recipe) -> None:
+    turns = recipe.turns
+    if not isinstance(turns, (list, tuple)) or not all(isinstance(each, Turn) for each in turns):
+        raise RecipeError(
+            f"Recipe.turns is {a_or_an(turns)}, but a list of instep.Turn is wanted: "
+            "[instep.Turn('discriminator', ...), instep.Turn('generator', ...)]."
+        )
+    for name in ("optimizer", "scheduler", "parameters", *_LOSSES, "embed"):
+        if getattr(recipe, name) is not None:
+            raise RecipeError(
+                f"Recipe.turns and Recipe.{name} were given: each turn has its own optimizer and "
+                f"compute_loss. Leave {name} out."
+            )
+    if recipe.metrics:
+        raise RecipeError(
+            "Recipe.metrics needs (outputs, target), which the compute_loss of a turn does not "
+            "give. Leave metrics out."
+        )
+    names = [turn.name for turn in turns]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_]+", name):
+            raise RecipeError(f"a turn's name is {name!r}, but letters, digits and _ are wanted.")
+        if names.count(name) > 1:
+            raise RecipeError(f"two turns are called {name!r}. Give each a name of its own.")
+    for turn in turns:
+        for name in ("parameters", "optimizer", "compute_loss", "scheduler"):
+            given = getattr(turn, name)
+            if not callable(given) and not (name == "scheduler" and given is None):
+                raise RecipeError(
+                    f"turns[{turn.name!r}].{name} is {a_or_an(given)}, but a function is wanted."
+                )
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise RecipeError(
+            f"Recipe.metrics is {a_or_an(metrics)}, but a dict is wanted: "
+            "name to metric(outputs, target)."
+        )
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise RecipeError(f"Recipe.metrics[{name!r}] is {a_or_an(metric)}, not a function.")
+    if "loss" in metrics:
+        raise RecipeError(
+            "Recipe.metrics: the name 'loss' is taken by the loss itself. Choose another."
+        )
+
+
+def _apart(name: str, given: Any) -> LoaderParts:
+    try:
+        return unpack_loader(given)
+    except ValueError as error:
+        raise RecipeError(f"Recipe.{name} is a DataLoader that {error}.") from None
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    if iterable or not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
+        raise RecipeError(
+            f"Recipe.{name} is {a_or_an(dataset)}, but a map-style dataset is wanted: "
+            "one with a length and dataset[i]."
+        )
+    if columns := columns_in(dataset):
+        raise RecipeError(f"Recipe.{name} is {a_or_an(dataset)} {columns}")
+    if len(dataset) == 0:
+        raise RecipeError(f"Recipe.{name} has length zero: there is nothing to learn from.")
