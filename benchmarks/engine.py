@@ -65,6 +65,7 @@ def engine_around(
     from instep.sync.base import make_strategy
     from instep.worker.step.assignment import Lockstep
     from instep.worker.step.engine import Engine
+    from instep.worker.step.turns import TurnState
 
     member: Any = SimpleNamespace(
         job=spec_file.build(
@@ -84,7 +85,8 @@ def engine_around(
         waits_for_writer=lambda: False,
     )
     parameters = list(model.parameters())
-    engine = Engine(member, model, parameters, make_strategy("all_reduce", {}), update, votes=votes)
+    turn = TurnState("", parameters, update, make_strategy("all_reduce", {}))
+    engine = Engine(member, model, parameters, [turn], votes=votes)
     store = folder / f"meeting-{size}-{votes}"
     comm = (
         TorchComm(torch.distributed.FileStore(str(store), size), rank, size)

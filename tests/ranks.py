@@ -30,7 +30,9 @@ from instep.errors import PeerError
 from instep.events import LEDGER, read_records
 from instep.store.audit import audit
 from instep.store.ledger import cut_back
+from instep.sync.averaging import Averaging
 from instep.sync.base import make_strategy
+from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.served import ServedUpdate
@@ -215,8 +217,9 @@ class Rank:
         self.model = copy.deepcopy(MODEL).train()
         parameters = list(self.model.parameters())
         cut = len(parameters) // 2 if world.turns > 1 else 0
+        self.kept: LocalOptimizers | None = None
         turns = [
-            self._turn(name, part)
+            self._turn(name if cut else "", part)
             for name, part in (("first", parameters[:cut]), ("last", parameters[cut:]))
             if part
         ]
@@ -225,11 +228,9 @@ class Rank:
             self.member,  # type: ignore[arg-type]
             self.model,
             parameters,
-            self.strategy,
-            turns[-1].update,
+            turns,
             ends=lambda step, *_: step == LAST,
             votes=world.votes,
-            turns=turns if world.turns > 1 else (),
         )
         self._prepare, self._prepared = self.engine._prepare, -1
         self.engine._prepare = self._note  # type: ignore[method-assign]
@@ -253,9 +254,13 @@ class Rank:
         update.advance = moved  # type: ignore[method-assign]
         options = dict(self.world.options)
         codec = options.pop("codec", "none")
-        return TurnState(
-            name, parameters, update, make_strategy(self.world.strategy, options, codec)
-        )
+        kept = options.pop("local_optimizers", "reset") == "kept"
+        strategy = make_strategy(self.world.strategy, options, codec)
+        if kept:
+            assert isinstance(strategy, Averaging)
+            self.local = torch.optim.SGD(parameters)
+            strategy.kept = self.kept = LocalOptimizers(self.local)
+        return TurnState(name, parameters, update, strategy)
 
     def _note(self, staged: Any) -> None:
         """Which commit was prepared last, beside the engine's own account."""
@@ -355,11 +360,23 @@ class Rank:
             self.engine.begin_pass(part, weight, last=number == len(share.passes) - 1)
             rows = slice(part.samples.first, part.samples.stop)
             loss = nn.functional.mse_loss(self.model(INPUTS[rows]), TARGETS[rows])
+            self._remember(part.number, loss)
             loss.backward(inputs=self.engine.trained)
             self.engine.end_pass(part, weight)
             passes[part.number] = Weighed(float(loss.detach()) * part.size, float(part.size))
         samples = share.stop - share.first
         return self.engine.agree(passes, stop=False, samples=samples) is not None
+
+    def _remember(self, participant: int, loss: Tensor) -> None:
+        """What a participant's optimizer might: a sum over all its rounds, and how many."""
+        if self.kept is None:
+            return
+        self.local.state.clear()
+        self.kept.resume(participant)
+        own = self.local.state[self.local.param_groups[0]["params"][0]]
+        own["rounds"] = own.get("rounds", 0) + 1
+        own["sum"] = own.get("sum", 0.0) + loss.detach() * own["rounds"]
+        self.kept.computed(participant, self.kept.pack())
 
 
 class World:
@@ -367,8 +384,8 @@ class World:
 
     Args:
         run: the folder.
-        strategy: its name, with `options`; one of them may be the job's codec, or how many of
-            the members are servers.
+        strategy: its name, with `options`; one of them may be the job's codec, how many of the
+            members are servers, or whether participants remember something.
         determinism: of the job.
         votes: whether every commit is voted for.
         turns: updates in each step, one or two; commits are numbered by them.

@@ -120,7 +120,7 @@ IN_A_JOB_FILE = [
     Job("[train]\nsteps = 0", ["train.steps = 0: needs to be at least 1"]),
     Job(
         "[train]\nglobal_batch = 4",
-        ["micro_batches = 8 but global_batch = 4", "Set micro_batches to at most 4."],
+        ["micro_batches = 8 but train.global_batch = 4", "Set micro_batches to at most 4."],
     ),
     Job('[train]\ndeterminism = "bit"', ["train.determinism = \"bit\": needs to be 'order' or"]),
     Job(

@@ -27,6 +27,4 @@ class Law(StrEnum):
     SUM = "sum"
     """Only the sum over all holders counts: residuals."""
     MOVE = "move"
-    """It goes where its unit of work goes: a participant's local optimizer."""
-    DROP = "drop"
-    """It is made anew: caches."""
+    """It goes where its work goes: a server's part of the optimizer's state."""

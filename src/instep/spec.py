@@ -117,12 +117,6 @@ class TrainSpec(Section, frozen=True, kw_only=True):
             )
         if self.max_grad_norm is not None and not math.isfinite(self.max_grad_norm):
             raise ValueError(f"max_grad_norm = {self.max_grad_norm}: needs to be a finite number.")
-        if self.micro_batches > self.global_batch:
-            raise ValueError(
-                f"micro_batches = {self.micro_batches} but global_batch = {self.global_batch}: "
-                "a micro-batch needs at least one sample. "
-                f"Set micro_batches to at most {self.global_batch}."
-            )
 
 
 class StopSpec(Section, frozen=True, kw_only=True):
@@ -222,6 +216,10 @@ class SyncSpec(Section, frozen=True, kw_only=True):
 
     local_steps: Positive = 1
     """Of `averaging`: how many steps a participant takes in a round, before all are averaged."""
+
+    local_optimizers: Literal["reset", "kept"] = "reset"
+    """Of `averaging`: whether a participant's optimizer state (moments, momentum) is dropped at the
+    end of a round, or kept for its next one. Kept states are sent to all workers in every round."""
 
     options: dict[str, Any] = {}
     """Options of the strategy, which has their names, defaults and checks."""
@@ -451,13 +449,17 @@ class JobSpec(Section, frozen=True, kw_only=True):
 
         A round of averaging takes a global batch for each local step, cut into participants.
         """
+        step = self.per_iteration
+        if step is self.train:
+            return step
+        return msgspec.structs.replace(step, global_batch=step.global_batch * self.sync.local_steps)
+
+    @property
+    def per_iteration(self) -> TrainSpec:
+        """`train`, with the portions of one step, or of one local step of all participants."""
         if not self.sync.participants:
             return self.train
-        return msgspec.structs.replace(
-            self.train,
-            global_batch=self.train.global_batch * self.sync.local_steps,
-            micro_batches=self.sync.participants,
-        )
+        return msgspec.structs.replace(self.train, micro_batches=self.sync.participants)
 
     def __post_init__(self) -> None:
         if self.sync.participants > self.train.global_batch:
@@ -470,6 +472,12 @@ class JobSpec(Section, frozen=True, kw_only=True):
         what = "micro-batch of each step"
         if self.sync.participants:
             key, what = "sync.participants", "participant of each round"
+        elif most > self.train.global_batch:
+            raise ValueError(
+                f"train.micro_batches = {most} but train.global_batch = {self.train.global_batch}: "
+                "a micro-batch needs at least one sample. "
+                f"Set micro_batches to at most {self.train.global_batch}."
+            )
         if self.workers > most:
             raise ValueError(
                 f"workers = {self.workers} but {key} = {most}: a worker needs at least one {what}. "

@@ -19,6 +19,7 @@ from instep.errors import PeerError, RecipeError, RunError
 from instep.sync import STRATEGIES
 from instep.sync.all_reduce import AllReduce
 from instep.sync.server_sync import ServerSync
+from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step import committed
 from instep.worker.step import engine as engine_module
 from instep.worker.step.buffers import Buffers
@@ -40,6 +41,7 @@ ends with the parameters of an undisturbed one."""
 
 OPTIONS = {
     "all_reduce": [{}, {"bucket_mb": 0.00005}, {"codec": "int8"}],
+    "averaging": [{}, {"local_optimizers": "kept"}],
     "server_sync": [{"servers": 1}, {"servers": 2}, {"servers": 2, "bucket_mb": 0.00005}],
 }
 CASES = [
@@ -405,6 +407,14 @@ def test_a_codec_whose_residual_is_not_taken_up_is_found(folder):
     case = next(case for case in FIRST if "codec" in case[1])
     with mock.patch.object(AllReduce, "load_left"), pytest.raises(AssertionError):
         check_all(folder, case, False, list(deaths(case, False))[::40], replace=True)
+
+
+@pytest.mark.parametrize("attribute", ["exchange", "load_state", "apply"])
+def test_optimizers_of_participants_that_are_not_given_to_all_are_found(folder, attribute):
+    case = next(case for case in FIRST if "local_optimizers" in case[1])
+    some = list(deaths(case, False))[::40]
+    with mock.patch.object(LocalOptimizers, attribute), pytest.raises(AssertionError):
+        check_all(folder, case, False, some, replace=True)
 
 
 def _only_forgets(server):

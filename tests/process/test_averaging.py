@@ -1,20 +1,25 @@
 """Rounds of averaging, against federated averaging as it stands in the paper, in plain PyTorch."""
 
 import copy
+import functools
+import os
 import random
+import re
 import time
+from pathlib import Path
 
 import averages as recipes
 import pytest
 import torch
 from safetensors.torch import load_file
-from started import Start, Started, kill, newest_pids, slow
+from started import RECIPES, Start, Started, kill, kill_members, newest_pids, slow
 from torch import nn
 
 import instep
 from conftest import instep_run
 from instep.data.order import Order, key, micro_batch, position
 from instep.state.manifest import published
+from instep.store.run_folder import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -29,33 +34,40 @@ QUICK = (
     f"sync.local_steps={LOCAL_STEPS}",
 )
 BITS = ('train.determinism="bits"',)
+LOCAL = ("reset", "kept")
 
 
-def federated_averaging():
+def federated_averaging(local, participants=PARTICIPANTS, rounds=ROUNDS, *, advanced="session"):
     """Each participant by itself: its own copy of all there is. Of ours the order and the keys."""
     torch.manual_seed(0)
     server, order = recipes.model(), Order(recipes.SAMPLES, 0)
     data = recipes.pairs().tensors
-    for step in range(1, ROUNDS + 1):
+    moments = {participant: {} for participant in range(participants)}
+    for step in range(1, rounds + 1):
         epoch, first, stop = position(step, recipes.SAMPLES, BATCH * LOCAL_STEPS)
-        parts = -(-(stop - first) * PARTICIPANTS // (BATCH * LOCAL_STEPS))
+        parts = -(-(stop - first) * participants // (BATCH * LOCAL_STEPS))
+        before = (step - 1) * LOCAL_STEPS
         mean = {name: torch.zeros_like(t).double() for name, t in server.state_dict().items()}
         for participant in range(parts):
             low, high = micro_batch(first, stop, participant, parts)
             model = copy.deepcopy(server)
             optimizer = recipes.adam(model.parameters())
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": moments[participant]})
             for group in optimizer.param_groups:
-                group["lr"] = 0.02 * 0.99 ** ((step - 1) * LOCAL_STEPS)
+                group["lr"] = 0.02 * 0.99 ** (epoch if advanced == "epoch" else before)
             scheduler = recipes.half_way_down(optimizer)
-            for local in range(LOCAL_STEPS):
-                rows = order.indices(epoch, *micro_batch(low, high, local, LOCAL_STEPS))
+            for number in range(LOCAL_STEPS):
+                rows = order.indices(epoch, *micro_batch(low, high, number, LOCAL_STEPS))
                 inputs, target = (tensor[torch.from_numpy(rows)] for tensor in data)
-                torch.manual_seed(key(0, 1, step, participant, local))
+                torch.manual_seed(key(0, 1, step, participant, number))
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(inputs), target).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 optimizer.step()
-                scheduler.step()
+                if advanced == "session":
+                    scheduler.step()
+            if local == "kept":
+                moments[participant] = optimizer.state_dict()["state"]
             for name, tensor in model.state_dict().items():
                 mean[name] += (high - low) / (stop - first) * tensor
         counts = server.state_dict()
@@ -66,11 +78,16 @@ def federated_averaging():
 
 @pytest.fixture(scope="module")
 def wanted():
-    return federated_averaging()
+    return {local: federated_averaging(local) for local in LOCAL}
 
 
-def trained(run, workers, *settings, recipe="all_moves"):
-    program = run(f"averages.py:{recipe}", *QUICK, *settings, f"workers={workers}")
+def optimizers(local):
+    return f'sync.local_optimizers="{local}"'
+
+
+def trained(run, workers, *settings, recipe="all_moves", local="reset"):
+    settings = (*QUICK, optimizers(local), *settings, f"workers={workers}")
+    program = run(f"averages.py:{recipe}", *settings)
     assert program.end() == 0, program.stderr
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
     return program
@@ -82,49 +99,79 @@ def check_equal(program, wanted):
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("workers", [2, slow(1), slow(3)])
-def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, wanted, workers):
-    check_equal(trained(run, workers), wanted)
+@pytest.mark.parametrize(
+    ("workers", "local"),
+    [(2, "reset"), (2, "kept"), *(slow(n, local) for n in (1, 3) for local in LOCAL)],
+)
+def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, wanted, workers, local):
+    apart = (wanted["kept"]["0.weight"] - wanted["reset"]["0.weight"]).abs().max()
+    assert apart > 1e-3  # so that this can fail
+    check_equal(trained(run, workers, local=local), wanted[local])
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The hash that one undisturbed worker comes to, with bits."""
-    folder = tmp_path_factory.mktemp("alone")
-    recipe, settings = "averages.py:all_moves", (*QUICK, *BITS, "workers=1")
-    program = Started(folder, instep_run(folder, recipe, *settings))
-    try:
-        assert program.end() == 0, program.stderr
-        return program.summary["parameters_sha256"]
-    finally:
-        program.kill()
+    """The hash that one undisturbed worker comes to, with bits; by what optimizers do."""
+
+    @functools.cache
+    def of(local):
+        folder = tmp_path_factory.mktemp("alone")
+        settings = (*QUICK, *BITS, optimizers(local), "workers=1")
+        program = Started(folder, instep_run(folder, "averages.py:all_moves", *settings))
+        try:
+            assert program.end() == 0, program.stderr
+            return program.summary["parameters_sha256"]
+        finally:
+            program.kill()
+
+    return of
 
 
-@pytest.mark.parametrize("workers", [3, slow(2), slow(5)])
+@pytest.mark.parametrize(
+    ("workers", "local"),
+    [
+        (3, "reset"),
+        slow(2, "reset"),
+        slow(5, "reset"),
+        slow(2, "kept"),
+        slow(3, "kept"),
+        slow(5, "kept"),
+    ],
+)
 def test_with_bits_the_hash_is_the_same_on_any_number_of_workers(
-    run: Start, wanted, alone, workers
+    run: Start, wanted, alone, workers, local
 ):
-    program = trained(run, workers, *BITS)
-    check_equal(program, wanted)
-    assert program.summary["parameters_sha256"] == alone
+    program = trained(run, workers, *BITS, local=local)
+    check_equal(program, wanted[local])
+    assert program.summary["parameters_sha256"] == alone(local)
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(run: Start, alone):
+@pytest.mark.parametrize("local", LOCAL)
+def test_a_run_is_resumed_from_a_checkpoint_between_two_rounds_on_other_workers(
+    run: Start, start: Start, alone, local
+):
     """Checkpoints and stops count rounds, and the scheduler is where its local steps have led."""
-    program = trained(run, 2, *BITS, "train.stop_after_steps=3", "checkpoint.every=2")
+    stops = ("train.stop_after_steps=3", "checkpoint.every=2")
+    program = trained(run, 2, *BITS, *stops, local=local)
     assert program.summary["steps"] == 3
     assert {step for step, _ in published(program.run / "checkpoints")} == {2, 3}
     resumed = instep.resume(program.run, workers=3, quiet=True)
     assert resumed.summary["steps"] == ROUNDS
-    assert resumed.summary["parameters_sha256"] == alone
+    assert resumed.summary["parameters_sha256"] == alone(local)
+    replayed = start("-m", "instep", "replay", program.run, "--step", 3)
+    assert replayed.end() == 0, replayed.stderr
+    assert "the same bits" in replayed.stdout
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("kills", "rounds"), [slow(3, 60), slow(100, 1200)])
-def test_killed_workers_leave_no_trace(run: Start, kills, rounds):
+@pytest.mark.parametrize(
+    ("kills", "rounds", "local"),
+    [slow(3, 60, "reset"), slow(3, 60, "kept"), slow(100, 1200, "reset"), slow(100, 1200, "kept")],
+)
+def test_killed_workers_leave_no_trace(run: Start, kills, rounds, local):
     """Killed anywhere in a round: in its local steps, and in what is said after them."""
-    longer = (*QUICK, *BITS, f"train.steps={rounds}", "data.loaders=0")
+    longer = (*QUICK, *BITS, f"train.steps={rounds}", "data.loaders=0", optimizers(local))
     draw, killed = random.Random(kills), 0
     program = run("averages.py:all_moves", *longer, "workers=3", "arguments.pause_s=0.002")
     program.until(program.is_training, "training")
@@ -133,13 +180,31 @@ def test_killed_workers_leave_no_trace(run: Start, kills, rounds):
         killed += kill(draw.choice(list(newest_pids(program).values())))
     assert program.end(300) == 0, program.stderr
     assert len(program.events("worker_lost")) > kills // 2
-    alone = trained(run, 1, *longer)
+    alone = trained(run, 1, *longer, local=local)
     assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 
 
+@pytest.mark.slow
+def test_kept_optimizers_go_with_their_participants_where_a_run_is_scaled(run: Start, start: Start):
+    longer = (*QUICK, *BITS, "train.steps=150", "data.loaders=0", optimizers("kept"))
+    program = run("averages.py:all_moves", *longer, "workers=2", "arguments.pause_s=0.001")
+    program.until(program.is_training, "training")
+    for workers in (4, 1, 3):
+        asked = start("-m", "instep", "scale", program.run, "--workers", workers)
+        assert asked.end() == 0, asked.stderr
+        program.until(
+            lambda: len(program.events("generation_started")[-1]["members"]) == workers,  # noqa: B023
+            "scaled",
+        )
+    assert program.end(200) == 0, program.stderr
+    alone = trained(run, 1, *longer, local="kept")
+    assert program.summary["parameters_sha256"] == alone.summary["parameters_sha256"]
+
+
+@pytest.mark.parametrize("local", ["reset", slow("kept")])
 def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
-    run: Start, alone, tmp_path
+    run: Start, alone, tmp_path, local
 ):
     """Of 3 workers with 5 participants the last dies in its last local step of a round."""
     number, notes = 2, tmp_path / "notes"
@@ -157,6 +222,7 @@ def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
         f"arguments.dies_at={keys[4, last]}",
         f"arguments.waits_for={[keys[0, last], keys[2, last]]}",
         recipe="kills_itself",
+        local=local,
     )
     assert len(program.events("worker_lost")) == 1
     noted = [line.split() for line in notes.read_text().splitlines()]
@@ -165,7 +231,156 @@ def test_what_the_others_have_computed_of_a_round_is_not_computed_again(
     by_the_dead = {unit for unit in keys if [dead, str(keys[unit])] in noted}
     assert by_the_dead == {(n, local) for n in (3, 4) for local in range(LOCAL_STEPS)}
     assert times == {unit: 2 if unit in by_the_dead else 1 for unit in keys}
-    assert program.summary["parameters_sha256"] == alone
+    assert program.summary["parameters_sha256"] == alone(local)
+
+
+OWN = RECIPES / "own_rounds.py"
+
+
+def own_loop(
+    start, workers, local, advanced="session", pause_s=0.0, epochs=2, stop_after=0, more=()
+):
+    options = ("--set", f'data.unreadable="{"skip" if more else "stop"}"')
+    options += ("--workers", workers, "--set", f"train.stop_after_steps={stop_after}")
+    arguments = (workers, local, advanced, pause_s, epochs, *more)
+    return start("-m", "instep", "run", OWN, *options, "--", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("workers", "local", "advanced"),
+    [
+        (2, "kept", "session"),
+        slow(2, "reset", "epoch"),
+        slow(3, "kept", "epoch"),
+        slow(3, "reset", "session"),
+        slow(1, "kept", "session"),
+    ],
+)
+def test_a_loop_of_ones_own_takes_the_same_local_steps(start: Start, workers, local, advanced):
+    program = own_loop(start, workers, local, advanced)
+    assert program.end() == 0, program.stderr
+    assert program.summary["steps"] == 6
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    assert program.summary["same_as_one_machine"].startswith("no: sync.name = 'averaging'")
+    check_equal(program, federated_averaging(local, workers, 6, advanced=advanced))
+
+
+def of_a_recipe(run, workers, local, epochs=2, more=()):
+    """The hash that a recipe's run of the same job comes to."""
+    epochs = (f"train.epochs={epochs}", f"sync.participants={workers}")
+    settings = [each for each in QUICK if not each.startswith("train.steps")]
+    settings += [*BITS, optimizers(local), *epochs, *more, "workers=1"]
+    program = run("averages.py:all_moves", *settings)
+    assert program.end() == 0, program.stderr
+    return program.summary["parameters_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", LOCAL)
+def test_a_loop_of_ones_own_has_the_hash_of_a_recipe(start: Start, run: Start, local):
+    program = own_loop(start, 3, local)
+    assert program.end() == 0, program.stderr
+    assert program.summary["parameters_sha256"] == of_a_recipe(run, 3, local)
+
+
+@pytest.mark.slow
+def test_local_steps_without_a_readable_sample_are_left_out_in_a_loop_of_ones_own_too(
+    start: Start, run: Start
+):
+    program = own_loop(start, 2, "kept", more=("gaps",))
+    assert program.end() == 0, program.stderr
+    skipped = ('data.unreadable="skip"', "arguments.gaps=true")
+    wanted = of_a_recipe(run, 2, "kept", more=skipped)
+    assert program.summary["parameters_sha256"] == wanted
+    assert wanted != of_a_recipe(run, 2, "kept")
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_resumed_between_two_rounds(start: Start):
+    whole, begun = own_loop(start, 2, "kept"), own_loop(start, 2, "kept", stop_after=4)
+    assert (whole.end(), begun.end()) == (0, 0), begun.stderr
+    assert begun.summary["steps"] == 4  # the first of the second epoch
+    resumed = start("-m", "instep", "resume", begun.run)
+    assert resumed.end() == 0, resumed.stderr
+    sums = [RunFolder(each.run).last("model_saved") for each in (whole, begun)]
+    assert [each["step"] for each in sums] == [6, 6]
+    assert sums[0]["parameters_sha256"] == sums[1]["parameters_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", LOCAL)
+def test_killed_workers_of_a_loop_of_ones_own_leave_no_trace(start: Start, run: Start, local):
+    """Others have two participants until somebody is there again: each from its beginning."""
+    program = own_loop(start, 3, local, pause_s=0.02, epochs=25)
+    program.until(program.is_training, "training")
+    killed = kill_members(program, 6, random.Random(local), pauses_s=(0.1, 0.6), most_idle=6)
+    assert program.end(200) == 0, program.stderr
+    assert killed.total() == 6
+    assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
+    assert program.summary["parameters_sha256"] == of_a_recipe(run, 3, local, epochs=25)
+
+
+WITHIN = """
+import averages, instep, torch
+from torch import nn
+sync = {"name": "averaging", "participants": 2, "local_steps": 3}
+with instep.join(train={"epochs": 2, "global_batch": 20}, sync=sync) as session:
+    model = averages.model()
+    optimizer = averages.adam(model.parameters())
+    scheduler = averages.half_way_down(optimizer)
+    model, optimizer, loader, scheduler = session.prepare(
+        model, optimizer, averages.pairs(), scheduler
+    )
+    for epoch in session.epochs():
+        for inputs, target in loader:
+            session.backward(nn.functional.mse_loss(model(inputs), target))
+            %s
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("pass", "round 1: optimizer.step() was not called for a batch"),
+        ("optimizer.step(); scheduler.step()", "Give the scheduler as prepare(scheduler=...)"),
+        ("optimizer.step(); session.sum(1)", "some may have fewer in a round"),
+        ("optimizer.step(); break", "the loop was left in the middle of step 1"),
+        ("optimizer.step(); optimizer.step()", "optimizer.step() was called twice"),
+        ("session.backward(model(inputs).sum())", "backward() was called twice"),
+    ],
+)
+def test_what_has_no_sense_in_a_round_is_refused(start: Start, tmp_path, more, sentence):
+    script = tmp_path / "script.py"
+    script.write_text(WITHIN % more)
+    program = start("-m", "instep", "run", script, environment={"PYTHONPATH": paths(RECIPES)})
+    assert program.end() in (2, 5), program.stderr
+    assert sentence in program.error
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_trains_and_sends_as_much_as_it_says(start: Start, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/guides/averaging.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", guide, re.M | re.S)
+    codes = dict(reversed(blocks))  # the first of each language
+    (tmp_path / "waves.py").write_text(codes["python"])
+    (tmp_path / "job.toml").write_text(codes["toml"])
+    sent = {}
+    for local in LOCAL:
+        settings = ("train.epochs=3", optimizers(local))
+        more = [word for each in settings for word in ("--set", each)]
+        program = start("-m", "instep", "run", tmp_path / "job.toml", *more)
+        assert program.end() == 0, program.stderr
+        assert (program.summary["steps"], program.summary["samples"]) == (24, 24 * 512)
+        sent[local] = program.summary["wire_bytes"] / 24 / 1e6
+    assert sent == {
+        local: pytest.approx(float(said), rel=0.1)
+        for local, said in re.findall(r"\| `averaging`, `\"(\w+)\"` \| ([\d.]+) MB", guide)
+    }
+
+
+def paths(*folders):
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
 def test_one_local_step_of_plain_sgd_is_a_step_of_one_machine(run: Start):

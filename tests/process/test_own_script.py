@@ -228,6 +228,17 @@ def test_what_the_script_gives_to_join_is_the_job_and_the_command_line_comes_aft
     [
         slow("[0]", "pass", "is not within `for epoch in session.epochs():`"),
         slow("session.epochs()", "session.sync_gradients and session.sum(1)", "was committed"),
+        slow(
+            "session.epochs()",
+            "break\n        session.validated(1, loss=0.5)",
+            "whose step is not committed (a loop that `break` has left",
+        ),
+        slow(
+            "(each for each in session.epochs(4) if each < 3 or session.rank or session.sum(1))",
+            "pass",
+            "process 0 waited in session.sum of 1 values while process 1 waited in the exchange of "
+            "the gradients of step 7: every process needs to make the same calls",
+        ),
         slow("session.epochs()", "sys.exit(3)", "ended itself with exit code 3"),
         slow("session.epochs()", "1 / 0", "ZeroDivisionError: division by zero"),
     ],
@@ -238,6 +249,8 @@ def test_what_no_other_worker_could_take_up_is_refused(
     program = start("-m", "instep", "run", script(tmp_path, WITHIN % (epochs, more)))
     assert program.end() in (2, 5), program.stderr
     assert sentence in program.error
+    if "waited" in sentence:
+        assert len(program.events("generation_started")) == 2
     program.check_no_process_is_left()
 
 
@@ -257,6 +270,16 @@ def test_a_script_that_does_not_join_is_refused_before_anything_is_started(
     assert program.end() != 0
     assert sentence in program.error
     assert not (program.work / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [("-m", "instep", "run"), slow(())])
+def test_a_session_that_trained_nothing_is_an_error(
+    start: Start, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    file = script(tmp_path, "import instep\nwith instep.join() as session: pass")
+    program = start(*command, file)
+    assert program.end() != 0
+    assert "closed before it trained anything: call session.prepare(...)" in program.stderr
 
 
 TARGET = """

@@ -370,6 +370,14 @@ def test_arguments_that_no_job_file_could_hold_are_refused_by_name(arguments):
         build({**RECIPE, "arguments": arguments}, source="instep.train")
 
 
+def test_micro_batches_are_not_looked_at_where_participants_take_their_place():
+    sync = {"name": "averaging", "participants": 2}
+    table = {"recipe": "a.py:recipe", "train": {"global_batch": 4, "micro_batches": 8}}
+    assert build({**table, "sync": sync}, source="a test").per_commit.micro_batches == 2
+    with pytest.raises(SpecError, match=r"train\.micro_batches = 8 but train\.global_batch = 4"):
+        build(table, source="a test")
+
+
 def test_a_job_goes_over_the_wire_as_plain_data():
     job = build({**RECIPE, "arguments": {"a": [1, 2.5, "x", {"b": True}]}}, source="test")
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(job)))

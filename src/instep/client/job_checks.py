@@ -75,10 +75,11 @@ def _check_sync(job: JobSpec) -> None:
             f"side by side in a round. Set it to {job.workers} or more."
         )
     if sync.name not in ROUNDS:
-        for key, default in (("participants", 0), ("local_steps", 1)):
+        defaults = {"participants": 0, "local_steps": 1, "local_optimizers": "reset"}
+        for key, default in defaults.items():
             if getattr(sync, key) != default:
                 raise SpecError(
-                    f"sync.{key} = {getattr(sync, key)}: {sync.name} agrees on every step. Leave "
+                    f"sync.{key} = {getattr(sync, key)!r}: {sync.name} agrees on every step. Leave "
                     "the key out, or use sync.name = 'averaging'."
                 )
     if sync.name not in SERVERS and sync.servers != 1:

@@ -104,7 +104,8 @@ def print_job_if_asked(
         **({"arguments": dict(arguments)} if arguments else {}),
         **{section: dict(values) for section, values in sections.items()},
     }
-    spec_file.build({"recipe": f"script.py:{MAIN}", **table}, source="instep.join")
+    # how many workers there are, the command line says
+    spec_file.build({"recipe": f"script.py:{MAIN}", "workers": 1, **table}, source="instep.join")
     with os.fdopen(int(asked), "w") as answer:
         json.dump(table, answer)
     sys.stdout.flush()

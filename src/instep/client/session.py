@@ -42,6 +42,7 @@ from instep.worker.loop import Step
 from instep.worker.member import Member, Released
 from instep.worker.own.evaluation import EvaluationLoader
 from instep.worker.own.loop import OwnLoader, OwnLoop
+from instep.worker.own.rounds import OwnRounds
 from instep.worker.process import Script
 from instep.worker.training import Training, check_device, choose_device
 
@@ -310,13 +311,14 @@ class Session:
             raise SpecError("prepare() was called before: a session trains one model.")
         try:
             check_device(self.job, self.device)
-            given = Prepared.of(parts, scheduler, self.job.train)
+            given = Prepared.of(parts, scheduler, self.job.per_iteration)
             self._readers = [
                 self._reader(given, n, collate, augment) for n in range(len(given.data))
             ]
             for reader in self._readers:
                 reader.begin()
-            self._loop = OwnLoop(
+            kind = OwnRounds if self.job.sync.participants else OwnLoop
+            self._loop = kind(
                 self._member,
                 given.model.to(self.device),
                 given.optimizer,
@@ -481,7 +483,12 @@ class Session:
                 raise
             self._end()
         elif self._training is None:
-            self.fail(WorkerError("the session was closed before it trained anything."))
+            nothing = WorkerError(
+                "the session was closed before it trained anything: call session.prepare(...) and "
+                "loop over its loader, or session.steps() with a recipe."
+            )
+            self.fail(nothing)
+            raise nothing
         self._closed = True
         self._member.close()
 

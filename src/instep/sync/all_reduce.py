@@ -142,7 +142,7 @@ class AllReduce(Gathering):
         return _Carried(totals)
 
     @property
-    def laid(self) -> int:
+    def start_in_doubt(self) -> int:
         """The generation whose start this rank is in doubt about; else -1."""
         return self._next[0] if self._next is not None else -1
 

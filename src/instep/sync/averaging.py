@@ -11,6 +11,7 @@ contributions, which are kept until the commit, are added up once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,28 @@ from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
 from instep.sync.all_reduce import AllReduce
 from instep.sync.base import Memory, NothingOfItsOwn, Price, Result, Servers
+
+KEPT = "kept/"
+"""Begins the names of what `Kept` gives, in the strategy's state."""
+
+
+class Kept(Protocol):
+    """What participants remember from round to round: after a commit the same on every rank."""
+
+    def exchange(self, comm: Comm) -> None:
+        """Give every rank what the participants of all ranks remember after this round."""
+
+    def apply(self) -> None:
+        """The round happens."""
+
+    def abandon(self) -> None:
+        """It does not."""
+
+    def state(self) -> dict[str, Tensor]:
+        """As of the last commit."""
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
 
 
 class Averaging(NothingOfItsOwn):
@@ -35,6 +58,9 @@ class Averaging(NothingOfItsOwn):
     def __init__(self, *, bucket_mb: float = 8.0) -> None:
         self._mean = AllReduce(bucket_mb=bucket_mb, overlap=False)
         self._given: list[tuple[float, list[tuple[int, Tensor]]]] = []  # weight, what by slot
+        self._comm: Comm
+        self.kept: Kept | None = None
+        """What participants remember; None where they begin each round anew."""
 
     def start(
         self,
@@ -49,7 +75,7 @@ class Averaging(NothingOfItsOwn):
         servers: Servers | None = None,
     ) -> None:
         """Lay out the buckets."""
-        self._given = []
+        self._given, self._comm = [], comm
         self._mean.start(
             parameters, comm, notes=notes, parts=parts, memory=memory, at=at, draining=draining
         )
@@ -78,17 +104,26 @@ class Averaging(NothingOfItsOwn):
         self._given = []
         return agreed
 
+    def prepare(self, step: int, scale: float) -> None:
+        """Every rank gets what participants remember; it lies staged."""
+        if self.kept is not None:
+            self.kept.exchange(self._comm)
+
     def hand_out(self) -> None:
         """Give each parameter the mean, as its `.grad`."""
         self._mean.hand_out()
 
     def apply(self, update: Callable[[], Result]) -> Result:
         """Move by what was handed out."""
+        if self.kept is not None:
+            self.kept.apply()
         return self._mean.apply(update)
 
     def abandon(self) -> None:
         """The round does not happen; what participants gave is given again."""
         self._given = []
+        if self.kept is not None:
+            self.kept.abandon()
         self._mean.abandon()
 
     def stop(self) -> None:
@@ -96,12 +131,16 @@ class Averaging(NothingOfItsOwn):
         self._mean.stop()
 
     def state(self) -> dict[str, Tensor]:
-        """How fine lattices are, where there are any."""
-        return self._mean.state()
+        """How fine lattices are, where there are any, and what participants remember."""
+        kept = self.kept.state() if self.kept is not None else {}
+        return {**self._mean.state(), **{KEPT + name: tensor for name, tensor in kept.items()}}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
-        self._mean.load_state(state)
+        kept = {name.removeprefix(KEPT): t for name, t in state.items() if name.startswith(KEPT)}
+        self._mean.load_state({name: t for name, t in state.items() if not name.startswith(KEPT)})
+        if self.kept is not None:
+            self.kept.load_state(kept)
 
     @staticmethod
     def price(parameter_bytes: int, replicas: int) -> Price:

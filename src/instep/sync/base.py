@@ -150,7 +150,7 @@ class Strategy(Protocol):
         """
 
     @property
-    def laid(self) -> int:
+    def start_in_doubt(self) -> int:
         """The generation whose `start` raised PeerError when this rank knew that all others had
         laid out what they alone remember, and not whether they knew; else -1."""
 
@@ -263,7 +263,7 @@ class NothingOfItsOwn:
 
     laws: Mapping[str, Law] = {}
 
-    laid = -1
+    start_in_doubt = -1
 
     def resolve(self, generation: int) -> None:
         """Nothing changes hands."""

@@ -67,7 +67,7 @@ class ServerSync(Gathering):
         self._attempt = BEGINNING
         self._mover: Mover
 
-    laid = -1
+    start_in_doubt = -1
 
     def resolve(self, generation: int) -> None:
         """Nothing changes hands."""

@@ -106,10 +106,11 @@ class Loop(ABC):
         self.device = parameters[0].device
         self.phase, self.step = "building", 0
         self._model, self._update, self._loader = model, update, loader
-        strategy = make_strategy(self.job.sync.name, self.job.sync.options, self.job.sync.codec)
-        self.engine = Engine(
-            member, model, parameters, strategy, update, ends=self._ends, more=more, turns=turns
-        )
+        sync = self.job.sync
+        turns = turns or [
+            TurnState("", parameters, update, make_strategy(sync.name, sync.options, sync.codec))
+        ]
+        self.engine = Engine(member, model, parameters, turns, ends=self._ends, more=more)
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comm: Comm | None = None  # of the present group, or of one that is forming
         self._regroups = False

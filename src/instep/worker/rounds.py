@@ -2,7 +2,8 @@
 
 A participant is a unit of the job's, whoever computes it. It begins from the parameters,
 buffers, optimizer and scheduler of the round's beginning, draws by keys of its own, and leaves
-nothing behind: what it moved is put back. How the participants' ways are averaged, the
+nothing behind: what it moved is put back. Its optimizer's state may be kept for its next round
+(`local_optimizers.py`). How the participants' ways are averaged, the
 strategy knows (`sync/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
 members change within a round, those that go on keep what they have computed of it.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +23,19 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import Position, key, micro_batch
-from instep.errors import PeerError, SpecError
+from instep.errors import PeerError, RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
+from instep.sync.averaging import Averaging
+from instep.worker.local_optimizers import LocalOptimizers
 from instep.worker.step.assignment import Finished, finished
+from instep.worker.step.buffers import Buffers
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
-from instep.worker.step.update import OF_UPDATE, Update
-from instep.worker.trial_result import Trial
+from instep.worker.step.update import OF_UPDATE, Update, options_of
 
 
 class RoundUpdate(Update):
@@ -40,12 +43,16 @@ class RoundUpdate(Update):
 
     Args:
         local_steps: of a round.
+        advances: whether the scheduler takes a step with each local step; else nobody but the
+            user's code advances it.
         given: what `Update` takes.
     """
 
-    def __init__(self, *given: Any, local_steps: int, **named: Any) -> None:
+    def __init__(self, *given: Any, local_steps: int, advances: bool = True, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._local_steps = local_steps
+        self._local_steps, self._advances = local_steps, advances
+        self.local: LocalOptimizers | None = None
+        """The optimizer states of participants; None where they are not kept."""
 
     @torch.no_grad()
     def apply(self, step: int) -> float | None:
@@ -53,7 +60,7 @@ class RoundUpdate(Update):
 
         The scheduler advances by the local steps of the round, as it did for each participant.
         """
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad)
         for _ in range(self._local_steps):
@@ -61,10 +68,24 @@ class RoundUpdate(Update):
         return None
 
     def take_step(self, *number: int) -> None:
-        """A local step, by the `.grad` of this participant alone; `number` is what is keyed by."""
+        """A local step, by the `.grad` of this participant alone; `number` is what is keyed by.
+
+        Raises:
+            RecipeError: the optimizer keeps in its groups what it has learnt, and is to be kept.
+        """
         set_generators(key(self._seed, OF_UPDATE, *number))
         self.clip()
+        groups = self.optimizer.param_groups
+        before = [options_of(group) for group in groups] if self.local is not None else []
         self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        if before and before != [options_of(group) for group in groups]:
+            raise RecipeError(
+                f"the optimizer {type(self.optimizer).__name__} changes values of its param_groups "
+                "in its step. They belong to all participants, so sync.local_optimizers = 'kept' "
+                "cannot keep them for one. Use 'reset', or another optimizer."
+            )
         self._advance()
 
     def leave_step(self) -> None:
@@ -72,43 +93,14 @@ class RoundUpdate(Update):
         self._advance()
 
     def _advance(self) -> None:
-        if self.scheduler is None:
+        if self.scheduler is None or not self._advances:
             return
         with warnings.catch_warnings():  # of a worker that no participant has, or of its first
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\)")
             self.scheduler.step()
 
-    @contextmanager
-    def one_participant(self) -> Iterator[list[Tensor]]:
-        """What moves in it, of parameters, optimizer and scheduler, is put back at its end.
 
-        Yields:
-            The parameters as they are now.
-        """
-        optimizer, scheduler = self.optimizer, self.scheduler
-        begin = [parameter.detach().clone() for parameter in self._parameters]
-        state = {p: copy.deepcopy(own) for p, own in optimizer.state.items()}
-        groups = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
-        try:
-            yield begin
-        finally:
-            with torch.no_grad():
-                for parameter, value in zip(self._parameters, begin, strict=True):
-                    parameter.copy_(value)
-                    parameter.grad = None
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group.update(kept)
-            if scheduler is not None:
-                scheduler.load_state_dict(schedule)
-
-
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """A participant that is computed: all that the round needs of it."""
 
     part: Pass
@@ -121,6 +113,100 @@ class _Way(NamedTuple):
     """How far its parameters came, backwards."""
     buffers: dict[int, Tensor]
     """That it moved, as `Buffers` numbers them."""
+    optimizer: dict[str, Tensor]
+    """Its optimizer's state, as `LocalOptimizers` packs it; empty where it is not kept."""
+
+
+class Participant:
+    """A participant while its local steps are taken.
+
+    All participants of a worker have the same parameters, optimizer and scheduler, one after
+    the other. What one has moved is put back when the context is left.
+
+    Args:
+        update: has them.
+        part: what the participant computes.
+    """
+
+    def __init__(self, update: RoundUpdate, part: Pass) -> None:
+        self._update, self.part = update, part
+        self.total = self.weight = 0.0
+        self.size = 0
+        self.skipped: list[Skipped] = []
+        optimizer, scheduler = update.optimizer, update.scheduler
+        self.begin = [parameter.detach().clone() for parameter in update.parameters]
+        self._groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+        self._state = optimizer.state
+        self._over = False
+        optimizer.state = defaultdict(
+            dict, {of: copy.deepcopy(kept) for of, kept in self._state.items()}
+        )
+        if update.local is not None:
+            update.local.resume(part.number)
+
+    def way(self, buffers: Buffers) -> Way:
+        """How far it has come, before what it moved is put back.
+
+        Args:
+            buffers: of the model. What it did to them is left for the engine to see.
+        """
+        local, parameters = self._update.local, self._update.parameters
+        moved = [
+            torch.sub(before, parameter.detach())
+            for before, parameter in zip(self.begin, parameters, strict=True)
+        ]
+        optimizer = local.pack() if local is not None else {}
+        counted = self.total, self.weight, self.size, self.skipped
+        return Way(self.part, *counted, moved, buffers.moved_by_pass(), optimizer)
+
+    def put_back(self) -> None:
+        """All but the buffers is as at the round's beginning; a second call does nothing."""
+        if self._over:
+            return
+        self._over, optimizer = True, self._update.optimizer
+        with torch.no_grad():
+            for parameter, value in zip(self._update.parameters, self.begin, strict=True):
+                parameter.copy_(value)
+                parameter.grad = None
+        optimizer.state = self._state
+        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(kept)
+        if self._schedule is not None:
+            self._update.scheduler.load_state_dict(self._schedule)
+
+    def __enter__(self) -> Participant:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+
+def local_steps_of(part: Pass, local_steps: int) -> Iterator[tuple[int, Slice]]:
+    """Number and samples of a participant's local steps; those without samples are left out."""
+    epoch, first, stop = part.samples
+    for number in range(local_steps):
+        low, high = micro_batch(first, stop, number, local_steps)
+        if high > low:
+            yield number, Slice(epoch, low, high)
+
+
+def keep_optimizers(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
+    """Have participants go on with the optimizer states of their last rounds, if the job wants."""
+    if job.sync.local_optimizers == "kept":
+        assert isinstance(engine.strategy, Averaging), "participants are averaged"
+        engine.strategy.kept = update.local = LocalOptimizers(update.optimizer)
+
+
+def give(engine: Engine, way: Way, whole: int) -> None:
+    """Have the engine take in how far a participant of a round of `whole` samples has come."""
+    engine.begin_pass(way.part, way.weight / whole, last=False)
+    for slot, moved in enumerate(way.moved):
+        engine.gradient(slot, moved)
+    engine.end_pass(way.part, way.size / whole)
 
 
 class Rounds:
@@ -147,11 +233,12 @@ class Rounds:
         self._left, self._is_at = left, at
         self._participants = job.per_commit.micro_batches
         self._at = (0, 0)  # course and number of a round
-        self._ways: dict[int, _Way] = {}  # of its participants, by number
+        self._ways: dict[int, Way] = {}  # of its participants, by number
         self._there: frozenset[Slice] = frozenset()
         """The samples of those that this generation need not compute: of its first round. They
         stay until it is over, as what is read may be asked for when that round is."""
         engine.take = self._keep
+        keep_optimizers(engine, update, job)
 
     def _keep(self, slot: int, gradient: Tensor) -> None:
         """A gradient stays where the backward pass left it, for the local step."""
@@ -179,15 +266,7 @@ class Rounds:
         """The samples of each local step of each participant that is to be computed, in order."""
         for part in share.passes:
             if part.samples not in self._there:
-                yield from (samples for _, samples in self._local(part))
-
-    def _local(self, part: Pass) -> Iterator[tuple[int, Slice]]:
-        """Number and samples of a participant's local steps; those without samples are left out."""
-        epoch, first, stop = part.samples
-        for number in range(self._local_steps):
-            low, high = micro_batch(first, stop, number, self._local_steps)
-            if high > low:
-                yield number, Slice(epoch, low, high)
+                yield from (samples for _, samples in local_steps_of(part, self._local_steps))
 
     def run(
         self, where: Position, share: Share, loads: Iterator[Read], step: int
@@ -210,69 +289,57 @@ class Rounds:
                 engine.buffers.move(way.buffers)
             else:
                 way = self._ways[part.number] = self._way(part, loads, step)
+            if self._update.local is not None:
+                self._update.local.computed(part.number, way.optimizer)
             skipped += way.skipped
             if not way.weight:
                 engine.skip_pass(part)
                 continue
             losses[part.number] = Weighed(way.total, way.weight)
-            engine.begin_pass(part, way.weight / whole, last=False)
-            for slot, moved in enumerate(way.moved):
-                engine.gradient(slot, moved)
-            engine.end_pass(part, way.size / whole)
+            give(engine, way, whole)
         return losses, skipped
 
-    def _way(self, part: Pass, loads: Iterator[Read], step: int) -> _Way:
+    def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
         """Compute a participant; what it did to buffers is left for the engine to see."""
-        skipped: list[Skipped] = []
-        with self._update.one_participant() as begin:
-            total, weight, size = self._steps(part, loads, step, skipped)
-            moved = [
-                torch.sub(before, parameter.detach())
-                for before, parameter in zip(begin, self._engine.parameters, strict=True)
-            ]
-        buffers = self._engine.buffers.moved_by_pass()
-        return _Way(part, total, weight, size, skipped, moved, buffers)
+        with Participant(self._update, part) as participant:
+            cuts = dict(local_steps_of(part, self._local_steps))
+            for number in range(self._local_steps):
+                if self._left():
+                    raise PeerError("the members have changed in the middle of a round.")
+                if number not in cuts or not self._local_step(participant, loads, step, number):
+                    self._update.leave_step()
+            return participant.way(self._engine.buffers)
 
-    def _steps(
-        self, part: Pass, loads: Iterator[Read], step: int, skipped: list[Skipped]
-    ) -> tuple[float, float, int]:
-        """A participant's local steps: the total of their losses, its weight, and the samples."""
+    def _local_step(
+        self, participant: Participant, loads: Iterator[Read], step: int, number: int
+    ) -> bool:
+        """Whether anything counted in it; else the optimizer has not moved."""
         engine, clock = self._engine, self._engine.clock
-        total = weight = 0.0
-        size = 0
-        cuts = dict(self._local(part))
-        for number in range(self._local_steps):
-            if self._left():
-                raise PeerError("the members have changed in the middle of a round.")
-            since = time.perf_counter()
-            self._is_at("loading")
-            read = next(loads) if number in cuts else None
-            since = clock.lap(since, "load")
-            if read is None or not read.size:
-                skipped += read.skipped if read is not None else []
-                self._update.leave_step()
-                continue
-            skipped += read.skipped
-            size += read.size
-            self._is_at("forward")
-            set_generators(key(self._seed, OF_PASS, step, part.number, number))
-            taken = engine.taken
-            found = self._forward.loss(read.batch, read.size)
-            if engine.taken != taken:
-                raise called_backward()
-            if found is None:
-                self._update.leave_step()
-                continue
-            total += float(found.loss.detach()) * found.factor
-            weight += found.weight
-            since = clock.lap(since, "forward")
-            self._is_at("backward")
-            found.loss.backward()
-            self._update.take_step(step, part.number, number)
-            for parameter in engine.parameters:
-                parameter.grad = None
-            clock.lap(since, "backward")
-        return total, weight, size
+        since = time.perf_counter()
+        self._is_at("loading")
+        read = next(loads)
+        since = clock.lap(since, "load")
+        participant.skipped += read.skipped
+        participant.size += read.size
+        if not read.size:
+            return False
+        self._is_at("forward")
+        place = step, participant.part.number, number
+        set_generators(key(self._seed, OF_PASS, *place))
+        taken = engine.taken
+        found = self._forward.loss(read.batch, read.size)
+        if engine.taken != taken:
+            raise called_backward()
+        if found is None:
+            return False
+        participant.total += float(found.loss.detach()) * found.factor
+        participant.weight += found.weight
+        since = clock.lap(since, "forward")
+        self._is_at("backward")
+        found.loss.backward()
+        self._update.take_step(*place)
+        clock.lap(since, "backward")
+        return True
 
 
 def check(job: JobSpec, recipe: Recipe) -> None:
@@ -288,7 +355,16 @@ def check(job: JobSpec, recipe: Recipe) -> None:
             "Recipe.batch_loss is of the global batch of all of them. Use "
             "sync.name = 'all_reduce', or give compute_loss instead."
         )
-    batch, samples = job.train.global_batch, len(recipe.train)
+    check_length(job, len(recipe.train))
+
+
+def check_length(job: JobSpec, samples: int) -> None:
+    """Refuse rounds that are longer than an epoch.
+
+    Raises:
+        SpecError: they are.
+    """
+    batch = job.train.global_batch
     most = -(-samples // batch)
     if job.sync.local_steps > most:
         raise SpecError(
@@ -298,14 +374,10 @@ def check(job: JobSpec, recipe: Recipe) -> None:
         )
 
 
-def verdict(trial: Trial, job: JobSpec) -> Trial:
-    """What a trial comes to where participants take steps of their own."""
-    return trial._replace(
-        merge=False,
-        reason="each participant of a round is computed apart",
-        verdict=(
-            f"no: sync.name = {job.sync.name!r} averages {job.sync.participants} participants "
-            f"after {job.sync.local_steps} local steps of each. With sync.name = 'all_reduce' the "
-            "run takes the steps of one machine"
-        ),
+def verdict(job: JobSpec) -> str:
+    """Whether a run gives the result of one machine, where participants take steps of their own."""
+    return (
+        f"no: sync.name = {job.sync.name!r} averages {job.sync.participants} participants "
+        f"after {job.sync.local_steps} local steps of each. With sync.name = 'all_reduce' the "
+        "run takes the steps of one machine"
     )

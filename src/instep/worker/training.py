@@ -280,7 +280,10 @@ class Training(Loop):
     def _try(self) -> Trial:
         self.phase = "trying a batch"
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
-        return trial if self._rounds is None else rounds.verdict(trial, self.job)
+        if self._rounds is None:
+            return trial
+        reason = "each participant of a round is computed apart"
+        return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`.

@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import instep
+from instep.data.order import Order
 
 SAMPLES = 149
 
@@ -33,6 +35,23 @@ class Slow:
         return self.dataset[index]
 
 
+class Gaps:
+    """All that one of two participants has in a round is lost, and a local step later."""
+
+    def __init__(self) -> None:
+        order = Order(SAMPLES, 0)
+        lost = np.concatenate([order.indices(0, 0, 30), order.indices(1, 70, 80)])
+        self.lost, self.dataset = frozenset(lost.tolist()), pairs()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.lost:
+            raise OSError("gone")
+        return self.dataset[index]
+
+
 def model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16, bias=False),
@@ -52,13 +71,13 @@ def half_way_down(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 
 
-def all_moves(pause_s: float = 0.0) -> instep.Recipe:
+def all_moves(pause_s: float = 0.0, gaps: bool = False) -> instep.Recipe:
     return instep.Recipe(
         model=model,
         loss=nn.MSELoss(),
         optimizer=adam,
         scheduler=half_way_down,
-        train=Slow(pairs(), pause_s) if pause_s else pairs(),
+        train=Gaps() if gaps else Slow(pairs(), pause_s) if pause_s else pairs(),
     )
 
 

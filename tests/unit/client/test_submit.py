@@ -130,6 +130,11 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ),
         ({"sync": {"participants": 2}}, SpecError, "all_reduce agrees on every step"),
         ({"sync": {"local_steps": 2}}, SpecError, "all_reduce agrees on every step"),
+        (
+            {"sync": {"local_optimizers": "kept"}},
+            SpecError,
+            "sync.local_optimizers = 'kept': all_reduce agrees on every step",
+        ),
         (rounds(sync={"codec": "int8"}), SpecError, "does not go with sync.codec"),
         (rounds(train={"batch_norm": "global"}), SpecError, "with train.batch_norm = 'global'"),
         (rounds(train={"precision": "float16"}), SpecError, "with train.precision = 'float16'"),

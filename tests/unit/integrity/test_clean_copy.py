@@ -8,6 +8,7 @@ from instep.integrity.clean_copy import CleanCopy
 from instep.sync.base import make_strategy
 from instep.worker.step.capture import Progress
 from instep.worker.step.committed import Commit, CommittedState
+from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 
 
@@ -42,7 +43,8 @@ class Worker:
             scaler=torch.amp.GradScaler("cuda", enabled=False),
         )
         self.strategy = make_strategy("all_reduce", {})
-        self.held = CommittedState(self.model, self.update, self.strategy)
+        turn = TurnState("", parameters, self.update, self.strategy)
+        self.held = CommittedState(self.model, [turn])
         self.copy = CleanCopy(self.held)
 
     def train(self, steps):

@@ -1,6 +1,7 @@
 """What a snapshot gives back is what it was made of, also to optimizers that look at memory."""
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,14 @@ class Nothing:
 
     def load_state(self, state):
         assert not state
+
+
+class Turn(NamedTuple):
+    """One update of a step."""
+
+    name: str
+    update: Update
+    strategy: Nothing
 
 
 def an_update(model):
@@ -38,12 +47,12 @@ def test_a_fused_optimizer_goes_on_with_weights_that_lie_in_memory_as_images_do(
         by.apply(1)
 
     step(model, update)
-    taken = capture(Progress(), model, update, Nothing())
+    taken = capture(Progress(), model, [Turn("", update, Nothing())])
     for group in taken.tensors.values():  # as files keep them
         for name, tensor in group.items():
             group[name] = tensor.clone(memory_format=torch.contiguous_format)
     again = an_update(fresh)
-    restore(taken, "a test", fresh, again, Nothing())
+    restore(taken, "a test", fresh, [Turn("", again, Nothing())])
     for _ in range(2):
         step(model, update)
         step(fresh, again)

@@ -23,6 +23,7 @@ from instep.worker.member import Member
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import Pass
+from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 
 TIMEOUT_S = 20.0
@@ -100,7 +101,8 @@ class Worker:
         self.member.wait_for_group()
         if self.engine is None:
             strategy = make_strategy("all_reduce", {})
-            self.engine = Engine(self.member, self.model, self.parameters, strategy, self.update)
+            turn = TurnState("", self.parameters, self.update, strategy)
+            self.engine = Engine(self.member, self.model, self.parameters, [turn])
         form = self.member.form
         self.engine.start(AloneComm(), Lockstep(form, self.member.job.train, 640, by_speed=False))
 

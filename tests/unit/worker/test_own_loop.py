@@ -62,7 +62,9 @@ def test_the_verdict_names_a_sampler_that_is_not_used():
     assert verdict_of(nn.ReLU(), TrainSpec(), lost) == "no: a sampler is not used. Give a dataset"
 
 
-def test_an_own_loop_computes_no_participants_of_a_round():
+def test_each_process_of_an_own_loop_is_one_participant():
     job = JobSpec(recipe="a.py:recipe", sync=SyncSpec(name="averaging", participants=4))
-    with pytest.raises(SpecError, match=r"sync\.name = 'averaging': your own loop"):
+    with pytest.raises(
+        SpecError, match=r"participants = 4 with 2 processes.*Start 4 processes, set"
+    ):
         OwnLoop(SimpleNamespace(job=job), None, None, None, None, 10)

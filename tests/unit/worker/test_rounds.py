@@ -7,9 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from instep.data.loader import Slice
 from instep.errors import PeerError, SpecError
 from instep.spec import JobSpec, SyncSpec, TrainSpec
-from instep.worker.rounds import RoundUpdate, check
+from instep.worker.rounds import Participant, RoundUpdate, check
+from instep.worker.step.passes import Pass
+
+PART = Pass(Slice(0, 0, 4), 0)
 
 
 def half_way(optimizer):
@@ -49,9 +53,9 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
         update.take_step(1, 0, 0)
 
     def lose_a_peer():
-        with update.one_participant() as begin:
+        with Participant(update, PART) as participant:
             local_step()
-            assert not torch.equal(begin[0], model.weight)
+            assert not torch.equal(participant.begin[0], model.weight)
             raise PeerError("a peer is lost.")
 
     before = state()
@@ -62,10 +66,10 @@ def test_what_local_steps_moved_is_put_back_also_where_a_peer_is_lost_in_them(ma
     torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
     assert str(after[2]) == str(before[2])
     assert model.weight.grad is None
-    with update.one_participant():
+    with Participant(update, PART):
         local_step()
         once = state()
-    with update.one_participant():
+    with Participant(update, PART):
         local_step()
         torch.testing.assert_close(state()[0], once[0], rtol=0, atol=0)
         torch.testing.assert_close(state()[1], once[1], rtol=0, atol=0)

@@ -23,6 +23,7 @@ from instep.sync.base import make_strategy
 from instep.worker.saving import Saver
 from instep.worker.step.clock import Clock
 from instep.worker.step.committed import CommittedState
+from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 
 WHERE = Position(0, 0, 64)
@@ -70,7 +71,8 @@ def make(runs, best=None, now=time.monotonic, **kept):
     )
     connection = MasterConnection(make_run_folder(runs, job, named=True), job)
     saver = Saver(connection, model, best, now=now)
-    saver.state = CommittedState(model, update, make_strategy("all_reduce", {}))
+    turn = TurnState("", list(model.parameters()), update, make_strategy("all_reduce", {}))
+    saver.state = CommittedState(model, [turn])
     return saver, connection
 
 

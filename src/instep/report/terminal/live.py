@@ -176,9 +176,9 @@ class PlainLines:
                 f"  {plural(event['samples'], 'sample')}"
             )
         if what == "validated":
-            return (
-                f"validated  step {readable_count(event['step'])}  {metrics_in_words(event)}"
-                f"  in {readable_seconds(event['seconds'])}"
+            took = event["seconds"]  # 0 where nobody knows: of an own loop's own evaluation
+            return f"validated  step {readable_count(event['step'])}  {metrics_in_words(event)}" + (
+                f"  in {readable_seconds(took)}" if took else ""
             )
         if what == "checkpoint_saved":
             return (

@@ -2,15 +2,16 @@
 
 A worker that takes another's place runs the script from its top. The code between the
 last commit and the next step may talk (`session.sum`), and the others may be past it. So
-results are kept, by the section of the code in which they were made: before the first
-epoch, at the begin of an epoch, after a commit. Who comes to the same call later is
-answered from there. All processes make the same calls in the same order; so of two
+results are kept, by the section of the code in which they were made. Who comes to the same call
+later is answered from there. All processes make the same calls in the same order; so of two
 members the one with more results has all that the other has.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,8 @@ from instep.errors import SpecError
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
-
-START = "start"
-"""The section before the first epoch."""
+from instep.worker.own.evaluation import Piece, exchange
+from instep.worker.step.sections import Sections
 
 
 class Call(NamedTuple):
@@ -34,27 +34,15 @@ class Call(NamedTuple):
     """The same on every process: numbers, tensors, and lists and dicts of them."""
 
 
-class Calls:
+class Calls(Sections[list[Call]]):
     """The calls since the last commit, and at which of them this process is."""
 
     def __init__(self) -> None:
-        self._log: dict[str, list[Call]] = {}
-        self._section, self._at = START, 0
+        super().__init__()
         self._part = ""  # of an evaluation that this process is in, by its call
         self.part = 0
         """Which part of the evaluation under way this process has."""
         self._given: tuple[str, int] = ("", 0)
-
-    def enter(self, section: str) -> None:
-        """The user's code comes to a section; nothing where it is there already."""
-        if section != self._section:
-            self._section, self._at = section, 0
-
-    def commit(self, step: int, epoch: int) -> None:
-        """A step counts: what was done before it, no newcomer does again."""
-        kept = (START, of_epoch(epoch))
-        self._log = {name: calls for name, calls in self._log.items() if name in kept}
-        self.enter(after(step))
 
     def answered(self, name: str) -> Call | None:
         """The result of the present call, if it is known; the next call is the one after.
@@ -62,7 +50,7 @@ class Calls:
         Raises:
             SpecError: another call has been made in this place.
         """
-        done = self._log.get(self._section, [])
+        done = self.done.get(self._section, [])
         if self._at >= len(done):
             return None
         call = done[self._at]
@@ -76,13 +64,13 @@ class Calls:
 
     def add(self, call: Call) -> None:
         """The present call has its result."""
-        self._log.setdefault(self._section, []).append(call)
+        self.done.setdefault(self._section, []).append(call)
         self._at += 1
 
     @property
     def count(self) -> int:
         """Calls with a result."""
-        return sum(map(len, self._log.values()))
+        return sum(map(len, self.done.values()))
 
     # ---- parts of an evaluation
 
@@ -103,7 +91,7 @@ class Calls:
 
     def _evaluations(self) -> Iterator[tuple[str, int]]:
         """The begin of each, and how many parts it has."""
-        for section, calls in self._log.items():
+        for section, calls in self.done.items():
             for number, call in enumerate(calls):
                 if call.name == EVALUATION:
                     yield self._key(section, number), int(call.result)
@@ -129,7 +117,7 @@ class Calls:
     def _take(self, comm: Comm, root: int, step: int, device: torch.device) -> None:
         mine = None
         if comm.rank == root:
-            plain = {name: [list(call) for call in calls] for name, calls in self._log.items()}
+            plain = {name: [list(call) for call in calls] for name, calls in self.done.items()}
             tensors, facts = pack_state(plain)
             tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
             mine = Snapshot(step=step, tensors={"calls": tensors}, facts={"calls": facts})
@@ -137,7 +125,7 @@ class Calls:
         if comm.rank != root:
             tensors = {name: tensor.cpu() for name, tensor in taken.tensors["calls"].items()}
             log = unpack_state(tensors, taken.facts["calls"])
-            self._log = {name: [Call(*call) for call in calls] for name, calls in log.items()}
+            self.done = {name: [Call(*call) for call in calls] for name, calls in log.items()}
 
     def _deal_parts(self, comm: Comm, device: torch.device) -> None:
         """In the evaluation that is under way, newcomers have the parts that were lost."""
@@ -152,15 +140,51 @@ class Calls:
                 self._given = key, part
 
 
+class Waits:
+    """Where this process waits for the others; so that a wait in vain has a cause with a name."""
+
+    def __init__(self) -> None:
+        self._done = 0  # calls of all processes since the last commit, or since the group formed
+        self._now: tuple[int, int, str] | None = None  # the last commit, `_done`, and the call
+
+    def commit(self) -> None:
+        """A step counts."""
+        self._done = 0
+
+    @contextmanager
+    def call(self, name: str, step: int) -> Iterator[None]:
+        """All processes are in this call at the same time, after the commit of this step."""
+        self._now = step, self._done, name
+        yield
+        self._now, self._done = None, self._done + 1
+
+    def compare(self, comm: Comm, device: torch.device) -> None:
+        """Look whether the last group came apart since processes waited in different calls.
+
+        Of two that had come equally far, that can only be where their code is not alike. Every
+        member of the new group calls this.
+
+        Raises:
+            SpecError: they waited in different calls.
+            PeerError: a member went away meanwhile.
+        """
+        text = json.dumps(self._now).encode()
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        every = exchange(comm, device, "a new group", Piece(0, [own]))
+        self._now, self._done = None, 0
+        waited = dict[tuple[int, int], tuple[int, str]]()
+        for rank, piece in enumerate(every):
+            found = json.loads(bytes(piece.leaves[0].numpy()))
+            if found is None:
+                continue
+            step, done, name = found
+            other, called = waited.setdefault((step, done), (rank, name))
+            if called != name:
+                raise SpecError(
+                    f"process {other} waited in {called} while process {rank} waited in {name}: "
+                    "every process needs to make the same calls in the same order."
+                )
+
+
 EVALUATION = "the loop over an evaluation loader"
 """The call with which an evaluation begins; its result is how many parts it has."""
-
-
-def of_epoch(epoch: int) -> str:
-    """The section of code at the begin of an epoch."""
-    return f"epoch {epoch}"
-
-
-def after(step: int) -> str:
-    """The section of code after a commit."""
-    return f"after {step}"

@@ -83,10 +83,11 @@ def refuse(job: JobSpec) -> None:
             "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
             "with instep.load_model(path, model), and freeze with requires_grad_(False)."
         )
-    if job.sync.participants:
+    if job.sync.participants not in (0, job.workers):
         raise SpecError(
-            f"sync.name = {job.sync.name!r}: your own loop takes its steps by itself, so it "
-            "cannot compute the steps of several participants. Train a recipe."
+            f"sync.participants = {job.sync.participants} with {job.workers} processes: in your "
+            f"own loop each process is one participant. Start {job.sync.participants} processes, "
+            f"set sync.participants to {job.workers}, or train a recipe."
         )
     if job.check.corruption:
         raise SpecError(

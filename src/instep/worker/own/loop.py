@@ -35,18 +35,19 @@ from instep.data.torch_loader import Unused
 from instep.errors import PeerError, SpecError
 from instep.recipe.build import check_optimizer, check_scheduler, set_generators
 from instep.recipe.weights import WeightedLoss, as_weight
-from instep.state.retention import Best, best_rule
+from instep.spec import JobSpec
+from instep.state.retention import best_rule
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.own import evaluation
-from instep.worker.own.calls import EVALUATION, Call, Calls, of_epoch
-from instep.worker.own.calls import after as after_commit
+from instep.worker.own.calls import EVALUATION, Call, Calls, Waits
 from instep.worker.own.checks import Guard, refuse, verdict_of
 from instep.worker.own.evaluation import NONE, Piece, Round
 from instep.worker.own.taken_over import take_over
 from instep.worker.step.committed import Commit
 from instep.worker.step.engine import Agreement, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of, share_of
+from instep.worker.step.sections import after, of_epoch
 from instep.worker.step.update import OF_UPDATE, Update
 
 _PLATEAU = "the step() of ReduceLROnPlateau"
@@ -65,7 +66,7 @@ class _PartsMissing(Exception):
     """Of an evaluation: who had them is lost, and nobody has come in its place yet."""
 
 
-class _Iteration:
+class Iteration:
     """The present iteration of the user's loop."""
 
     def __init__(self, part: Pass, samples: int, *, last: bool) -> None:
@@ -117,7 +118,8 @@ class OwnLoop(Loop):
         if advances or not isinstance(scheduler, ReduceLROnPlateau):
             check_scheduler(scheduler)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        update = Update(
+        self._advances = advances
+        update = self._make_update(job)(
             optimizer,
             scheduler,
             parameters,
@@ -141,7 +143,7 @@ class OwnLoop(Loop):
             cpu_s=self._cpu(),
         )
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
-        self._now: _Iteration | None = None
+        self._now: Iteration | None = None
         self._losses: dict[int, Weighed] = {}
         self._skipped: list[Skipped] = []
         self._share = Share([], 0, 0)
@@ -159,16 +161,22 @@ class OwnLoop(Loop):
         self._tells = False  # the loss, by `weigh` or `record`
         self.round: Round | None = None
         """Of the evaluation that the user's code is in."""
-        self._lost, self._advances = lost, advances
-        self._guard = Guard(model, optimizer, alone=job.train.micro_batches == 1)
+        self._evaluates_since: float | None = None
+        self._lost = lost
+        self._guard = Guard(model, optimizer, alone=job.per_commit.micro_batches == 1)
         self._calls = Calls()
         self._known_step: int | None = None  # the commit that the calls follow
+        self._waits_in = Waits()
         self._epoch_at: int | None = None  # that `epochs` gave last
         self.rule = "own loop"
         self.engine.take = self._take
         self.engine.applies_staged = False  # the user's code edits the gradient before
         self._give_back = take_over(self)
         self._taken = optimizer.__dict__["step"]
+
+    def _make_update(self, job: JobSpec) -> Callable[..., Update]:
+        """What moves the parameters."""
+        return Update
 
     # ---- what a loop must say
 
@@ -184,9 +192,10 @@ class OwnLoop(Loop):
         step = self.state.progress.step
         if self._known_step is not None and step != self._known_step:
             self._calls.commit(step, (step - 1) // self._per_epoch)
-            self._enter(after_commit(step))
+            self._enter(after(step))
         self._known_step = step
         if self.member.recovers:
+            self._waits_in.compare(comm, self.device)
             self._calls.agree(comm, step, self.device)
 
     def _follow(self, step: int) -> None:
@@ -195,10 +204,11 @@ class OwnLoop(Loop):
         self._calls.commit(step, epoch)
         self._update.between.commit(step, epoch)
         self._known_step = step
+        self._waits_in.commit()
 
     @property
     def _per_epoch(self) -> int:
-        return steps_in_epoch(self.samples, self.job.train.global_batch)
+        return steps_in_epoch(self.samples, self.job.per_commit.global_batch)
 
     def _progress(self) -> int:
         """What changes while this worker gets something done.
@@ -207,9 +217,6 @@ class OwnLoop(Loop):
         """
         between = self._now is None and self.phase == "your loop"
         return self.engine.taken + (int(time.monotonic()) if between else 0)
-
-    def _best(self) -> Best | None:
-        return None
 
     def join(self) -> None:
         """Form the group with the other workers, and get ready for the first batch.
@@ -226,12 +233,15 @@ class OwnLoop(Loop):
         for lost in self._lost:
             self._warn(lost.text)
         if self.engine.comm.rank == 0 and not self.member.others_have_state:
-            verdict = verdict_of(self._model, self.job.train, self._lost)
-            self.member.emit("same_as_one_machine", verdict=verdict)
+            self.member.emit("same_as_one_machine", verdict=self._verdict())
         self._announce(validation_samples=0)
         self._items = self.run()
         self._left_epoch = self.step
         self.phase = "your loop"
+
+    def _verdict(self) -> str:
+        """Whether the run gives the result of one machine."""
+        return verdict_of(self._model, self.job.train, self._lost)
 
     # ---- the loader
 
@@ -265,7 +275,7 @@ class OwnLoop(Loop):
         """
         if self._rests:
             self._rests = False
-            self._enter(after_commit(self.step))
+            self._enter(after(self.step))
             return
         if self._epoch_at is None and self.member.recovers:
             raise SpecError(
@@ -285,7 +295,7 @@ class OwnLoop(Loop):
                 return
         self.phase = "your loop"
         if self.step:
-            self._enter(after_commit(self.step))
+            self._enter(after(self.step))
 
     def length(self) -> int:
         """Batches that this worker has in a whole epoch."""
@@ -297,18 +307,14 @@ class OwnLoop(Loop):
     def _passes(
         self, where: Position, share: Share, loads: Iterator[Read]
     ) -> Generator[Batch, None, Passed]:
-        self._share = share
-        self._losses, self._skipped, self._agreed = {}, [], None
-        self._apart, self._exchanged, self._committed = None, False, None
-        self._unscaled = self._queued = False
-        self._guard.begin_step()
+        self._begin(share)
         reads = self._readable(where, share, loads)
         following = next(reads, None)
         while following is not None:
             (part, read), following = following, next(reads, None)  # which is the last is known
             if self.member.superseded:
                 raise PeerError("the members have changed in the middle of a step.")
-            now = self._now = _Iteration(part, read.size, last=following is None)
+            now = self._now = Iteration(part, read.size, last=following is None)
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number))
             since = time.perf_counter()
             yield Batch(read.batch)
@@ -319,6 +325,14 @@ class OwnLoop(Loop):
             self._refuse_half_done(now)
             self.engine.clock.lap(since, "forward")
         return Passed(self._losses, self._skipped)
+
+    def _begin(self, share: Share) -> None:
+        """The iterations of a step are about to come."""
+        self._share = share
+        self._losses, self._skipped, self._agreed = {}, [], None
+        self._apart, self._exchanged, self._committed = None, False, None
+        self._unscaled = self._queued = False
+        self._guard.begin_step()
 
     def _readable(
         self, where: Position, share: Share, loads: Iterator[Read]
@@ -349,7 +363,7 @@ class OwnLoop(Loop):
         if self._apart is not None:
             raise self._apart
 
-    def _refuse_half_done(self, now: _Iteration) -> None:
+    def _refuse_half_done(self, now: Iteration) -> None:
         """Every iteration is one backward pass and one `optimizer.step()`."""
         if not now.begun:
             raise SpecError(
@@ -412,17 +426,21 @@ class OwnLoop(Loop):
                 "call all but the last inside session.no_sync()."
             )
         try:
-            if not now.begun:
-                now.begun = True
-                whole = self.engine.where.stop - self.engine.where.first
-                factor = 0.0 if now.part.repeats else (now.weight or 1.0) / whole
-                self.engine.begin_pass(now.part, factor, last=now.last and not self._held_back)
-            self.engine.gradient(slot, gradient)
+            self._receive(now, slot, gradient)
         except PeerError as error:
             self._apart = error
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _receive(self, now: Iteration, slot: int, gradient: Tensor) -> None:
+        """The gradient is the workers' to agree on."""
+        if not now.begun:
+            now.begun = True
+            whole = self.engine.where.stop - self.engine.where.first
+            factor = 0.0 if now.part.repeats else (now.weight or 1.0) / whole
+            self.engine.begin_pass(now.part, factor, last=now.last and not self._held_back)
+        self.engine.gradient(slot, gradient)
 
     def _backward_over(self) -> None:
         now, self._queued = self._now, False
@@ -432,7 +450,7 @@ class OwnLoop(Loop):
         if now.last:
             self._exchange_now()
 
-    def _end_pass(self, now: _Iteration) -> None:
+    def _end_pass(self, now: Iteration) -> None:
         now.computed = True
         where = self.engine.where
         if not now.part.repeats:
@@ -443,17 +461,9 @@ class OwnLoop(Loop):
 
     def _exchange_now(self) -> None:
         """The step's last backward pass is over: agree, and hand the gradients out."""
-        self._exchanged = True
         self._guard.check_written(self.step)
-        if not self._tells:
-            self._warn(
-                "the loop calls loss.backward() by itself, so the loss is not known: it is shown "
-                "as 0, and no rule sees that it is not finite. Call session.backward(loss), or "
-                "session.record(loss) before it"
-            )
         try:
-            passed = Passed(self._losses, self._skipped)
-            self._agreed = super()._exchange(passed, self._share)
+            self._agree_on_step()
             if self._agreed is not None:
                 self.member.check_lease()
                 self.engine.hand_out()
@@ -462,6 +472,17 @@ class OwnLoop(Loop):
         except PeerError as error:
             self._apart, self._agreed = error, None
         self.phase = "your loop"
+
+    def _agree_on_step(self) -> None:
+        self._exchanged = True
+        if not self._tells:
+            self._warn(
+                "the loop calls loss.backward() by itself, so the loss is not known: it is shown "
+                "as 0, and no rule sees that it is not finite. Call session.backward(loss), or "
+                "session.record(loss) before it"
+            )
+        with self._together(f"the exchange of the gradients of step {self.step}"):
+            self._agreed = super()._exchange(Passed(self._losses, self._skipped), self._share)
 
     def _exchange(self, passed: Passed, share: Share) -> Agreement | None:
         """It was done when the last backward pass was over."""
@@ -493,7 +514,7 @@ class OwnLoop(Loop):
 
     # ---- optimizer and scheduler
 
-    def _in_iteration(self, what: str) -> _Iteration:
+    def _in_iteration(self, what: str) -> Iteration:
         if self._now is None:
             raise SpecError(
                 f"{what} was called outside an iteration of the session's loader, where no "
@@ -515,6 +536,22 @@ class OwnLoop(Loop):
         if self._direct:
             move()
             return
+        now = self._take_in_step()
+        if now is None or not self.moves:
+            return
+        self._guard.check_trained()
+        try:
+            self._committed = self.engine.commit(lambda step: self._move(move, step))
+            self._follow(self._committed.step)
+        except PeerError as error:
+            self._apart, self._agreed = error, None
+
+    def _take_in_step(self) -> Iteration | None:
+        """`optimizer.step()` was called: the iteration, unless the group came apart in it.
+
+        Raises:
+            SpecError: it cannot be called here.
+        """
         now = self._in_iteration("optimizer.step()")
         if self.optimizer.__dict__.get("step") is not self._taken:
             raise SpecError(
@@ -523,7 +560,7 @@ class OwnLoop(Loop):
                 "before, and give it to prepare() too."
             )
         if self._apart is not None:
-            return
+            return None
         if now.stepped:
             raise SpecError(
                 "optimizer.step() was called twice for one batch of the loader: a step takes "
@@ -534,25 +571,24 @@ class OwnLoop(Loop):
             if now.last:
                 self._exchange_now()
         now.stepped = now.computed
-        if not self.moves:
-            return
-        self._guard.check_trained()
-        try:
-            self._committed = self.engine.commit(lambda step: self._move(move, step))
-            self._follow(self._committed.step)
-        except PeerError as error:
-            self._apart, self._agreed = error, None
+        return now
 
     def _move(self, move: Callable[[], Any], step: int) -> float | None:
         set_generators(key(self.job.seed, OF_UPDATE, step))  # some optimizers draw
-        self._direct = True
-        try:
+        with self._directly():
             move()
             if self._advances:
                 self.scheduler.step()
+        return self._norm
+
+    @contextmanager
+    def _directly(self) -> Iterator[None]:
+        """What is called of optimizer and scheduler does what it did before it was taken over."""
+        self._direct = True
+        try:
+            yield
         finally:
             self._direct = False
-        return self._norm
 
     def unscale(self, original: Callable[..., Any]) -> None:
         """The user's `scaler.unscale_(optimizer)`: once, where there is a gradient."""
@@ -683,11 +719,14 @@ class OwnLoop(Loop):
             comm, nothing = self.engine.comm, Piece(0, [])
             return len(evaluation.exchange(comm, self.device, EVALUATION, nothing))
 
+        self._evaluates_since = time.perf_counter()
         parts = int(self._call(EVALUATION, talk, 1))
         return parts, self._calls.take_part(self.engine.comm.rank)
 
     def validated(self, samples: int, metrics: dict[str, float]) -> None:
         """Write down what a validation by the user gave, once, and judge it."""
+        since, self._evaluates_since = self._evaluates_since, None
+        took = time.perf_counter() - since if since is not None else 0.0
 
         def talk() -> list[bool]:
             comm = self.engine.comm
@@ -698,7 +737,7 @@ class OwnLoop(Loop):
                     epoch=max(0, self.step - 1) // self._per_epoch,
                     metrics=metrics,
                     samples=samples,
-                    seconds=0.0,
+                    seconds=took,
                     scheduled=not self.stopped,
                 )
             told = not self.stopped and self.stopping.after_validation(self.step, metrics)
@@ -738,7 +777,8 @@ class OwnLoop(Loop):
             if known is not None:
                 return known.result
             try:
-                result = self._talk(talk)
+                with self._together(name):
+                    result = talk()
             except PeerError as error:
                 if not self.member.recovers:
                     raise
@@ -763,7 +803,8 @@ class OwnLoop(Loop):
         if self._apart is not None:
             return own
         try:
-            return self._talk(talk)
+            with self._together(name):
+                return talk()
         except PeerError as error:
             if not self.member.recovers:
                 raise
@@ -771,16 +812,22 @@ class OwnLoop(Loop):
             return own
 
     def _within(self, name: str) -> SpecError:
+        when = "after its step was committed"
+        if self._committed is None:
+            when = "whose step is not committed (a loop that `break` has left is still in it)"
         return SpecError(
-            f"{name} was called within an iteration, after its step was committed: under instep "
-            "run a worker that takes another's place does not come by there. Call it before "
-            "optimizer.step(), or after the loop over the loader."
+            f"{name} was called within an iteration, {when}: under instep run a worker that takes "
+            "another's place does not come by there. Call it before optimizer.step(), or after "
+            "the loop over the loader has come to its end."
         )
 
-    def _talk(self, talk: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """All processes are in the same place at the same time; if not, they wait in vain."""
         self.phase = "exchange"
         try:
-            return talk()
+            with self._waits_in.call(what, self.state.progress.step):
+                yield
         finally:
             self.phase = "your loop"
 
@@ -849,7 +896,8 @@ class OwnLoop(Loop):
                 while agreed is None:  # others may have had a step, whose gradients did not fit
                     # a rule may have fired at the very last step
                     told = self.stopping.verdict()
-                    agreed = self.engine.agree({}, stop=told, leaving=True)
+                    with self._together("session.close()"):
+                        agreed = self.engine.agree({}, stop=told, leaving=True)
                 self._guard.compare(self.engine.comm)
                 if agreed.stop and not self.stopped:
                     self.rule = ON_REQUEST
@@ -877,12 +925,11 @@ class OwnLoop(Loop):
         next(self._items)
 
     def _save_last(self) -> None:
-        own = self.engine.own_state() if self.engine.strategy.laws else {}
         if self._saver is not None and not self.stopping.diverged:
             where = Position(0, 0, 0)
             if self.step:  # nothing may follow it but the end
-                where = position(self.step, self.samples, self.job.train.global_batch)
-            self._saver.after_step(self.engine, where, due=True, last=True, own=own)
+                where = position(self.step, self.samples, self.job.per_commit.global_batch)
+            self._saver.after_step(self.engine, where, due=True, last=True)
 
     def close(self) -> None:
         """Let go of loader and group, and of the optimizer; a second call does nothing."""

@@ -7,7 +7,7 @@ strategy remembers, and the counters. When and where to it travels, others know.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -49,7 +49,7 @@ class Moved(Protocol):
 
     @property
     def name(self) -> str:
-        """Among those of the step."""
+        """Among those of the step; empty where it is the only one."""
 
     @property
     def update(self) -> Update:
@@ -58,12 +58,6 @@ class Moved(Protocol):
     @property
     def strategy(self) -> Remembers:
         """What it remembers."""
-
-
-class _Single(NamedTuple):
-    name: str
-    update: Update
-    strategy: Remembers
 
 
 class Remembers(Protocol):
@@ -79,26 +73,23 @@ class Remembers(Protocol):
 def capture(
     progress: Progress,
     model: nn.Module,
-    update: Update,
-    strategy: Remembers,
+    turns: Sequence[Moved],
     *,
     moved: Container[int] | None = None,
-    turns: Sequence[Moved] = (),
 ) -> Snapshot:
     """Everything of the last commit that the next step builds on.
 
     Args:
         progress: the counters.
         model: as that commit left it.
-        update: has its optimizer, scheduler and scaler.
-        strategy: remembers something, or nothing.
+        turns: the updates of a step, with optimizer, scheduler, scaler and strategy.
         moved: identities (`id`) of the buffers that are taken although the state dict leaves
             them out; None takes every such buffer.
-        turns: in place of `update` and `strategy`, where a step has several.
 
     Raises:
         CheckpointError: something in it cannot be kept.
     """
+    update = turns[0].update
     facts: dict[str, Any] = {
         "epoch_so_far": pack_state([progress.epoch_loss, progress.epoch_samples])[1],
         "course": progress.course,
@@ -106,11 +97,11 @@ def capture(
     }
     if progress.turns:
         facts["turns"] = pack_state(list(progress.turns))[1]
-    if update.between.made:
-        facts["between"] = dict(update.between.made)
+    if update.between.done:
+        facts["between"] = dict(update.between.done)
     tensors = {"model": model_tensors(model)}
-    for each, of in _updates(update, strategy, turns):
-        own = each.update
+    for each in turns:
+        own, of = each.update, _of(each)
         packed, facts[f"optimizer{of}"] = pack_state(own.optimizer.state_dict())
         tensors[f"optimizer{of}"] = packed
         if own.scheduler is not None:
@@ -124,14 +115,9 @@ def capture(
     return Snapshot(step=progress.step, tensors=tensors, facts=facts)
 
 
-def _updates(
-    update: Update, strategy: Remembers, turns: Sequence[Moved]
-) -> Iterator[tuple[Moved, str]]:
-    """Each update of a step, and how its groups end: nothing, or `-NAME`."""
-    if not turns:
-        yield _Single("", update, strategy), ""
-    for turn in turns:
-        yield turn, f"-{turn.name}"
+def _of(turn: Moved) -> str:
+    """How the groups of an update end: nothing, or `-NAME`."""
+    return f"-{turn.name}" if turn.name else ""
 
 
 def _outside(model: nn.Module, kept: Container[str]) -> dict[str, Tensor]:
@@ -143,10 +129,7 @@ def restore(
     snapshot: Snapshot,
     source: object,
     model: nn.Module,
-    update: Update,
-    strategy: Remembers,
-    *,
-    turns: Sequence[Moved] = (),
+    turns: Sequence[Moved],
 ) -> Progress:
     """Give model, optimizer, scheduler, scaler and strategy the state of a snapshot.
 
@@ -154,14 +137,13 @@ def restore(
         snapshot: as `capture` made it.
         source: where it is from, for messages.
         model: as the recipe builds it.
-        update: with an optimizer and a scheduler as the recipe makes them.
-        strategy: of the same name and options.
-        turns: as for `capture`.
+        turns: with optimizers and schedulers as the recipe makes them, and strategies of the
+            same name and options.
 
     Raises:
         CheckpointError: it is of another model or optimizer.
     """
-    tensors, facts = snapshot.tensors, snapshot.facts
+    tensors, facts, update = snapshot.tensors, snapshot.facts, turns[0].update
     shards = {
         name: tensor
         for group, named in tensors.items()
@@ -175,10 +157,11 @@ def restore(
             if name in others:
                 others[name].copy_(tensor)
     try:
-        for each, of in _updates(update, strategy, turns):
-            own, group = each.update, f"optimizer{of}"
+        for each in turns:
+            own, of = each.update, _of(each)
+            group = f"optimizer{of}"
             own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
-            _lay_out(own.optimizer.state)
+            lay_out_state(own.optimizer.state)
             own.optimizer.state.update(put_together(shards, model))
             if own.scheduler is not None:
                 group = f"scheduler{of}"
@@ -191,14 +174,14 @@ def restore(
             f"{source} is of another optimizer or scheduler than the recipe now makes: "
             f"{sentence(error)}"
         ) from error
-    update.between.made = dict(facts.get("between", {}))
-    for each, of in _updates(update, strategy, turns):
-        each.strategy.load_state(tensors.get(f"strategy{of}", {}))
+    update.between.done = dict(facts.get("between", {}))
+    for each in turns:
+        each.strategy.load_state(tensors.get(f"strategy{_of(each)}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
     return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
 
 
-def _lay_out(state: Mapping[Any, Any]) -> None:
+def lay_out_state(state: Mapping[Any, Any]) -> None:
     """Have what an optimizer keeps lie as its parameters do: files and messages keep no strides."""
     for parameter, kept in state.items():
         if isinstance(parameter, Tensor) and isinstance(kept, dict):

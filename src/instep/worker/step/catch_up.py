@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """Whether this start of the run ends with its last commit."""
     tried: int = -1
     """The newest generation that it has begun to form with the state that it holds."""
-    laid: int = -1
+    start_in_doubt: int = -1
     """The generation for which it has laid out what it alone remembers, knows that all others
     have too, and does not know whether they know; -1 where there is none."""
 
@@ -81,7 +81,7 @@ def beginning(places: Sequence[Place]) -> Beginning:
     if all(place.prepared == newest + 1 and place.course == course for place in inside):
         newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
     tried = max(place.tried for place in held)
-    begun = all(place.laid == tried for place in held if place.tried == tried)
+    begun = all(place.start_in_doubt == tried for place in held if place.tried == tried)
     there = [
         p
         for p in places

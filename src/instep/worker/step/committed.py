@@ -20,9 +20,8 @@ from instep.records import Attempt
 from instep.state import broadcast
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
-from instep.worker.step.capture import Moved, Progress, Remembers, capture, read_checkpoint, restore
+from instep.worker.step.capture import Moved, Progress, capture, read_checkpoint, restore
 from instep.worker.step.catch_up import NOWHERE, Beginning, Place, beginning
-from instep.worker.step.update import Update
 from instep.worker.trial_result import Trial
 
 _REMEMBERED = 256
@@ -54,20 +53,11 @@ class CommittedState:
 
     Args:
         model: as the recipe builds it.
-        update: with the optimizer as the recipe makes it.
-        strategy: remembers something between steps, or nothing.
-        turns: in place of the two, where a step has several updates.
+        turns: the updates of a step, with optimizers as the recipe makes them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        update: Update,
-        strategy: Remembers,
-        turns: Sequence[Moved] = (),
-    ) -> None:
-        self._model, self._update, self._strategy = model, update, strategy
-        self._turns, self._each = list(turns), len(turns) or 1
+    def __init__(self, model: nn.Module, turns: Sequence[Moved]) -> None:
+        self._model, self._turns, self._each = model, list(turns), len(turns)
         self._device = next(model.parameters()).device
         self.trial: Trial | None = None
         """Whether cutting a batch changes the result; a newcomer is given it by its peers."""
@@ -101,8 +91,7 @@ class CommittedState:
 
     def capture(self, moved: Container[int] | None = None) -> Snapshot:
         """Everything of the last commit that the next step builds on; see `capture.capture`."""
-        parts = self._model, self._update, self._strategy
-        return capture(self.progress, *parts, moved=moved, turns=self._turns)
+        return capture(self.progress, self._model, self._turns, moved=moved)
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -114,8 +103,7 @@ class CommittedState:
         Raises:
             CheckpointError: it is of another model or optimizer.
         """
-        parts = self._model, self._update, self._strategy
-        self.progress = restore(snapshot, source, *parts, turns=self._turns)
+        self.progress = restore(snapshot, source, self._model, self._turns)
 
     def load(self, checkpoint: Path | None, *, ends: bool = False) -> None:
         """Take the state of a checkpoint, or of a beginning.
@@ -142,14 +130,15 @@ class CommittedState:
         course, last = self._made.get(attempt.generation, (-1, -1))
         return attempt.course == course and attempt.number <= last
 
-    def compare(self, comm: Comm, *, prepared: int, laid: int) -> Beginning:
+    def compare(self, comm: Comm, *, prepared: int, start_in_doubt: int) -> Beginning:
         """From which commit all members continue; every member calls it.
 
         Args:
             comm: the members.
             prepared: number of the commit that this one has voted for without an answer; -1 for
                 none.
-            laid: the generation whose start it has voted for without an answer; -1 for none.
+            start_in_doubt: the generation whose start it has voted for without an answer; -1 for
+                none.
 
         Raises:
             PeerError: a member went away, or none has the state.
@@ -166,7 +155,7 @@ class CommittedState:
                 told=told,
                 ends=ends,
                 tried=self.tried,
-                laid=laid,
+                start_in_doubt=start_in_doubt,
             )
         table = torch.zeros(comm.size, len(mine), dtype=torch.int64, device=self._device)
         table[comm.rank] = torch.tensor(mine)

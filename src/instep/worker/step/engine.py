@@ -101,15 +101,13 @@ class Engine:
         member: this worker's membership in the run.
         model: with the same parameters in every worker.
         parameters: those that are trained, in the same order in every worker.
-        strategy: how the workers agree.
-        update: moves the parameters.
+        turns: the updates of a step: how the workers agree on each, and what moves parameters.
+            Each of `parameters` belongs to one.
         ends: whether this start of the run ends with a step, by what was agreed and the norm
             of its gradient; the same on every worker.
         observers: by name; they watch the steps, and may object to one.
         votes: whether every commit is voted for; else only where the strategy needs it.
         more: passes of a step beside those of its micro-batches.
-        turns: in place of `strategy` and `update`, where a step has several updates; each of
-            `parameters` belongs to one.
     """
 
     def __init__(
@@ -117,21 +115,20 @@ class Engine:
         member: Member,
         model: nn.Module,
         parameters: list[nn.Parameter],
-        strategy: Strategy,
-        update: Update,
+        turns: Sequence[TurnState],
         *,
         ends: Callable[[int, Agreement, float | None], bool] = lambda *_: False,
         observers: Mapping[str, Observer] = MappingProxyType({}),
         votes: bool = False,
         more: int = 0,
-        turns: Sequence[TurnState] = (),
     ) -> None:
         self.member, self.model = member, model
-        self.turns = list(turns) or [TurnState("", parameters, update, strategy)]
-        self.state = CommittedState(model, update, strategy, turns)
+        self.turns = list(turns)
+        self.state = CommittedState(model, turns)
         self.observers = observers
         self.parameters, self._ends = parameters, ends
-        self._votes = votes or bool(strategy.laws)
+        own = any(turn.strategy.laws for turn in turns)
+        self._votes = votes or own
         self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self._device = parameters[0].device
@@ -148,7 +145,7 @@ class Engine:
         self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
         self._ledger: Ledger | None = None
         self._comm: Comm | None = None
-        self.memory = HostMemory() if strategy.laws else None
+        self.memory = HostMemory() if own else None
         """Keeps what this worker alone has, should it be killed."""
         self.clock = Clock(begin=time.time())
 
@@ -207,7 +204,9 @@ class Engine:
         if not self.applies_staged:
             self._drop()
         prepared = self._staged.number if self._staged is not None else -1
-        there = self.state.compare(comm, prepared=prepared, laid=self.strategy.laid)
+        there = self.state.compare(
+            comm, prepared=prepared, start_in_doubt=self.strategy.start_in_doubt
+        )
         if self._staged is not None:
             if self._staged[:2] == (there.course, there.number):
                 self._apply(self.update.apply)
@@ -655,8 +654,8 @@ class Engine:
         norm = self.strategy.apply(lambda: move(step))
         self.buffers.after_update()
         losses = (*self.state.progress.turns, agreed.loss)
-        spoilt = [loss for loss in losses if not math.isfinite(loss)]
-        agreed = agreed._replace(loss=(spoilt or losses)[0 if spoilt else -1])
+        not_finite = [loss for loss in losses if not math.isfinite(loss)]
+        agreed = agreed._replace(loss=[*losses, *not_finite[:1]][-1])
         told = counts and agreed.stop
         ends = told or (counts and self._ends(step, agreed, norm))
         losses = losses if len(self.turns) > 1 else ()

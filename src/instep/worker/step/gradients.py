@@ -13,16 +13,16 @@ class Gradients:
 
     Args:
         parameters: each has a slot, its place among them.
-        hear: called with slot and gradient, while the backward pass goes on. The gradient is
+        take: called with slot and gradient, while the backward pass goes on. The gradient is
             its own to keep, and the parameter has none afterwards.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], hear: Callable[[int, Tensor], None]
+        self, parameters: Sequence[nn.Parameter], take: Callable[[int, Tensor], None]
     ) -> None:
         self.count = 0
         """Taken so far: a sign of life."""
-        self._hear = hear
+        self._take = take
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._of(slot))
             for slot, parameter in enumerate(parameters)
@@ -31,7 +31,7 @@ class Gradients:
     def _of(self, slot: int) -> Callable[[Tensor], None]:
         listener = weakref.ref(self)  # hooks are out of the garbage collector's sight
 
-        def hear(parameter: Tensor) -> None:
+        def give(parameter: Tensor) -> None:
             here = listener()
             if here is None:
                 return
@@ -39,9 +39,9 @@ class Gradients:
             if gradient is None:  # the parameter was frozen since the forward pass
                 return
             here.count += 1
-            here._hear(slot, gradient)
+            here._take(slot, gradient)
 
-        return hear
+        return give
 
     def close(self) -> None:
         """Stop listening; a second call does nothing."""

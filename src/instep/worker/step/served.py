@@ -22,7 +22,7 @@ from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.sync.base import Piece
 from instep.sync.norm import norm
-from instep.worker.step.update import OF_UPDATE, Update
+from instep.worker.step.update import OF_UPDATE, Update, options_of
 
 BY_ELEMENT = frozenset(
     {
@@ -89,11 +89,11 @@ class ServedUpdate(Update):
             self._check_apart()
         self.held, whole = dict(pieces), optimizer.state
         for piece, own in self.held.items():  # what the user has marked a parameter with
-            vars(own).update(vars(self._parameters[piece.slot]))
+            vars(own).update(vars(self.parameters[piece.slot]))
         self._states = {
             piece: {
-                name: _fitting(_part(value, piece, self._parameters[piece.slot]), own)
-                for name, value in whole.get(self._parameters[piece.slot], {}).items()
+                name: _fitting(_part(value, piece, self.parameters[piece.slot]), own)
+                for name, value in whole.get(self.parameters[piece.slot], {}).items()
             }
             for piece, own in pieces.items()
         }
@@ -116,7 +116,7 @@ class ServedUpdate(Update):
         """One step of the optimizer, of these pieces alone; the state that they have then."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         whole = [group["params"] for group in groups]
-        slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
+        slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
         optimizer.state = defaultdict(dict)
         for piece, parameter in held.items():
             optimizer.state[parameter] = states[piece]
@@ -145,29 +145,29 @@ class ServedUpdate(Update):
             RecipeError: they do not, or the optimizer keeps in its groups what it has learnt.
         """
         optimizer, whole = self.optimizer, self.optimizer.state
-        slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
+        slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
         chosen = list[int]()  # coupling shows in any two: the smallest of each group
         for group in optimizer.param_groups:
             own = [slots[id(p)] for p in group["params"] if id(p) in slots and p.numel()]
-            chosen += sorted(own, key=lambda slot: self._parameters[slot].numel())[:2]
+            chosen += sorted(own, key=lambda slot: self.parameters[slot].numel())[:2]
         generator = torch.Generator().manual_seed(0)
         gradients = {
-            slot: [torch.randn(self._parameters[slot].shape, generator=generator) for _ in range(2)]
+            slot: [torch.randn(self.parameters[slot].shape, generator=generator) for _ in range(2)]
             for slot in chosen
         }
         attributes = dict(vars(optimizer))
         groups = [dict(group) for group in optimizer.param_groups]
-        options = [_options(group) for group in groups]
+        options = [options_of(group) for group in groups]
         ends = list[dict[Piece, Tensor]]()
         for together in ([chosen], [[slot] for slot in chosen]):
             ends.append({})
             for some in together:
                 held = {
-                    Piece(slot, 0, self._parameters[slot].numel()): _like(self._parameters[slot])
+                    Piece(slot, 0, self.parameters[slot].numel()): _like(self.parameters[slot])
                     for slot in some
                 }
                 states = {
-                    piece: copy.deepcopy(dict(whole.get(self._parameters[piece.slot], {})))
+                    piece: copy.deepcopy(dict(whole.get(self.parameters[piece.slot], {})))
                     for piece in held
                 }
                 for turn in range(2):
@@ -176,7 +176,7 @@ class ServedUpdate(Update):
                         tried.grad = laid_out_like(gradient, tried)
                     states = self._moved(held, states)
                 ends[-1].update({piece: tried.detach() for piece, tried in held.items()})
-                learnt = [_options(group) for group in optimizer.param_groups] != options
+                learnt = [options_of(group) for group in optimizer.param_groups] != options
                 vars(optimizer).update(attributes)
                 for group, before in zip(optimizer.param_groups, groups, strict=True):
                     group.clear()
@@ -251,15 +251,6 @@ def _like(parameter: nn.Parameter) -> nn.Parameter:
     tried = nn.Parameter(parameter.detach().clone())
     vars(tried).update(vars(parameter))
     return tried
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of an optimizer says beside its parameters, as far as it can be compared."""
-    return {
-        name: value.tolist() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if isinstance(value, (Tensor, bool, int, float, str)) and name != "params"
-    }
 
 
 def _fitting(value: Any, own: Tensor) -> Any:

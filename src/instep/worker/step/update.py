@@ -8,7 +8,7 @@ step's key, and so comes to the same parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,41 +19,11 @@ from instep.data.order import key
 from instep.recipe.build import set_generators
 from instep.sync.norm import factor as clipping
 from instep.sync.norm import norm, squares
+from instep.worker.step.sections import SchedulerSteps
 from instep.worker.step.skipping import scale_gradients
 
 OF_UPDATE = 2
 """What a key is drawn for, beside those of `passes.py`: the update of one step."""
-
-
-class Between:
-    """Steps of the scheduler that the user's code makes itself, between two steps of training.
-
-    Those that a state holds are known by the section of the code that made them; so code
-    that runs once more, after a checkpoint or in a newcomer, does not make them twice.
-    """
-
-    def __init__(self) -> None:
-        self.made: dict[str, int] = {}
-        """How many each section has made that the present state holds."""
-        self._section, self._seen = "start", 0
-
-    def enter(self, section: str) -> None:
-        """The user's code comes to a section; nothing where it is there already."""
-        if section != self._section:
-            self._section, self._seen = section, 0
-
-    def commit(self, step: int, epoch: int) -> None:
-        """A step counts; what comes now follows it."""
-        self.made = {s: n for s, n in self.made.items() if s in ("start", f"epoch {epoch}")}
-        self.enter(f"after {step}")
-
-    def is_new(self) -> bool:
-        """Whether the step that is about to be made is not in the state yet; notes it."""
-        self._seen += 1
-        if self._seen <= self.made.get(self._section, 0):
-            return False
-        self.made[self._section] = self._seen
-        return True
 
 
 class Update:
@@ -83,10 +53,10 @@ class Update:
         turn: int = 0,
     ) -> None:
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
-        self._parameters, self._seed = list(parameters), seed
+        self.parameters, self._seed = list(parameters), seed
         self._max_grad_norm, self._measure = max_grad_norm, measure
         self._turn = (turn,) if turn else ()
-        self.between = Between()
+        self.between = SchedulerSteps()
 
     def apply(self, step: int) -> float | None:
         """Move the parameters by their `.grad`; `step` is the one that this ends.
@@ -120,17 +90,26 @@ class Update:
         if not self.clips:
             return None
         self.scaler.unscale_(self.optimizer)
-        found = global_norm(self._parameters)
+        found = global_norm(self.parameters)
         if self.scaler.is_enabled() and not math.isfinite(found):
             return None
         by = self.factor(found)
         if by != 1.0:
-            scale_gradients(self._parameters, by)
+            scale_gradients(self.parameters, by)
         return found
 
     def factor(self, found: float) -> float:
         """What a gradient of this norm is multiplied by."""
         return 1.0 if self._max_grad_norm is None else clipping(found, self._max_grad_norm)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer says beside its parameters, as far as it can be compared."""
+    return {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if isinstance(value, (Tensor, bool, int, float, str)) and name != "params"
+    }
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> float:

@@ -1,0 +1,126 @@
+"""What participants' optimizers remember from one round to the next, where that is kept.
+
+After a commit every worker holds the state of every participant. So any worker can compute any
+participant, a newcomer copies all of them from a peer together with the parameters, and a
+checkpoint has them, whoever the members are. What that costs, and what else was thought of, is in
+`docs/decisions/0021`. When a state begins and counts, `rounds.py` and `sync/averaging.py` know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.comm.base import Comm
+from instep.errors import CheckpointError, RecipeError
+from instep.state.broadcast import broadcast_snapshot
+from instep.state.packing import pack_state, unpack_state
+from instep.state.snapshot import Snapshot
+from instep.worker.step.capture import lay_out_state
+
+SKELETON = "skeleton"
+"""The name of the bytes that say what the other tensors of a state are."""
+
+
+class LocalOptimizers:
+    """The optimizer states of all participants, as of the last commit and as of the next.
+
+    Args:
+        optimizer: takes every participant's steps, one participant after the other.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._device = self._parameters[0].device
+        self._committed: Mapping[int, Mapping[str, Tensor]] = {}  # by participant
+        self._next: dict[int, Mapping[str, Tensor]] = {}
+
+    # ---- a participant
+
+    def resume(self, participant: int) -> None:
+        """Give the optimizer a copy of the participant's state; none before its first round."""
+        if participant not in self._committed:
+            return
+        tensors = dict(self._committed[participant])
+        skeleton = json.loads(bytes(tensors.pop(SKELETON).cpu().numpy()))
+        on_cpu = set(skeleton["on_cpu"])
+        copies = {
+            name: tensor.to("cpu" if name in on_cpu else self._device, copy=True)
+            for name, tensor in tensors.items()
+        }
+        state = unpack_state(copies, skeleton["state"])
+        self._optimizer.state = defaultdict(
+            dict, {self._parameters[number]: kept for number, kept in state.items()}
+        )
+        lay_out_state(self._optimizer.state)
+
+    def pack(self) -> dict[str, Tensor]:
+        """The optimizer's state; it refers to the optimizer's own tensors.
+
+        Raises:
+            RecipeError: there is something in it that other processes cannot be given.
+        """
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        try:
+            tensors, packed = pack_state(
+                {numbers[p]: dict(kept) for p, kept in self._optimizer.state.items()}
+            )
+        except (CheckpointError, KeyError) as error:
+            raise RecipeError(
+                f"the optimizer {type(self._optimizer).__name__} has a state that other processes "
+                f"cannot be given, as sync.local_optimizers = 'kept' needs: {error} Use 'reset'."
+            ) from error
+        on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
+        text = json.dumps({"state": packed, "on_cpu": on_cpu})
+        skeleton = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return {**tensors, SKELETON: skeleton}
+
+    def computed(self, participant: int, state: Mapping[str, Tensor]) -> None:
+        """A participant of this worker's is done with the round, and has this state."""
+        self._next[participant] = state
+
+    # ---- the commit
+
+    def exchange(self, comm: Comm) -> None:
+        """Give all workers the states of all participants of the round; every one calls it.
+
+        Raises:
+            PeerError: a worker went away.
+        """
+        own = {str(participant): dict(state) for participant, state in self._next.items()}
+        for root in range(comm.size) if comm.size > 1 else ():
+            mine = Snapshot(step=0, tensors=own, facts={}) if comm.rank == root else None
+            given = broadcast_snapshot(mine, comm, root, self._device)
+            self._next |= {int(number): state for number, state in given.tensors.items()}
+
+    def apply(self) -> None:
+        """The round happens: its states are those that the next one begins from."""
+        self._committed, self._next = {**self._committed, **self._next}, {}
+
+    def abandon(self) -> None:
+        """It does not."""
+        self._next = {}
+
+    # ---- of the last commit
+
+    def state(self) -> dict[str, Tensor]:
+        """All of it, as `PARTICIPANT/NAME`."""
+        return {
+            f"{participant}/{name}": tensor
+            for participant, state in self._committed.items()
+            for name, tensor in state.items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave."""
+        found = defaultdict[int, dict[str, Tensor]](dict)
+        for name, tensor in state.items():
+            participant, kept = name.split("/", 1)
+            found[int(participant)][kept] = tensor
+        self._committed, self._next = dict(found), {}
