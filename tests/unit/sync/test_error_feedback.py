@@ -17,6 +17,7 @@ from instep.sync.base import make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.capture import Progress
 from instep.worker.step.engine import Engine
+from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 from ranks import FakeMember
 
@@ -254,7 +255,8 @@ def test_the_replacement_of_one_that_ended_as_it_had_taken_over_has_what_it_took
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     update = Update(optimizer, None, parameters, seed=0, max_grad_norm=None, scaler=scaler)
     model = nn.ParameterList(parameters)
-    engine = Engine(FakeMember(job, tmp_path, 0), model, parameters, replacement.strategy, update)
+    turn = TurnState("", parameters, update, replacement.strategy)
+    engine = Engine(FakeMember(job, tmp_path, 0), model, parameters, [turn])
     engine.memory = replacement.memory
     engine.state.progress = Progress(step=5)
     engine.state._made = {1: (0, 5), 2: (0, 5)}  # as its peers know
