@@ -74,7 +74,9 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     assert killed >= 8
     generations = RunFolder(program.run).generations
     lost = "was lost: the process was killed by SIGKILL"
-    assert not [g["reason"] for g in generations[1:] if lost not in g["reason"]]
+    others = [g["reason"] for g in generations[1:] if lost not in g["reason"]]
+    # on a slow machine all that have the state may be killed before a newcomer has it
+    assert len(others) <= len(program.events("went_back")), others
 
 
 @pytest.mark.slow
