@@ -9,7 +9,6 @@ figure is the median of our speed over DDP's; above 1, instep is faster.
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from turns import (
     summed_up,
     take_turns,
     times_of,
+    wait_for_steps,
     write,
 )
 
@@ -49,7 +49,8 @@ def compare(name: str, windows: int) -> dict[str, object]:
         settings = {"train.global_batch": case.global_batch}
         programs = {"ddp": ddp(case, times), "instep": instep(case.recipe, settings, ours)}
         with ended(programs):
-            time.sleep(25)  # both have started, and are past their first steps
+            wait_for_steps(lambda: times.stat().st_size // 8 if times.exists() else 0)
+            wait_for_steps(lambda: len(times_of(ours)))
             take_turns(programs, case.turn_s, windows)
         began = {"ddp": np.fromfile(times, "<f8"), "instep": times_of(ours)}
         steps = {p: steps_s(began[p], programs[p].turns[:windows]) for p in programs}

@@ -12,7 +12,6 @@ rest ("bits" over "order" with merge = "never").
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
 
 from turns import (
@@ -27,6 +26,7 @@ from turns import (
     summed_up,
     take_turns,
     times_of,
+    wait_for_steps,
     write,
 )
 
@@ -54,7 +54,7 @@ def compare(name: str, micro_batches: int, windows: int) -> dict[str, object]:
         with ended(programs):
             for program, settings in PROGRAMS.items():
                 programs[program] = instep(case.recipe, {**batch, **settings}, folders[program])
-                wait_for_steps(folders[program])
+                wait_for_steps(lambda: len(times_of(folders[program])))  # noqa: B023
                 programs[program].hold()
             take_turns(programs, case.turn_s, windows)
         steps = {p: steps_s(times_of(folders[p]), programs[p].turns[:windows]) for p in programs}
@@ -86,15 +86,6 @@ def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
         "apart over merged": over(times["apart"], times["order"]),
         "bits over apart": over(times["bits"], times["apart"]),
     }
-
-
-def wait_for_steps(folder: Path, least: int = 4, limit_s: float = 120.0) -> None:
-    """Until the program that trains into `folder` is past its first steps."""
-    until = time.time() + limit_s
-    while len(times_of(folder)) < least:
-        if time.time() > until:
-            raise SystemExit(f"no {least} steps within {limit_s:.0f} s")
-        time.sleep(0.2)
 
 
 def main() -> None:

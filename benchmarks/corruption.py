@@ -15,7 +15,6 @@ import os
 import tempfile
 from pathlib import Path
 
-from bits import wait_for_steps
 from turns import (
     HERE,
     Case,
@@ -28,6 +27,7 @@ from turns import (
     summed_up,
     take_turns,
     times_of,
+    wait_for_steps,
     write,
 )
 from turns import instep as program
@@ -63,7 +63,7 @@ def cost(name: str, windows: int) -> dict[str, object]:
             for which, value in PROGRAMS.items():
                 given = {**settings, "check.corruption": value}
                 programs[which] = program(case.recipe, given, folders[which])
-                wait_for_steps(folders[which])
+                wait_for_steps(lambda: len(times_of(folders[which])))  # noqa: B023
                 programs[which].hold()
             take_turns(programs, case.turn_s, windows)
         found = sum(len(RunFolder(f / "bench").named("corruption_found")) for f in folders.values())

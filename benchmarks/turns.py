@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +101,15 @@ def times_of(folder: Path) -> np.ndarray:
         return np.empty(0)
     records = read_records(path, STEPS)
     return np.sort(records["begin"][records["worker"] == 0])
+
+
+def wait_for_steps(steps: Callable[[], int], least: int = 4, limit_s: float = 120.0) -> None:
+    """Until a program is past its first steps; `steps` counts those that have begun."""
+    until = time.time() + limit_s
+    while steps() < least:
+        if time.time() > until:
+            raise SystemExit(f"no {least} steps within {limit_s:.0f} s")
+        time.sleep(0.2)
 
 
 @contextmanager

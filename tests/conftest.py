@@ -14,6 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests may take ten minutes: their verdict is not to depend on the machine's speed."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Disk]:
     """A disk of 8 MB."""

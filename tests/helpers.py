@@ -21,15 +21,14 @@ from instep.worker.step.passes import share_of
 TIMEOUT_S = 60
 
 
-def run_processes(size, body, folder, *arguments, timeout_s=TIMEOUT_S):
+def run_processes(size, body, folder, *arguments):
     """Call `body(comm, *arguments)` in `size` processes, each a rank of one gloo group.
 
     Returns:
         What each rank returned, in rank order; None for one that died.
 
     Raises:
-        AssertionError: a rank raised; the text is its traceback. Or none answered within
-            `timeout_s` seconds.
+        AssertionError: a rank raised; the text is its traceback.
     """
     context = multiprocessing.get_context("forkserver")
     ranks = []
@@ -42,7 +41,7 @@ def run_processes(size, body, folder, *arguments, timeout_s=TIMEOUT_S):
         theirs.close()
         ranks.append((process, ours))
     try:
-        return [_result(pipe, timeout_s) for _, pipe in ranks]
+        return [_result(pipe) for _, pipe in ranks]
     finally:
         for process, _ in ranks:
             process.kill()
@@ -61,8 +60,8 @@ def _one_process(pipe, meeting, rank, size, body, arguments):
         pipe.recv_bytes()  # peers may still read from us; we are killed, or our parent hangs up
 
 
-def _result(pipe, timeout_s):
-    assert pipe.poll(timeout_s), "a rank has neither answered nor ended"
+def _result(pipe):
+    assert pipe.poll(TIMEOUT_S), "a rank has neither answered nor ended"
     try:
         failure, value = pickle.loads(pipe.recv_bytes())
     except EOFError:

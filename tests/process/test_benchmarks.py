@@ -10,10 +10,10 @@ pytestmark = pytest.mark.process
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = {
-    "against_ddp": ["--model", "mlp", "--windows", 2],
-    "bits": ["--model", "mlp", "--micro-batches", 2, "--windows", 2],
+    "against_ddp": ["--model", "mlp", "--windows", 4],
+    "bits": ["--model", "mlp", "--micro-batches", 2, "--windows", 4],
     "checkpoint": ["--megabytes", 4, "--turns", 2],
-    "corruption": ["--case", "mlp, 8 micro-batches", "--windows", 2, "--steps", 20],
+    "corruption": ["--case", "mlp, 8 micro-batches", "--windows", 4, "--steps", 20],
     "engine": ["--rounds", 1, "--steps", 5, "--starts", 1],
     "host_memory": ["--megabytes", 4, "--rounds", 3],
     "lattice": ["--model", "mlp", "--rounds", 2],

@@ -63,7 +63,7 @@ def test_a_job_shorter_than_the_check_is_judged_on_its_whole_length(
     ("model", "what", "why"),
     [
         slow("seeded", "the loss of step 1 is", "carried from batch to batch"),
-        slow("unseeded", "the loss of step 1 is", "a generator of its own without a seed"),
+        slow("unseeded", "the loss of step 1 is", "a generator without a seed"),
         slow("counting", "after step 1, 'body.bias' of the model differs", "carried from batch"),
     ],
 )

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from started import RECIPES, Start, Started
 
+from instep.client.running import scale
 from instep.data.order import Order, position
 from instep.state.load import load
 from instep.state.manifest import published
@@ -76,14 +75,10 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(start: Start, tmp_
 def test_from_4_workers_to_3_and_back_every_sample_counts_once(
     start: Start, tmp_path: Path
 ) -> None:
-    program = begin(start, tmp_path, "scaled", 0.01, workers=4)
+    program = begin(start, tmp_path, "scaled", 0.03, workers=4)
     program.until(program.is_training, "training")
     for workers in (3, 4):
-        command = [sys.executable, "-m", "instep", "scale", str(program.run)]
-        done = subprocess.run(
-            [*command, "--workers", str(workers)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        scale(program.run, workers)
         program.until(
             lambda: len(program.events("generation_started")[-1]["members"]) == workers,  # noqa: B023
             f"of {workers} workers",
@@ -95,11 +90,6 @@ def test_from_4_workers_to_3_and_back_every_sample_counts_once(
     assert sizes == [4, 4, 3, 4]  # a worker that leaves hands over first
 
 
-def scale(program: Started, workers: int) -> None:
-    command = [sys.executable, "-m", "instep", "scale", str(program.run)]
-    subprocess.run([*command, "--workers", str(workers)], check=True, capture_output=True)
-
-
 @pytest.mark.slow
 def test_what_a_worker_still_had_to_send_is_sent_if_it_is_killed_before_it_could_leave(
     start: Start, tmp_path: Path
@@ -108,7 +98,7 @@ def test_what_a_worker_still_had_to_send_is_sent_if_it_is_killed_before_it_could
     program.until(program.is_training, "training")
     (pid,) = (int(e["pid"]) for e in program.events("worker_joined") if e["worker"] == 2)
     os.kill(pid, signal.SIGSTOP)  # so that it cannot hand over before it is killed
-    scale(program, 2)
+    scale(program.run, 2)
     os.kill(pid, signal.SIGKILL)
     assert program.end() == 0, program.stderr
     assert program.events("generation_started")[-1]["members"] == [0, 1]

@@ -121,7 +121,8 @@ def test_a_sample_that_never_ends_is_tried_twice_and_is_the_cause(run: Start) ->
     short, long = program.events("worker_hung")
     assert short["step"] == long["step"] == 12
     assert float(short["how"].split()[-2]) < 3.0
-    assert UNKNOWN_S <= float(long["how"].split()[-2]) < UNKNOWN_S + 2.0
+    # twice as long where other programs leave it less than half a processor
+    assert UNKNOWN_S <= float(long["how"].split()[-2]) < 2 * UNKNOWN_S + 2.0
     (skipped, _) = RunFolder(program.run).skipped
     assert skipped["index"] == MARKED
     assert "kept its process busy without end" in skipped["cause"]

@@ -340,6 +340,7 @@ def test_a_killed_process_is_reported_to_have_exited_without_a_message(
     start: Start, tmp_path: Path, number: int
 ) -> None:
     command = (RECIPES / "joined_for_long.py", tmp_path / "runs", 400, 0.05)
+    run = tmp_path / "runs" / "long"
     zero, one = (start(*command, environment=slurm_task(n)) for n in (0, 1))
     zero.until(lambda: seen(tmp_path, "*/ledger.bin"), "training")  # made once both are there
     one.process.send_signal(number)
@@ -347,6 +348,12 @@ def test_a_killed_process_is_reported_to_have_exited_without_a_message(
     assert "worker 1 failed" in zero.stderr
     assert "the process disconnected without a message" in zero.stderr
     assert "ended with code" not in zero.stderr
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (said,) = (e for e in events if e["event"] == "warning")  # torchrun kills process 0 then
+    assert said["text"].startswith("worker 1")
+    assert "the process disconnected without a message" in said["text"]
+    (failed,) = (e for e in events if e["event"] == "worker_failed")
+    assert said["time"] < failed["time"]
 
 
 @pytest.mark.slow

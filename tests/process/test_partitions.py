@@ -90,11 +90,44 @@ def test_the_side_with_the_master_continues_whether_larger_or_smaller(
     program.until(lambda: len(program.events("host_joined")) >= 3 + len(away), "whole again")
     assert program.end() == 0, program.stderr
     assert {f"h{number + 1}" for number in lost_hosts(program)} >= set(away)
-    assert {len(e["members"]) for e in program.events("generation_started")} == {5}
+    sizes = [len(e["members"]) for e in program.events("generation_started")]
+    left = 4 if away == ["h3"] else 1  # they train on if the replacements take long to get ready
+    assert sizes[0] == sizes[-1] == 5
+    assert set(sizes) <= {5, left}
     assert program.events("went_back") == []
     causes = [e["cause"] for e in program.events("worker_lost")]
     assert len(causes) >= (1 if away == ["h3"] else 4)
     assert all("gave no sign of life" in c and "nor did its host" in c for c in causes)
+    check_same_result(program, undisturbed)
+    check_no_process_is_left(program)
+
+
+@needs_hosts
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_one_worker_that_the_master_still_reaches_trains_on_and_the_four_others_write_nothing(
+    start: Start, tmp_path: Path, network: netlab.Network, undisturbed: Path
+) -> None:
+    """The side with the master continues, however small, though no replacement gets ready there."""
+    program = on(start, tmp_path, network, 5, "builds_slowly.py")
+    program.until(program.is_training, "training")
+    reach(program, 40)
+    hold = program.work / "hold"
+    hold.touch()
+    network.partition(["h1", "h2"])
+
+    def groups() -> list[list[int]]:
+        return [e["members"] for e in program.events("generation_started")]
+
+    program.until(lambda: len(groups()) > 1, "in a group of one")
+    assert len(groups()[-1]) == 1
+    reach(program, int(program.ledger["step"].max()) + 20)
+    network.heal()
+    program.until(lambda: len(program.events("host_joined")) >= 5, "whole again")
+    hold.unlink()
+    assert program.end() == 0, program.stderr
+    assert len(groups()[-1]) == 5
+    assert program.events("went_back") == []
     check_same_result(program, undisturbed)
     check_no_process_is_left(program)
 

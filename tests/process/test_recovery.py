@@ -73,9 +73,10 @@ def test_workers_that_are_killed_at_random_moments_leave_no_trace(
     assert killed - after <= len(program.events("worker_lost")) <= killed
     assert killed >= 8
     generations = RunFolder(program.run).generations
-    assert all(
-        "was lost: the process was killed by SIGKILL" in g["reason"] for g in generations[1:]
-    )
+    lost = "was lost: the process was killed by SIGKILL"
+    others = [g["reason"] for g in generations[1:] if lost not in g["reason"]]
+    # on a slow machine all that have the state may be killed before a newcomer has it
+    assert len(others) <= len(program.events("went_back")), others
 
 
 @pytest.mark.slow

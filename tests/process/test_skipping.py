@@ -223,4 +223,4 @@ def test_a_replay_says_which_samples_can_be_read_by_now(
     named = ", ".join(f"{index} (step {step})" for step, index in left_out if index != last)
     sentence = f"training samples {named} could not be read then, and can be read now."
     assert f"warning {sentence}" in said.out
-    assert f"Mind: {sentence}" in said.err
+    assert f"Note: {sentence}" in said.err

@@ -298,7 +298,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     "what is handed over in doubt never counts": (
         workers,
         "beginning",
-        lambda real: lambda places: real([place._replace(laid=-1) for place in places]),
+        lambda real: lambda places: real([place._replace(start_in_doubt=-1) for place in places]),
     ),
     # against rounds
     "what members have finished of a round is computed again": (

@@ -63,7 +63,7 @@ class Own:
         self.tried = -1
 
     @property
-    def laid(self) -> int:
+    def start_in_doubt(self) -> int:
         """The generation whose start it is in doubt about; else -1."""
         return self._next[0] if self._next is not None else -1
 

@@ -364,7 +364,7 @@ class Worker(Process):
                 told=told,
                 ends=ends,
                 tried=own.tried,
-                laid=own.laid,
+                start_in_doubt=own.start_in_doubt,
             )
         there = beginning((yield from end.exchange("places", mine)))
         if self._staged is not None and self._staged.record.step == there.number:

@@ -614,6 +614,17 @@ class Master:
                 self._watch.leaves(number)
                 code = 0 if number in self._state.done else endings.UNSEEN
                 self._observe(s.Ended(number, code, self._recorder.in_flight(number)))
+                self._warn_of_end(number)
+
+    def _warn_of_end(self, worker: int) -> None:
+        """Say at once that a joined process has ended: torchrun leaves no time to find the cause.
+
+        It ends process 0, and with it this master, a moment after any other process.
+        """
+        suspect = self._state.suspect
+        if suspect is not None and suspect.worker == worker and suspect.failed.kind == "exit":
+            at = f" at step {suspect.failed.step}" if suspect.failed.step else ""
+            self._warn(f"worker {worker}{at}: {suspect.failed.cause}")
 
     def _watch_processes(self) -> None:
         """Processes whose end no host reports, or that do not connect again."""

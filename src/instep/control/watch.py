@@ -323,18 +323,19 @@ class Watch:
     def stuck_s(self, members: Iterable[int], now: float, times: int = 0) -> float:
         """How long all members have been in one exchange that does not move; 0.0 if they are not.
 
-        More than a moment, which is what an exchange may take; twice as long for each time
-        that the group has come apart already.
+        More than a moment, which is what an exchange may take, or `UNKNOWN_S` before the first
+        step; twice as long for each time that the group has come apart already.
         """
         seen = [self._seen.get(worker) for worker in members]
-        if self.step_s is None or len(seen) < 2:
+        if len(seen) < 2:
             return 0.0
         waits = []
         for each in seen:
             if each is None or each.heartbeat is None or each.heartbeat.phase != "exchange":
                 return 0.0
             waits.append(now - each.since)
-        limit_s = max(FLOOR_S, STEPS * self.step_s) * 2 ** min(times, 6)
+        usual = UNKNOWN_S if self.step_s is None else max(FLOOR_S, STEPS * self.step_s)
+        limit_s = usual * 2 ** min(times, 6)
         return min(waits) if min(waits) > limit_s else 0.0
 
     def silent(self, now: float) -> Silent | None:

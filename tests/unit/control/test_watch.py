@@ -481,6 +481,17 @@ def test_an_exchange_in_which_all_wait_is_stuck():
     assert shown.watch.stuck_s([0, 1], shown.now) == 0.0
 
 
+def test_an_exchange_before_the_first_step_is_stuck_after_half_a_minute():
+    shown = Shown(0, 1, step_s=None)
+    for worker in (0, 1):
+        shown.at(worker, "exchange")
+    shown.goes_on(int(UNKNOWN_S / BEAT_S) - 1, frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now) == 0.0
+    shown.goes_on(4, frozen=[0, 1])
+    assert shown.watch.stuck_s([0, 1], shown.now) > UNKNOWN_S
+    assert shown.watch.stuck_s([0, 1], shown.now, times=1) == 0.0
+
+
 @given(
     st.lists(
         st.tuples(

@@ -242,7 +242,7 @@ def test_a_verdict_counts_after_its_step_also_where_that_is_computed_again():
 
 def went_back(master, step):
     """The worker has found corruption, and leaves its group for its clean copy."""
-    training, state = Training.__new__(Training), SimpleNamespace()
+    training, state = Training.__new__(Training), SimpleNamespace(held=True)
     state.progress = SimpleNamespace(step=9)
 
     def go_back():
@@ -252,7 +252,7 @@ def went_back(master, step):
     observers = {"corruption": SimpleNamespace(go_back=go_back)}
     training.engine = SimpleNamespace(state=state, observers=observers, leave=lambda: None)
     training.member, training._stopping = master.member, master.stopping
-    master.member.broken = lambda error: None
+    master.member.broken = lambda error, *, holds: None
     training._leave()
     assert training.step == step
 
