@@ -54,7 +54,10 @@ IN_A_JOB_FILE = [
     ),
     Job(
         '[sync]\nname = "averaging"\nparticipants = 1',
-        ["workers = 2 but sync.participants = 1", "Set sync.participants to 2 or more."],
+        [
+            "workers = 2 but sync.participants = 1",
+            "Set workers to at most 1; or, in a new run, sync.participants to 2 or more.",
+        ],
     ),
     Job(
         '[sync]\nname = "averaging"\nparticipants = 65',
@@ -107,7 +110,9 @@ IN_A_JOB_FILE = [
     Job('workers = "two"', ['workers = "two": needs to be a whole number']),
     Job("workers = 2.0", ["workers = 2.0: needs to be a whole number"]),
     Job("workers = true", ["workers = true: needs to be a whole number"]),
-    Job("workers = 9", ["workers = 9 but train.micro_batches = 8", "to 9 or more"]),
+    Job(
+        "workers = 9", ["workers = 9 but train.micro_batches = 8", "at most 8; or", "to 9 or more"]
+    ),
     Job("seed = -1", ["seed = -1: needs to be at least 0"]),
     Job("train = 3", ["train = 3: needs to be a table"]),
     Job("arguments = 3", ["arguments = 3: needs to be a table"]),

@@ -481,7 +481,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
         if self.workers > most:
             raise ValueError(
                 f"workers = {self.workers} but {key} = {most}: a worker needs at least one {what}. "
-                f"Set {key} to {self.workers} or more."
+                f"Set workers to at most {most}; or, in a new run, {key} to {self.workers} or more."
             )
         if self.launch.hosts and self.network != "private":
             raise ValueError(

@@ -344,7 +344,7 @@ with instep.join(train={"epochs": 2, "global_batch": 20}, sync=sync) as session:
     [
         ("pass", "round 1: optimizer.step() was not called for a batch"),
         ("optimizer.step(); scheduler.step()", "Give the scheduler as prepare(scheduler=...)"),
-        ("optimizer.step(); session.sum(1)", "some may have fewer in a round"),
+        ("optimizer.step(); session.sum(1)", "was called in the middle of round 1"),
         ("optimizer.step(); break", "the loop was left in the middle of step 1"),
         ("optimizer.step(); optimizer.step()", "optimizer.step() was called twice"),
         ("session.backward(model(inputs).sum())", "backward() was called twice"),
@@ -356,6 +356,20 @@ def test_what_has_no_sense_in_a_round_is_refused(start: Start, tmp_path, more, s
     program = start("-m", "instep", "run", script, environment={"PYTHONPATH": paths(RECIPES)})
     assert program.end() in (2, 5), program.stderr
     assert sentence in program.error
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_averaged_yet_is_not_evaluated(start: Start, tmp_path):
+    """A `break` leaves the loop in its round; alone, with nobody who waits."""
+    script = tmp_path / "script.py"
+    alone = WITHIN.replace('"participants": 2', '"participants": 1')
+    script.write_text(alone % "optimizer.step(); break\n        session.validated(9, accuracy=1.0)")
+    program = start(script, environment={"PYTHONPATH": paths(RECIPES)})
+    assert program.end() != 0
+    assert (
+        "session.validated was called in the middle of round 1 (a loop that `break` has left"
+        in (program.stderr)
+    )
 
 
 @pytest.mark.slow

@@ -139,10 +139,10 @@ def _lost(data: Data, train: TrainSpec) -> Sequence[Unused]:
     if batch not in (None, whole) and batch != whole / parts:
         raise SpecError(
             f"the DataLoader has batch_size = {batch}, but train.global_batch = {whole} samples "
-            f"make a step, over all processes together, in train.micro_batches = {parts} parts of "
-            f"{whole / parts:g}. For steps of {batch} at any number of processes: "
-            f"instep.join(train={{'global_batch': {batch}}}); for iterations of {batch}: a "
-            f"global_batch of {batch} times micro_batches; or give the dataset instead."
+            f"make a step, over all processes together, and {whole / parts:g} an iteration. "
+            f"For steps of {batch} at any number of processes: instep.join(train="
+            f"{{'global_batch': {batch}}}); for iterations of {batch}: a global_batch of "
+            f"{batch * parts}; or give the dataset instead."
         )
     name = "the training"
     return [*data.given.unused(name, shuffled=True, batch=batch or whole)]

@@ -70,6 +70,10 @@ class Endless(IterableDataset[int]):
     [
         ([DataLoader(DATA, batch_size=6)], r"batch_size = 6, but train\.global_batch = 8"),
         ([DataLoader(DATA, batch_size=6)], r"steps of 6 .*join\(train=\{'global_batch': 6\}\)"),
+        (
+            [DataLoader(DATA, batch_size=6)],
+            "and 2 an iteration.* iterations of 6: a global_batch of 24",
+        ),
         ([DataLoader(DATA, batch_size=None)], "DataLoader that has batch_size = None"),
         ([DataLoader(Endless())], "an Endless, which is iterable"),
         ([DATA, nn.ReLU()], "a Linear and a ReLU: a session has one model"),

@@ -745,12 +745,9 @@ class OwnLoop(Loop):
                 evaluation.exchange(comm, self.device, "session.validated", Piece(0, []))
             return [told]
 
-        if self._now is None:
-            (told,) = self._call("session.validated", talk, [False])
-        elif self.member.recovers:
+        if self._now is not None and self.member.recovers:
             raise self._within("session.validated")
-        else:
-            (told,) = talk()
+        (told,) = self._call("session.validated", talk, [False])
         if told and not self.stopped:
             self.rule = ON_REQUEST
             if self.state.last is None:  # of a step before this start of the run

@@ -255,8 +255,9 @@ class OwnRounds(OwnLoop):
     def _call_within(self, name: str, talk: Callable[[], Any], own: Any) -> Any:
         if self._now is not None and not self._now.last:
             raise SpecError(
-                f"{name} was called in an iteration: with sync.name = {self.job.sync.name!r} each "
-                "process takes local steps of its own, and some may have fewer in a round. Call it "
-                "after the loop over the loader."
+                f"{name} was called in the middle of round {self.step} (a loop that `break` has "
+                f"left is still in it): with sync.name = {self.job.sync.name!r} each process takes "
+                "local steps of its own, and some may have fewer. Let the loop over the loader "
+                "come to its end, or leave it after the last step of a round, and call it then."
             )
         return super()._call_within(name, talk, own)
