@@ -78,9 +78,7 @@ def finish_of(state: State) -> Finish:
     done = state.done
     step = max((message.step for message in done.values()), default=0)
     rule = next((message.rule for message in done.values()), "interrupted")
-    if (
-        rule == ON_REQUEST
-    ):  # by the rule that asked for it, unless a user's stop came into force sooner
+    if rule == ON_REQUEST:  # of the rule that asked, unless a user's stop came into force sooner
         by_rule = state.stop_after is None or step > state.stop_after
         rule = state.stop if state.stop and by_rule else "interrupted"
     if rule == "interrupted" or not done.keys() >= set(state.group):

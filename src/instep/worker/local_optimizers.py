@@ -2,8 +2,9 @@
 
 After a commit every worker holds the state of every participant. So any worker can compute any
 participant, a newcomer copies all of them from a peer together with the parameters, and a
-checkpoint has them, whoever the members are. What that costs, and what else was thought of, is in
-`docs/decisions/0021`. When a state begins and counts, `rounds.py` and `sync/averaging.py` know.
+checkpoint has them, however the members change. What that costs, and what else was thought of,
+is in `docs/decisions/0021`. When a state begins and counts, `rounds.py` and
+`sync/averaging.py` know.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The rounds of averaging: a participant takes its local steps, and gives how far it came.
 
-A participant is a unit of the job's, whoever computes it. It begins from the parameters,
+A participant is a unit of the job's, on whichever worker. It begins from the parameters,
 buffers, optimizer and scheduler of the round's beginning, draws by keys of its own, and leaves
 nothing behind: what it moved is put back. Its optimizer's state may be kept for its next round
 (`local_optimizers.py`). How the participants' ways are averaged, the
 strategy knows (`sync/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
-members change within a round, those that go on keep what they have computed of it.
+members change within a round, those that stay keep what they have computed of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
-from instep.data.order import Position, key, micro_batch
+from instep.data.order import key, micro_batch
 from instep.errors import PeerError, RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
@@ -64,7 +64,7 @@ class RoundUpdate(Update):
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad)
         for _ in range(self._local_steps):
-            self._advance()
+            self.advance()
         return None
 
     def take_step(self, *number: int) -> None:
@@ -86,18 +86,15 @@ class RoundUpdate(Update):
                 "in its step. They belong to all participants, so sync.local_optimizers = 'kept' "
                 "cannot keep them for one. Use 'reset', or another optimizer."
             )
-        self._advance()
+        self.advance()
 
-    def leave_step(self) -> None:
-        """A local step in which nothing counts: only the scheduler goes on."""
-        self._advance()
-
-    def _advance(self) -> None:
-        if self.scheduler is None or not self._advances:
+    def advance(self) -> None:
+        """The scheduler takes a local step; nothing else, if no sample counts in it."""
+        if not self._advances:
             return
         with warnings.catch_warnings():  # of a worker that no participant has, or of its first
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\)")
-            self.scheduler.step()
+            super().advance()
 
 
 class Way(NamedTuple):
@@ -195,18 +192,29 @@ def local_steps_of(part: Pass, local_steps: int) -> Iterator[tuple[int, Slice]]:
 
 
 def keep_optimizers(engine: Engine, update: RoundUpdate, job: JobSpec) -> None:
-    """Have participants go on with the optimizer states of their last rounds, if the job wants."""
+    """Have participants resume the optimizer states of their last rounds, if the job wants."""
     if job.sync.local_optimizers == "kept":
         assert isinstance(engine.strategy, Averaging), "participants are averaged"
         engine.strategy.kept = update.local = LocalOptimizers(update.optimizer)
 
 
-def give(engine: Engine, way: Way, whole: int) -> None:
-    """Have the engine take in how far a participant of a round of `whole` samples has come."""
-    engine.begin_pass(way.part, way.weight / whole, last=False)
+def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
+    """Have the engine take in how far a participant has come.
+
+    Returns:
+        What its losses came to, by its number; nothing where none of its samples counts.
+    """
+    part, whole = way.part, engine.where.stop - engine.where.first
+    if update.local is not None and not part.repeats:
+        update.local.computed(part.number, way.optimizer)
+    if part.repeats or not way.weight:
+        engine.skip_pass(part)
+        return {}
+    engine.begin_pass(part, way.weight / whole, last=False)
     for slot, moved in enumerate(way.moved):
         engine.gradient(slot, moved)
-    engine.end_pass(way.part, way.size / whole)
+    engine.end_pass(part, way.size / whole)
+    return {part.number: Weighed(way.total, way.weight)}
 
 
 class Rounds:
@@ -269,7 +277,7 @@ class Rounds:
                 yield from (samples for _, samples in local_steps_of(part, self._local_steps))
 
     def run(
-        self, where: Position, share: Share, loads: Iterator[Read], step: int
+        self, share: Share, loads: Iterator[Read], step: int
     ) -> tuple[dict[int, Weighed], list[Skipped]]:
         """Compute this worker's participants of a round.
 
@@ -279,7 +287,7 @@ class Rounds:
         Raises:
             PeerError: the members have changed; everything is as at the begin of the round.
         """
-        engine, whole = self._engine, where.stop - where.first
+        engine = self._engine
         self._go_to(engine.state.progress.course, step)
         losses: dict[int, Weighed] = {}
         skipped: list[Skipped] = []
@@ -289,14 +297,8 @@ class Rounds:
                 engine.buffers.move(way.buffers)
             else:
                 way = self._ways[part.number] = self._way(part, loads, step)
-            if self._update.local is not None:
-                self._update.local.computed(part.number, way.optimizer)
             skipped += way.skipped
-            if not way.weight:
-                engine.skip_pass(part)
-                continue
-            losses[part.number] = Weighed(way.total, way.weight)
-            give(engine, way, whole)
+            losses |= give(engine, self._update, way)
         return losses, skipped
 
     def _way(self, part: Pass, loads: Iterator[Read], step: int) -> Way:
@@ -307,7 +309,7 @@ class Rounds:
                 if self._left():
                     raise PeerError("the members have changed in the middle of a round.")
                 if number not in cuts or not self._local_step(participant, loads, step, number):
-                    self._update.leave_step()
+                    self._update.advance()
             return participant.way(self._engine.buffers)
 
     def _local_step(

@@ -369,7 +369,7 @@ class Training(Loop):
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # only own loops yield in the middle of a step
         if self._rounds is not None:
-            return Passed(*self._rounds.run(where, share, loads, self.step))
+            return Passed(*self._rounds.run(share, loads, self.step))
         if self._whole_batch is not None:
             self.phase = "forward"
             return Passed(*self._whole_batch.run(where, share, loads, self.step))

@@ -33,7 +33,6 @@ from instep.worker.rounds import (
     local_steps_of,
     verdict,
 )
-from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of, share_of
 from instep.worker.step.update import Update
 
@@ -130,7 +129,7 @@ class OwnRounds(OwnLoop):
             self._local = local
             with self._directly():
                 for _ in range(local.empty):
-                    self._update.leave_step()
+                    self._update.advance()
             now = self._now = Iteration(part, local.read.size, last=last and local.ends)
             set_generators(key(self.job.seed, OF_PASS, self.step, part.number, local.number))
             since = time.perf_counter()
@@ -196,7 +195,7 @@ class OwnRounds(OwnLoop):
             if now.weight or now.part.repeats:
                 self._update.take_step(self.step, local.part.number, local.number)
             else:
-                self._update.leave_step()
+                self._update.advance()
         participant.total += now.total
         participant.weight += now.weight
         participant.size += now.samples
@@ -211,16 +210,9 @@ class OwnRounds(OwnLoop):
 
     def _end_participant(self, participant: Participant) -> None:
         """Its local steps are done: the engine is given how far it came."""
-        part, whole = participant.part, self.engine.where.stop - self.engine.where.first
         way = participant.way(self.engine.buffers)
         participant.put_back()
-        if part.repeats or not way.weight:
-            self.engine.skip_pass(part)
-        else:
-            self._losses[part.number] = Weighed(way.total, way.weight)
-            give(self.engine, way, whole)
-        if self._update.local is not None and not part.repeats:
-            self._update.local.computed(part.number, way.optimizer)
+        self._losses |= give(self.engine, self._update, way)
 
     def _end_round(self) -> None:
         """The mean of all participants is what the round comes to."""
