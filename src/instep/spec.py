@@ -15,10 +15,11 @@ from __future__ import annotations
 import ast
 import math
 import shlex
+from collections.abc import Sequence
 from datetime import date, datetime, time
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, field
@@ -230,6 +231,15 @@ class SyncSpec(Section, frozen=True, kw_only=True):
         return self.codec != "none"
 
 
+class Coordinate(NamedTuple):
+    """The place of a worker in the mesh: its replica, and its index on each axis within that."""
+
+    replica: int
+    stage: int
+    shard: int
+    tensor: int
+
+
 class MeshSpec(Section, frozen=True, kw_only=True):
     """Processes that share one replica (copy) of the model: shard x tensor x stages of them."""
 
@@ -242,10 +252,30 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     stages: Positive = 1
     """Pipeline stages, split by layer."""
 
+    zero: Literal[2, 3] = 3
+    """What `shard` splits: 3: parameters too, which are gathered for each block of layers and
+    freed again; 2: parameters stay whole from the forward pass to the end of the backward pass."""
+
     @property
     def ranks(self) -> int:
         """Processes of one replica."""
         return self.shard * self.tensor * self.stages
+
+    def coordinate(self, worker: int) -> Coordinate:
+        """The place of a worker. Workers are numbered replica by replica; within one, neighbours
+        on the `tensor` axis are numbered first, then those on `shard`, then `stages`."""
+        replica, inner = divmod(worker, self.ranks)
+        rest, tensor = divmod(inner, self.tensor)
+        stage, shard = divmod(rest, self.shard)
+        return Coordinate(replica, stage, shard, tensor)
+
+    def replica(self, number: int) -> range:
+        """The workers of a replica, in rank order."""
+        return range(number * self.ranks, (number + 1) * self.ranks)
+
+    def column(self, members: Sequence[int], worker: int) -> list[int]:
+        """Those of `members` that have the same place in their replicas as `worker`."""
+        return [each for each in members if each % self.ranks == worker % self.ranks]
 
 
 class DataSpec(Section, frozen=True, kw_only=True):

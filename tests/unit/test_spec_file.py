@@ -414,3 +414,13 @@ def test_when_a_checkpoint_is_due_is_said_in_steps_in_time_or_never():
     assert due(every=5) == (None, [5, 10])
     assert due(every=5, keep_every=4) == (None, [4, 5, 8, 10, 12])
     assert due(every="never", keep_every=6) == (None, [6, 12])
+
+
+def test_a_worker_number_says_its_place_in_the_mesh():
+    mesh = build({**RECIPE, "mesh": {"shard": 2, "tensor": 2, "stages": 2}}, source="test").mesh
+    places = [mesh.coordinate(worker) for worker in range(16)]
+    assert places == sorted(places)
+    assert len(set(places)) == 16
+    assert places[8 + 5] == (1, 1, 0, 1)
+    assert list(mesh.replica(1)) == [n for n, place in enumerate(places) if place.replica == 1]
+    assert mesh.column([0, 1, 2, 3, 4, 5, 6, 7, 16, 17], 9) == [1, 17]
