@@ -333,10 +333,10 @@ class Rank:
         comm.close()
 
     def _generation(self, comm: MemoryComm, form: Form) -> None:
-        given = self.engine.begin(comm)
+        given = self.engine.begin(comm, comm)
         comm.all_reduce(torch.zeros(1)).wait()  # the loop agrees on something of its own here
         assignment = Lockstep(form, self.world.job.train, SAMPLES, by_speed=False)
-        self.engine.start(comm, assignment, compare=not given)
+        self.engine.start(comm, comm, assignment, compare=not given)
         self.assignment, self.formed = assignment, True
         self.world.entered(self, form.generation)
         begun = self.engine.state.progress.step

@@ -36,7 +36,7 @@ from instep.worker.member import Member
 from instep.worker.saving import Saver, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
-from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comm
+from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comms
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -112,7 +112,7 @@ class Loop(ABC):
         ]
         self.engine = Engine(member, model, parameters, turns, ends=self._ends, more=more)
         self.rule = "steps" if self.job.train.steps else "epochs"
-        self._comm: Comm | None = None  # of the present group, or of one that is forming
+        self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
@@ -215,8 +215,7 @@ class Loop(ABC):
 
     def _interrupt(self) -> None:
         """Abort the exchange, or the forming of a group; called by another thread."""
-        comm = self._comm
-        if comm is not None:
+        for comm in self._comms:
             comm.interrupt()
 
     def _leave(self, error: PeerError | None = None) -> None:
@@ -230,7 +229,7 @@ class Loop(ABC):
             with suppress(OSError):  # a full disk must not end the run
                 print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
         self.engine.leave()
-        self._comm, self._regroups = None, False
+        self._comms, self._regroups = (), False
         went_back = [observer.go_back() for observer in self.observers.values()]
         if any(went_back) and self._stopping is not None:
             self._stopping.go_back(self.state.progress.step)
@@ -244,28 +243,31 @@ class Loop(ABC):
             PeerError: a member was lost meanwhile.
         """
         member, engine = self.member, self.engine
-        comm = make_comm(member, self.device, address_towards(member.master_host))
-        self._comm = comm
+        self._comms = make_comms(member, self.device, address_towards(member.master_host))
+        comm, column = self._comms
         try:
             if member.superseded:  # the message came before there was anything to interrupt
                 raise PeerError("the members changed while the group was forming.")
             check_lengths(comm, self.device, **self._lengths())
-            given = engine.begin(comm)
+            given = engine.begin(comm, column)
             self._before_steps(comm)
             assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
+                column,
                 Lockstep(
                     member.form,
                     self.job.per_commit,
                     self.samples,
                     by_speed=self._by_speed,
                     finished=self._finished(comm),
+                    mesh=self.job.mesh,
                 ),
                 compare=not given,
             )
         except PeerError:
-            comm.close()
+            for each in self._comms:
+                each.close()
             raise
         self.step = self.state.progress.step
         last_read.set_step(self.step)

@@ -246,10 +246,10 @@ class Member:
         generation = self.form.generation
         self._connection.send(Broken(generation=generation, cause=cause, mine=mine, holds=holds))
 
-    def store(self) -> ChannelStore:
-        """The store by which the members of the present generation connect."""
+    def store(self, group: str = "") -> ChannelStore:
+        """The store by which the members of the present generation connect, or a group of them."""
         assert self.form is not None, "no generation yet"
-        return ChannelStore(self._connection, f"generation-{self.form.generation}/")
+        return ChannelStore(self._connection, f"generation-{self.form.generation}/{group}")
 
     def stop_rule(self, step: int) -> str | None:
         """The rule by which the run is to stop with this step, if it is; does not wait."""

@@ -1,0 +1,51 @@
+"""What this process has of a tensor that a mesh splits, as a plain tensor on the same memory.
+
+Strategies, norms and checksums know plain tensors; optimizers and models have DTensors. A plain
+tensor is its own part. Which part of the whole it is, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_split(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor; without importing those, which takes half as long as torch."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a tensor: a view, without a collective."""
+    part: Tensor = tensor.to_local() if is_split(tensor) else tensor
+    return part
+
+
+def slot_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter on the memory of this rank's part of one; the same, where nothing is split."""
+    if not is_split(parameter):
+        return parameter
+    return nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
+
+
+def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
+    """Have each parameter's gradient be what its slot has, or none where it has none."""
+    for slot, parameter in zip(slots, parameters, strict=True):
+        if slot is not parameter:
+            parameter.grad = None if slot.grad is None else split_like(parameter, slot.grad)
+
+
+def split_like(whole: Any, part: Tensor) -> Tensor:
+    """A DTensor of which this rank has `part`, split as another one is."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.size(),
+        stride=whole.stride(),
+    )
