@@ -23,13 +23,6 @@ def local(tensor: Any) -> Tensor:
     return part
 
 
-def slot_of(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter on the memory of this rank's part of one; the same, where nothing is split."""
-    if not is_split(parameter):
-        return parameter
-    return nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
-
-
 def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
     """Have each parameter's gradient be what its slot has, or none where it has none."""
     for slot, parameter in zip(slots, parameters, strict=True):

@@ -37,6 +37,7 @@ from instep.worker.saving import Saver, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comms
+from instep.worker.step.gradients import Split
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -88,6 +89,7 @@ class Loop(ABC):
         last_step: of the job; None if the user's loop decides.
         more: passes of a step in addition to one for each micro-batch.
         turns: the updates of a step, instead of `update`, if it has several.
+        split: how the parameters lie on the ranks of this replica; None where it is one rank.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Loop(ABC):
         last_step: int | None,
         more: int = 0,
         turns: Sequence[TurnState] = (),
+        split: Split | None = None,
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
         self.device = parameters[0].device
@@ -110,7 +113,9 @@ class Loop(ABC):
         turns = turns or [
             TurnState("", parameters, update, make_strategy(sync.name, sync.options, sync.codec))
         ]
-        self.engine = Engine(member, model, parameters, turns, ends=self._ends, more=more)
+        self.engine = Engine(
+            member, model, parameters, turns, ends=self._ends, more=more, split=split
+        )
         self.rule = "steps" if self.job.train.steps else "epochs"
         self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False

@@ -7,6 +7,9 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,45 +18,88 @@ from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
+from instep.worker.step.gradients import Listener, Take
 
 
 class Replica:
-    """This process's end of its replica.
+    """This process's end of its replica, and its part of the model.
 
     Args:
         member: this worker's membership in the run.
+        model: built, whole; afterwards each process has its part of the parameters.
         device: where it computes.
 
     Raises:
-        RecipeError: the program has made torch's default group itself.
+        RecipeError: the model cannot be split; or the program has made torch's default group.
         PeerError: another process of the replica was lost meanwhile.
     """
 
-    def __init__(self, member: Member, device: torch.device) -> None:
-        from instep.parallel.replica_group import ReplicaGroup  # half as long as importing torch
+    def __init__(self, member: Member, model: nn.Module, device: torch.device) -> None:
+        from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
+        from instep.parallel.sharded import shard
 
-        self._mesh = member.job.mesh
+        mesh = member.job.mesh
+        self._model, self._take = model, _nobody
         self._group = ReplicaGroup(
             member.replica_store(),
-            member.number % self._mesh.ranks,
-            self._mesh,
+            member.number % mesh.ranks,
+            mesh,
             device=device,
             address=address_towards(member.master_host),
         )
+        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
+        self._sharded.on_gradient(lambda slot: self._take(slot))
 
-    def split(self, model: nn.Module) -> None:
-        """Have each process keep its part of a model.
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that uses the model; all processes of the replica do so together."""
+        result = self._sharded.run(function, *arguments)
+        if not self._model.training:  # nobody goes back from here
+            self._sharded.free()
+        return result
 
-        Raises:
-            RecipeError: something in it cannot be split.
-        """
-        from instep.parallel.sharded import shard
+    def finish_pass(self) -> None:
+        """A backward pass is over."""
+        self._sharded.finish_pass()
 
-        shard(model, self._group.axis("shard"), zero=self._mesh.zero)
+    def slots(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """For each parameter one that is this rank's part of it, on the same memory."""
+        return self._sharded.local_parameters(parameters)
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank adds its part to a sum over the replica."""
+        return self._sharded.counts(parameter)
+
+    def listen(self, slots: Sequence[nn.Parameter], take: Take) -> Listener:
+        """Have `take` called with each gradient of these slots."""
+        return _Listener(self, slots, take)
 
     def close(self) -> None:
         """Leave the group; a second call does nothing."""
         self._group.close()
+
+
+class _Listener:
+    """Passes on the gradients of one generation."""
+
+    def __init__(self, replica: Replica, slots: Sequence[nn.Parameter], take: Take) -> None:
+        self.count = 0
+        self._replica, self._give = replica, take
+        self._places = {slot: place for place, slot in enumerate(slots)}
+        replica._take = self._took
+
+    def _took(self, slot: nn.Parameter) -> None:
+        gradient, slot.grad = slot.grad, None
+        if gradient is not None and slot in self._places:
+            self.count += 1
+            self._give(self._places[slot], gradient)
+
+    def close(self) -> None:
+        """Stop listening; a second call does nothing."""
+        self._replica._take = _nobody
+
+
+def _nobody(slot: nn.Parameter) -> None:
+    slot.grad = None
 
 
 def check_mesh(job: JobSpec, recipe: Recipe) -> None:

@@ -98,8 +98,8 @@ class Training(Loop):
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
             trial = self._try()  # on the whole model, and so before it is split
-            self._replica = Replica(member, device)
-            self._replica.split(model)
+            self._replica = Replica(member, model, device)
+            self._forward.run = self._replica.run
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, loaded)
         self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
@@ -126,6 +126,7 @@ class Training(Loop):
             last_step,
             int(embeds),
             turns,
+            self._replica,
         )
         self.state.trial = trial
         self._best()  # refuses a metric that does not exist, before anything is trained
@@ -137,7 +138,16 @@ class Training(Loop):
         if not member.others_have_state and member.number == 0:
             self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
         self._whole_batch = (
-            WholeBatch(self.engine, self._forward, loader, self.job, samples, self._reads, device)
+            WholeBatch(
+                self.engine,
+                self._forward,
+                loader,
+                self.job,
+                samples,
+                self._reads,
+                device,
+                self._replica,
+            )
             if embeds or self._reads is not None or self._replica is not None
             else None
         )
@@ -470,6 +480,8 @@ class Training(Loop):
         super().close()
         if self._validation is not None:
             self._validation.close()
+        if self._replica is not None:
+            self._replica.close()
 
 
 def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.device:

@@ -26,6 +26,7 @@ from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
 from instep.worker.evaluate import first_readable
+from instep.worker.replica import Replica
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of
 
@@ -50,6 +51,7 @@ class WholeBatch:
         samples: of the training dataset.
         reads: of the model, if its layers see the global batch.
         device: where the model is.
+        replica: if it is a mesh.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class WholeBatch:
         samples: int,
         reads: Reads | None,
         device: torch.device,
+        replica: Replica | None = None,
     ) -> None:
         self._engine, self._forward, self._loader = engine, forward, loader
         self._job, self._reads, self._device = job, reads, device
         self._order, self._borrowed = Order(samples, job.seed), None
         self._samples = samples
-        self._meshed = job.mesh.ranks > 1
+        self._replica = replica
 
     def run(
         self, where: Position, share: Share, loads: Iterator[Read], step: int
@@ -86,7 +89,7 @@ class WholeBatch:
                 keys, sizes = self._micro_batches(where, part, read.skipped, step)
                 counts = not part.repeats
                 works.append(_Work(part, read.batch, read.size, keys, sizes, counts))
-            elif self._meshed:  # the other ranks of the replica have the pass too
+            elif self._replica is not None:  # the other ranks of the replica have the pass too
                 works.append(self._borrow(part))
         if not works and self._reads is not None:
             works.append(self._borrow(Pass(Slice(0, 0, 1), 0, repeats=True)))
@@ -120,7 +123,7 @@ class WholeBatch:
         """The context of a pass: its random draws, its reads, and what it leaves."""
         set_generators(work.keys[0])
         with ExitStack() as stack:
-            if not (work.counts or self._meshed):
+            if not (work.counts or self._replica):
                 stack.enter_context(self._engine.aside())
             if len(work.keys) > 1 and self._reads is not None:
                 stack.enter_context(ByMicroBatch(work.keys, work.sizes))
@@ -130,7 +133,7 @@ class WholeBatch:
 
     def _plain(self, where: Position, works: list[_Work]) -> dict[int, Weighed]:
         engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
-        assert reads is not None or self._meshed, "an ordinary pass"
+        assert reads is not None or self._replica is not None, "an ordinary pass"
         losses = dict[int, Weighed]()
         for number, work in enumerate(works):
             since, waited = time.perf_counter(), reads.waited_s if reads is not None else 0.0
@@ -149,7 +152,9 @@ class WholeBatch:
                     reads.backward(scaled, factor / batch_size)
                 else:
                     (scaled * (factor / batch_size)).backward()
-            if work.counts or self._meshed:
+                if self._replica is not None:
+                    self._replica.finish_pass()
+            if work.counts or self._replica is not None:
                 engine.end_pass(work.part, work.size / batch_size if work.counts else 0.0)
             waited = reads.waited_s - waited if reads is not None else 0.0
             engine.clock.lap(since + waited, "backward")

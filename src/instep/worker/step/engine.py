@@ -39,7 +39,7 @@ from instep.comm.late_errors import LateErrors
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
-from instep.parallel.slots import give, local, slot_of
+from instep.parallel.slots import give, local
 from instep.records import Attempt, Law
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Mover, Servers, Strategy
@@ -51,7 +51,7 @@ from instep.worker.step.buffers import Buffers
 from instep.worker.step.catch_up import Beginning
 from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit, CommittedState
-from instep.worker.step.gradients import Gradients
+from instep.worker.step.gradients import Gradients, Split
 from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Pass
@@ -114,6 +114,7 @@ class Engine:
         observers: by name; they watch the steps, and may object to one.
         votes: whether every commit is voted for; else only where the strategy needs it.
         more: passes of a step beside those of its micro-batches.
+        split: how the parameters lie on the ranks of this replica; None where it is one rank.
     """
 
     def __init__(
@@ -127,13 +128,14 @@ class Engine:
         observers: Mapping[str, Observer] = MappingProxyType({}),
         votes: bool = False,
         more: int = 0,
+        split: Split | None = None,
     ) -> None:
         self.member, self.model = member, model
         self.turns = list(turns)
         self.state = CommittedState(model, turns)
         self.observers = observers
         self.parameters, self._ends = parameters, ends
-        self._mesh = member.job.mesh
+        self._mesh, self._split = member.job.mesh, split
         own = any(turn.strategy.laws for turn in turns)
         # what one rank of a mesh has staged, no other of its replica has
         self._votes = votes or own or self._mesh.ranks > 1
@@ -154,7 +156,9 @@ class Engine:
         self._ledger: Ledger | None = None
         self._comm: Comm | None = None
         self._column: Comm = AloneComm()
-        self._slots = [[slot_of(parameter) for parameter in turn.parameters] for turn in turns]
+        self._slots = [turn.parameters for turn in turns]
+        if split is not None:
+            self._slots = [split.slots(turn.parameters) for turn in turns]
         self.memory = HostMemory() if own else None
         """Keeps what this worker alone has, should it be killed."""
         self.clock = Clock(begin=time.time())
@@ -374,7 +378,8 @@ class Engine:
                 draining=[form.members.index(worker) for worker in form.draining],
                 servers=servers,
             )
-        self.gradients = [Gradients(turn.parameters, self.take) for turn in self.turns]
+        listen = Gradients if self._split is None else self._split.listen
+        self.gradients = [listen(slots, self.take) for slots in self._slots]
         self._comm, self._column = comm, column
         self.state.inside(form.generation)
         self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
@@ -434,7 +439,6 @@ class Engine:
 
     def gradient(self, slot: int, gradient: Tensor) -> None:
         """A gradient is complete, of this parameter: observers see it, the strategy keeps it."""
-        gradient = local(gradient)
         for observer in self.observers.values():
             observer.gradient(slot, gradient)
         if self._to_strategy:
@@ -577,7 +581,10 @@ class Engine:
             notes["again"] = [1.0]
         elif self._measures and place[0] == 0:
             self.strategy.hand_out()
-            gradients = [p.grad for p in self._slots[self.turn] if p.grad is not None]
+            assert self._split is not None, "a mesh"
+            each = zip(self._slots[self.turn], self.turns[self.turn].parameters, strict=True)
+            own = [slot.grad for slot, parameter in each if self._split.counts(parameter)]
+            gradients = [gradient for gradient in own if gradient is not None]
             notes["squares"][place[1]] = math.fsum(squares(gradients).tolist())
         summed = self._notes.pack(notes)
         self.comm.all_reduce(summed).wait()

@@ -1,0 +1,70 @@
+"""Replicas that are meshes of processes, against a plain loop in one process."""
+
+import pytest
+import splits
+import torch
+from safetensors.torch import load_file
+from started import Start, slow
+from torch import nn
+from torch.nn import functional
+
+from instep.data.order import Order, key, micro_batch, position
+
+pytestmark = pytest.mark.process
+
+BATCH, MICRO_BATCHES, STEPS = 32, 8, 24
+QUICK = (
+    f"train.steps={STEPS}",
+    f"train.global_batch={BATCH}",  # the last batch of an epoch has 26 samples: 7 micro-batches
+    f"train.micro_batches={MICRO_BATCHES}",
+    "train.max_grad_norm=0.5",
+    "train.threads=1",
+    "check.strict=true",
+)
+
+
+def plain_loop(steps=STEPS):
+    """Whole global batches in one process, dropout drawn micro-batch by micro-batch."""
+    torch.manual_seed(0)
+    model = splits.recipe().model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, order = splits.sgd(trained), Order(splits.SAMPLES, 0)
+    x, y = splits.samples(1, splits.SAMPLES).tensors
+    for step in range(1, steps + 1):
+        epoch, first, stop = position(step, splits.SAMPLES, BATCH)
+        parts = -(-(stop - first) * MICRO_BATCHES // BATCH)
+        optimizer.zero_grad()
+        for number in range(parts):
+            low, high = micro_batch(first, stop, number, parts)
+            rows = torch.from_numpy(order.indices(epoch, low, high))
+            torch.manual_seed(key(0, 1, step, number))
+            loss = functional.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            (loss / (stop - first)).backward()
+        nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+    return model.state_dict()
+
+
+def check_equal(program, wanted, most=1e-10):
+    found = load_file(program.folder_of_run / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert float((found[name] - tensor).abs().max()) <= most, name
+
+
+@pytest.mark.parametrize(
+    ("workers", "mesh"),
+    [
+        (2, {"shard": 2}),
+        slow(2, {"shard": 2, "zero": 2}),
+        slow(4, {"shard": 2}),
+        slow(3, {"shard": 3}),
+        slow(4, {"shard": 4}),
+    ],
+)
+def test_a_sharded_replica_trains_what_a_plain_loop_does(run: Start, workers, mesh):
+    keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
+    program = run("splits.py:recipe", *QUICK, f"workers={workers}", *keys)
+    assert program.end() == 0, program.stderr
+    check_equal(program, plain_loop())
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
