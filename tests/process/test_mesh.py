@@ -46,7 +46,7 @@ def plain_loop(steps=STEPS):
 
 
 def check_equal(program, wanted, most=1e-10):
-    found = load_file(program.folder_of_run / "model.safetensors")
+    found = load_file(program.work / "runs" / "tested" / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert float((found[name] - tensor).abs().max()) <= most, name

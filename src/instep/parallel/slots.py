@@ -7,9 +7,21 @@ tensor is its own part. Which part of the whole it is, is not known here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+
+class Split(Protocol):
+    """How the parameters of a model lie on the ranks of a replica."""
+
+    def slots(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """For each parameter one that is this rank's part of it, on the same memory. Its hooks are
+        called with the gradient that is summed over the replica."""
+
+    def counts(self, slot: nn.Parameter) -> bool:
+        """Whether this rank adds its part to a sum over the replica; one rank does, of those that
+        have the same."""
 
 
 def is_split(tensor: Any) -> bool:
@@ -31,7 +43,9 @@ def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> N
 
 
 def split_like(whole: Any, part: Tensor) -> Tensor:
-    """A DTensor of which this rank has `part`, split as another one is."""
+    """A DTensor of which this rank has `part`, split as another one; the part, if that is whole."""
+    if not is_split(whole):
+        return part
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

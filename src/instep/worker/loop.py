@@ -28,6 +28,7 @@ from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
+from instep.parallel.slots import Split
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import make_strategy
@@ -37,7 +38,6 @@ from instep.worker.saving import Saver, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comms
-from instep.worker.step.gradients import Split
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter

@@ -251,6 +251,11 @@ class Member:
         assert self.form is not None, "no generation yet"
         return ChannelStore(self._connection, f"generation-{self.form.generation}/{group}")
 
+    def replica_store(self) -> ChannelStore:
+        """The store by which the processes of this one's replica connect, before any generation."""
+        replica = self.number // self.job.mesh.ranks
+        return ChannelStore(self._connection, f"replica-{replica}-0/")
+
     def stop_rule(self, step: int) -> str | None:
         """The rule by which the run is to stop with this step, if it is; does not wait."""
         self._listen()

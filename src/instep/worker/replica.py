@@ -18,7 +18,6 @@ from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
-from instep.worker.step.gradients import Listener, Take
 
 
 class Replica:
@@ -39,7 +38,7 @@ class Replica:
         from instep.parallel.sharded import shard
 
         mesh = member.job.mesh
-        self._model, self._take = model, _nobody
+        self._model = model
         self._group = ReplicaGroup(
             member.replica_store(),
             member.number % mesh.ranks,
@@ -48,7 +47,6 @@ class Replica:
             address=address_towards(member.master_host),
         )
         self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
-        self._sharded.on_gradient(lambda slot: self._take(slot))
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all processes of the replica do so together."""
@@ -65,41 +63,13 @@ class Replica:
         """For each parameter one that is this rank's part of it, on the same memory."""
         return self._sharded.local_parameters(parameters)
 
-    def counts(self, parameter: nn.Parameter) -> bool:
+    def counts(self, slot: nn.Parameter) -> bool:
         """Whether this rank adds its part to a sum over the replica."""
-        return self._sharded.counts(parameter)
-
-    def listen(self, slots: Sequence[nn.Parameter], take: Take) -> Listener:
-        """Have `take` called with each gradient of these slots."""
-        return _Listener(self, slots, take)
+        return self._sharded.counts(slot)
 
     def close(self) -> None:
         """Leave the group; a second call does nothing."""
         self._group.close()
-
-
-class _Listener:
-    """Passes on the gradients of one generation."""
-
-    def __init__(self, replica: Replica, slots: Sequence[nn.Parameter], take: Take) -> None:
-        self.count = 0
-        self._replica, self._give = replica, take
-        self._places = {slot: place for place, slot in enumerate(slots)}
-        replica._take = self._took
-
-    def _took(self, slot: nn.Parameter) -> None:
-        gradient, slot.grad = slot.grad, None
-        if gradient is not None and slot in self._places:
-            self.count += 1
-            self._give(self._places[slot], gradient)
-
-    def close(self) -> None:
-        """Stop listening; a second call does nothing."""
-        self._replica._take = _nobody
-
-
-def _nobody(slot: nn.Parameter) -> None:
-    slot.grad = None
 
 
 def check_mesh(job: JobSpec, recipe: Recipe) -> None:

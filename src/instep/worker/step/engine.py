@@ -39,7 +39,7 @@ from instep.comm.late_errors import LateErrors
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
-from instep.parallel.slots import give, local
+from instep.parallel.slots import Split, give, local
 from instep.records import Attempt, Law
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Mover, Servers, Strategy
@@ -51,7 +51,7 @@ from instep.worker.step.buffers import Buffers
 from instep.worker.step.catch_up import Beginning
 from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit, CommittedState
-from instep.worker.step.gradients import Gradients, Split
+from instep.worker.step.gradients import Gradients
 from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Pass
@@ -378,8 +378,7 @@ class Engine:
                 draining=[form.members.index(worker) for worker in form.draining],
                 servers=servers,
             )
-        listen = Gradients if self._split is None else self._split.listen
-        self.gradients = [listen(slots, self.take) for slots in self._slots]
+        self.gradients = [Gradients(slots, self.take) for slots in self._slots]
         self._comm, self._column = comm, column
         self.state.inside(form.generation)
         self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
@@ -582,9 +581,8 @@ class Engine:
         elif self._measures and place[0] == 0:
             self.strategy.hand_out()
             assert self._split is not None, "a mesh"
-            each = zip(self._slots[self.turn], self.turns[self.turn].parameters, strict=True)
-            own = [slot.grad for slot, parameter in each if self._split.counts(parameter)]
-            gradients = [gradient for gradient in own if gradient is not None]
+            counted = [s.grad for s in self._slots[self.turn] if self._split.counts(s)]
+            gradients = [gradient for gradient in counted if gradient is not None]
             notes["squares"][place[1]] = math.fsum(squares(gradients).tolist())
         summed = self._notes.pack(notes)
         self.comm.all_reduce(summed).wait()

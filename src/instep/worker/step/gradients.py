@@ -4,37 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
-
-Take = Callable[[int, Tensor], None]
-"""Called with slot and gradient."""
-
-
-class Listener(Protocol):
-    """Listens to the gradients of parameters, until `close`."""
-
-    count: int
-    """Taken so far: a sign of life."""
-
-    def close(self) -> None:
-        """Stop listening; a second call does nothing."""
-
-
-class Split(Protocol):
-    """How parameters lie on several ranks of a replica."""
-
-    def slots(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """For each parameter one that is this rank's part of it, on the same memory."""
-
-    def listen(self, slots: Sequence[nn.Parameter], take: Take) -> Listener:
-        """Have `take` called with each gradient of these slots, once it is summed over the
-        replica; the gradient is its own to keep."""
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank adds its part to a sum over the replica; one rank does, of those that
-        have the same."""
 
 
 class Gradients:
@@ -46,7 +17,9 @@ class Gradients:
             its own to keep, and the parameter has none afterwards.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], take: Take) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], take: Callable[[int, Tensor], None]
+    ) -> None:
         self.count = 0
         """Taken so far: a sign of life."""
         self._take = take
