@@ -150,7 +150,7 @@ class Engine:
         self.applies_staged = True
         """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
-        self._handed_out = self._in_doubt = False
+        self._handed_out = self._slots_filled = self._in_doubt = False
         self._half_moved = False  # the update began, and has not ended
         self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
         self._ledger: Ledger | None = None
@@ -432,7 +432,8 @@ class Engine:
         if self._comm is not None or self._staged is not None:
             self.buffers.undo()
             self.strategy.abandon()
-        self._staged, self._in_doubt, self._handed_out = None, False, False
+        self._staged, self._in_doubt = None, False
+        self._handed_out = self._slots_filled = False
 
     # ---- passes
 
@@ -578,8 +579,9 @@ class Engine:
         place = divmod(self.comm.rank, self._mesh.ranks)
         if not fits:
             notes["again"] = [1.0]
-        elif self._measures and place[0] == 0:
-            self.strategy.hand_out()
+        elif self._measures:
+            self._fill_slots()
+        if fits and self._measures and place[0] == 0:
             assert self._split is not None, "a mesh"
             counted = [s.grad for s in self._slots[self.turn] if self._split.counts(s)]
             gradients = [gradient for gradient in counted if gradient is not None]
@@ -590,7 +592,14 @@ class Engine:
             return summed
         if fits:  # elsewhere they did not, so that this step begins again
             self.strategy.abandon()
+        self._slots_filled = False
         return None
+
+    def _fill_slots(self) -> None:
+        """Give each slot its agreed gradient, once."""
+        if not self._slots_filled:
+            self.strategy.hand_out()
+            self._slots_filled = True
 
     @property
     def _measures(self) -> bool:
@@ -669,7 +678,7 @@ class Engine:
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, for those who look at it before `commit`."""
         assert self._staged is not None, "agree() comes first"
-        self.strategy.hand_out()
+        self._fill_slots()
         agreed, turn = self._staged.agreed, self.turns[self.turn]
         if agreed.scale != 1.0:
             scale_gradients(self._slots[self.turn], agreed.scale)
@@ -738,7 +747,8 @@ class Engine:
             step, agreed.loss, found, told, ends, agreed.skipped, saves=agreed.saves, losses=losses
         )
         self.state.commit(done, staged.where)
-        self._staged, self._in_doubt, self._handed_out = None, False, False
+        self._staged, self._in_doubt = None, False
+        self._handed_out = self._slots_filled = False
         self._half_moved = False
         return done
 
