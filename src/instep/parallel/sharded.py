@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from instep.errors import RecipeError
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.lockstep import (
     END,
@@ -46,6 +47,9 @@ def shard(model: nn.Module, device_mesh: DeviceMesh, *, zero: Literal[2, 3] = 3)
         model: the same on all ranks, with the same values.
         device_mesh: one-dimensional, the ranks that share.
         zero: 3: a block's parameters are freed after its forward pass; 2: after the backward pass.
+
+    Raises:
+        RecipeError: torch is too old.
     """
     return Sharded(model, device_mesh, zero)
 
@@ -57,8 +61,12 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, zero: int) -> None:
-        self.model = model
-        self._mesh, self._group = device_mesh, device_mesh.get_group()
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise RecipeError(
+                f"[mesh] shard needs torch 2.13 or later, and this is torch {torch.__version__}: "
+                "update torch, or leave [mesh] out."
+            )
+        self.model, self._group = model, device_mesh.get_group()
         blocks = repeated_blocks(model)
         owners = _owners(model, blocks)
         whole = _unshardable(model, owners)
