@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import torch
@@ -68,13 +69,15 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     return entry.size_bytes
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = MappingProxyType({})
+) -> FileEntry:
     """Write a safetensors file, whose name says that it is not complete, and sync it.
 
     Raises:
         CheckpointError: a tensor cannot be kept, or the file not be written; then there is none.
     """
-    staged = StagedFile(tensors, {})
+    staged = StagedFile(tensors, dict(metadata))
     staged.copy(tensors)
     try:
         check_room(path.parent, staged.size_bytes)
