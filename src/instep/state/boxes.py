@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch import Tensor, nn
 
 from instep.errors import CheckpointError
 from instep.spec import MeshSpec
+
+if TYPE_CHECKING:  # imported where there is one: it takes a second
+    from torch.distributed.tensor import DTensor
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """[first, stop) of each dim, in elements; that of a tensor without dims is empty."""
@@ -55,6 +56,15 @@ class MeshRank(NamedTuple):
         return self.mesh.stages == 1
 
 
+def is_split(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor, of which a rank has a part."""
+    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
     """The part of a tensor that this rank has; None where it has the whole tensor as a plain one.
 
@@ -66,8 +76,11 @@ def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:
         CheckpointError: what the rank has is not one box of the tensor: a sum that is still to be
             taken, or stripes.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return None
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     shape = tuple(tensor.shape)
     place = tensor.device_mesh.get_coordinate()
     if place is None:
@@ -103,6 +116,8 @@ def _in_order(axes: list[int], tensor: DTensor, name: str) -> list[int]:
     FSDP splits a dim that is split already along an axis to its right: the later split is to be
     undone first, which torch calls strided.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     strided = [axis for axis in axes if isinstance(tensor.placements[axis], _StridedShard)]
     if not strided:
         return axes
@@ -125,7 +140,7 @@ def _chunk(first: int, stop: int, count: int, number: int) -> tuple[int, int]:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor, in the same memory, without communicating."""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return tensor.detach()
     held = tensor._local_tensor.detach()
     cut = cut_of(tensor)
@@ -138,7 +153,7 @@ def primary(tensor: Tensor, rank: MeshRank) -> bool:
     It is the lowest on every axis along which the tensor is replicated. Axes of a DeviceMesh are
     known by the names that they have in the job (`shard`, `tensor`).
     """
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return rank.first
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if place is None:

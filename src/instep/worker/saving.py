@@ -22,6 +22,7 @@ from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
+from instep.state.boxes import Cut, MeshRank
 from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, FileEntry, published, reason
 from instep.state.pieces import CUTS, SHARD
@@ -35,9 +36,11 @@ from instep.state.snapshot import (
     parameters_sha256,
 )
 from instep.state.staging import SAVING, save_model, write_tensors
+from instep.state.whole import Lent, lend, save_whole
 from instep.store.folder import run_id
 from instep.worker.member import Member
 from instep.worker.step.engine import Engine
+from instep.worker.step.parts import captured_parts
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
@@ -189,19 +192,25 @@ class Saver:
             self._newest = max((left for left, _ in published(folder)), default=0)
         self._last = 0 if self._last > step else self._last
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, comm: Comm | None = None) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.
+
+        Args:
+            step: the last.
+            comm: the members of the run, of which the other ranks of this replica call
+                `lend_model`; needed where a replica is a mesh.
 
         Raises:
             RunError: one of the two cannot be written; the text says what was saved.
             CheckpointError: the model cannot be stored in the format.
+            PeerError: a rank of this replica was lost.
         """
         self._writer.finish()
         self._tell()
         missing = [] if self._newest >= self._last else ["its checkpoint"]
         cause = self._unsaved and (self._unsaved.__cause__ or self._unsaved)
         try:
-            self._save_model(step)
+            self._save_model(step, comm)
         except CheckpointError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError):
@@ -219,14 +228,44 @@ class Saver:
                 "Make room, or get access, then resume the run."
             )
 
-    def _save_model(self, step: int) -> None:
-        digest = parameters_sha256(self._model)
-        path = self._member.run / "model.safetensors"
-        facts = {"step": str(step), "job": self._member.job.name, "parameters_sha256": digest}
-        size = save_model(path, self._model, facts)
-        self._member.emit(
+    def _save_model(self, step: int, comm: Comm | None) -> None:
+        member, path = self._member, self._member.run / "model.safetensors"
+        facts = {"step": str(step), "job": member.job.name}
+        if member.job.mesh.ranks > 1:
+            assert comm is not None, "the ranks of a mesh send what they have"
+            lent = Lent(comm, member.job.mesh.ranks, *_own_model(member, self._model))
+            size, digest = save_whole(path, lent.entries, lent.tied, lent.gather, facts)
+        else:
+            digest = parameters_sha256(self._model)
+            size = save_model(path, self._model, facts | {"parameters_sha256": digest})
+        member.emit(
             "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
         )
+
+
+def lend_model(comm: Comm, member: Member, model: nn.Module) -> None:
+    """Send rank 0 what it writes of the model while it is in `Saver.finish`; every member but
+    rank 0 calls it, and those that are not in rank 0's replica have nothing to send.
+
+    Args:
+        comm: the members of the run, replica by replica.
+        member: this one.
+        model: of this worker.
+
+    Raises:
+        CheckpointError: the model cannot be stored in the format.
+        PeerError: a member was lost.
+    """
+    if 0 < comm.rank < member.job.mesh.ranks:
+        lend(comm, *_own_model(member, model))
+
+
+def _own_model(member: Member, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Cut]]:
+    """What this rank writes of the model, by name, and which parts they are."""
+    rank = MeshRank(member.job.mesh, member.number)
+    parts = captured_parts(model_tensors(model), {}, {}, model, rank)
+    own = {name.removeprefix("model/"): tensor for name, tensor in parts.own.items()}
+    return own, {name.removeprefix("model/"): cut for name, cut in parts.cuts.items()}
 
 
 class _File(NamedTuple):

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from meshes import PLAIN, Layout, device_mesh_of, drawn_tensors, held, on_ranks, seeded, split
 
 from instep.comm.torch_comm import TorchComm
+from instep.spec import CheckpointSpec
 from instep.state.save import CheckpointWriter
-from instep.state.snapshot import COPIES, PART
-from instep.worker.saving import write_shards
+from instep.state.snapshot import COPIES, PART, parameters_sha256
+from instep.state.staging import save_model
+from instep.worker.saving import Saver, lend_model, write_shards
 
 
 def save(comm, folder, own, mesh, step=3):
@@ -100,3 +102,45 @@ def assert_equal(own, whole, what):
 @pytest.mark.process
 def test_twenty_random_pairs_of_meshes_continue_to_the_bit(tmp_path):
     on_ranks(4, pairs, tmp_path, 0, 20)
+
+
+def ends(rank, folder):
+    store = dist.distributed_c10d._get_default_store()
+    comm = TorchComm(dist.PrefixStore("everyone", store), rank, 4)
+    for seed, mesh in enumerate(meshes.MESHES):
+        if mesh.ranks == 1:
+            continue
+        rng, tied = seeded(seed), {"p9": "p0", "p8": "p3"} if mesh.stages == 1 else {}
+        whole = drawn_tensors(rng, seed)
+        layout = Layout(mesh).drawn({name: tuple(t.shape) for name, t in whole.items()}, rng)
+        devices = device_mesh_of(mesh, rank)
+        told, run = [], folder / f"end-{seed}"
+        run.mkdir(exist_ok=True)
+        job = SimpleNamespace(mesh=mesh, name="net", checkpoint=CheckpointSpec())
+        member = SimpleNamespace(
+            run=run, job=job, number=rank, emit=lambda kind, told=told, **facts: told.append(facts)
+        )
+        if rank < mesh.ranks:
+            model = held(layout, whole, rank, devices, tied).model
+            if rank == 0:
+                saver = Saver.__new__(Saver)
+                saver._member, saver._model = member, model
+                saver._save_model(7, comm)
+            else:
+                lend_model(comm, member, model)
+        if rank == 0:
+            plain = held(Layout(PLAIN), whole, 0, None, tied).model
+            digest = parameters_sha256(plain)
+            assert told[0]["parameters_sha256"] == digest
+            facts = {"step": "7", "job": "net", "parameters_sha256": digest}
+            size = save_model(run / "plain.safetensors", plain, facts)
+            written = (run / "model.safetensors").read_bytes()
+            assert written == (run / "plain.safetensors").read_bytes(), mesh
+            assert told[0]["size_bytes"] == size
+            assert not list(run.glob(".saving-*"))
+    comm.close()
+
+
+@pytest.mark.process
+def test_the_file_of_a_run_on_a_mesh_is_the_one_that_a_plain_run_writes(tmp_path):
+    on_ranks(4, ends, tmp_path)

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from instep.comm.buckets import laid_out_like
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
+from instep.state.boxes import Cut, MeshRank, cut_of, is_split, local, primary
 from instep.state.pieces import Pieces
 from instep.worker.step.served import kept_as, taken
 
@@ -148,7 +147,9 @@ def _value(pieces: Pieces, of: str, state: str, parameter: Tensor) -> tuple[str,
         return taken(state, value if value.dim() == 0 else value.to(parameter.device))
     cut, own = cut_of(parameter), local(parameter)
     value = laid_out_like(pieces.read(name, cut and cut.box).to(parameter.device), own)
-    if isinstance(parameter, DTensor):
+    if is_split(parameter):
+        from torch.distributed.tensor import DTensor
+
         value = DTensor.from_local(
             value,
             parameter.device_mesh,
