@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
+from instep.state.boxes import Cut
 
 DTYPES = {
     torch.float64: "F64",
@@ -46,6 +47,13 @@ DTYPES = {
 RESERVED = "__metadata__"
 """A name that safetensors reserves."""
 
+PART = "part"
+"""Group of a rank of a mesh: its parts of model and optimizer state, as `model/NAME` and
+`optimizer/PARAMETER/NAME`. In a checkpoint each rank's is a group of its own, `part-NUMBER`."""
+
+COPIES = "copies"
+"""The same, of what another rank of its replica writes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
@@ -59,6 +67,13 @@ class Snapshot:
 
     facts: dict[str, Any]
     """Everything else, plain JSON: data position, skeletons of packed states, versions."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """Of the tensors in the groups `PART` and `COPIES`, which part they are; others are whole."""
+
+    pieces: Any = None
+    """A checkpoint from which tensors are read one by one (`pieces.Pieces`), where they are not
+    in `tensors`."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
