@@ -145,7 +145,8 @@ EVENTS = {
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "scaled": "before, workers",
-    "worker_leaving": "worker, successor",
+    "worker_leaving": "worker, successor; fellows (workers of its replica, which leave with it) if "
+    "it has some",
     "worker_hung": "worker, step, phase, how, where",
     "generation_started": "generation, members, reason, seconds",
     "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
@@ -168,7 +169,10 @@ EVENTS = {
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
-    "worker_lost": "worker, step, cause",
+    "worker_lost": "worker, step, cause; restarted (workers of its replica, which are started "
+    "again with it) if there are some",
+    "replica_waits": "replica, workers (its processes, which wait), missing (those that are not "
+    "there, so that the others train without this replica)",
     "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "
     "is not known which), what (parameter, state, gradient), where, how, clean_step (from "
     "which the run continues; -1 if no worker has a copy: a went_back follows)",

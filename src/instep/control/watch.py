@@ -29,7 +29,7 @@ from instep.units import readable_seconds
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
 
-WAITING = frozenset(["joining", "exchange", "saving"])
+WAITING = frozenset(["meeting", "joining", "exchange", "saving"])
 """Activities in which a worker waits for others, and is not to blame."""
 
 OF_A_STEP = frozenset(["forward", "backward", "update"])

@@ -43,6 +43,8 @@ from instep.comm.messages import (
     Stop,
     StoreValue,
     Verdict,
+    keys_of_generation,
+    keys_of_replica,
 )
 from instep.comm.metered import tcp_traffic
 from instep.errors import PeerError
@@ -106,6 +108,8 @@ class Member:
         self.recovers, self.complete = welcome.recovers, welcome.complete
         self.others_have_state = welcome.others_have_state
         """Whether other workers have the state of the run."""
+        self.restarts = welcome.restarts
+        """How often the replica of this worker was started again."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
@@ -249,12 +253,17 @@ class Member:
     def store(self, group: str = "") -> ChannelStore:
         """The store by which the members of the present generation connect, or a group of them."""
         assert self.form is not None, "no generation yet"
-        return ChannelStore(self._connection, f"generation-{self.form.generation}/{group}")
+        return ChannelStore(self._connection, keys_of_generation(self.form.generation) + group)
 
     def replica_store(self) -> ChannelStore:
-        """The store by which the processes of this one's replica connect, before any generation."""
-        replica = self.number // self.job.mesh.ranks
-        return ChannelStore(self._connection, f"replica-{replica}-0/")
+        """The store by which the processes of this worker's replica connect, before the first
+        generation. None of an earlier start of the replica is met there.
+
+        Waiting in it ends with PeerError once the run does not need this worker. Set `phase` to
+        `meeting` around it: a worker in that phase waits for others, and does not hang.
+        """
+        replica = self.job.mesh.coordinate(self.number).replica
+        return ChannelStore(self._connection, keys_of_replica(replica, self.restarts))
 
     def stop_rule(self, step: int) -> str | None:
         """The rule by which the run is to stop with this step, if it is; does not wait."""
