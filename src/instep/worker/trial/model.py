@@ -6,7 +6,6 @@ What is compared is in `sameness.py`.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,9 +20,7 @@ from instep.recipe.forward import Forward, Losses, to_device
 from instep.recipe.rehearsal import called_backward
 from instep.recipe.weights import derive
 from instep.worker.step.buffers import empty, filled, written
-
-_MOVED_BY = 0.05
-"""How far parameters are moved, relative to their root mean square (or to 1, if that is 0)."""
+from instep.worker.trial.moves import Moves
 
 
 class PassResult(NamedTuple):
@@ -44,8 +41,11 @@ class Copied(NamedTuple):
     model: nn.Module
     losses: Losses
 
-    def again(self) -> Copied:
+    def again(self, *, by_batch: bool = False) -> Copied:
         """A copy in training mode; parts that losses and model share, their copies share too.
+
+        Batch normalisation over the global batch uses running statistics in it, or with `by_batch`
+        those of the batch of the pass.
 
         Functions and their closures are not copied: `TrialModel.reached` detects that.
         """
@@ -53,7 +53,8 @@ class Copied(NamedTuple):
             model, *losses = copy.deepcopy((self.model, *self.losses))
         except Exception:  # a loss may hold what cannot be copied
             model, losses = copy.deepcopy(self.model), list(self.losses)
-        use_running_statistics(model)
+        if not by_batch:
+            use_running_statistics(model)
         return Copied(model.train(), Losses(*losses))
 
 
@@ -93,17 +94,11 @@ class TrialModel:
         self.committed = {name: kept for name, _, _, _, kept in self._owners}
         self.draws: Callable[[], Any] = nullcontext
 
-    @torch.no_grad()
     def move(self) -> None:
         """Move every parameter away from its initial value."""
-        generator = torch.Generator().manual_seed(self._seed)
+        moves = Moves(self.model, self._seed)
         for name, parameter in self.parameters.items():
-            if not parameter.is_floating_point() or not parameter.numel():
-                continue
-            rms = float(self._start[name].float().square().mean().sqrt())
-            noise = torch.randn(parameter.shape, generator=generator)
-            by = _MOVED_BY * (rms if 0 < rms < math.inf else 1.0)
-            parameter.add_((by * noise).to(parameter.device, parameter.dtype))
+            moves.move(name, parameter)
         self._placed = {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     @torch.no_grad()

@@ -1,0 +1,176 @@
+"""The equality gate of a job: the gradients of its first global batch, on one process and a mesh.
+
+The reference is what the recipe's model computes while it is whole, on one rank, for which nothing
+of a mesh is used. How a mesh computes, and what its ranks hold, is for the caller to say; what
+counts as the same is decided in `parallel/gate.py`.
+
+The order: a `Gate` of the whole model on every rank; `compute` on rank 0; the mesh is made; its
+ranks compute the same batch within `moved`; `compare` on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.data.loader import Loader
+from instep.data.order import Order, micro_batch, position
+from instep.parallel.draws import ByMicroBatch
+from instep.parallel.gate import Box, Piece, Verdict, check
+from instep.recipe.build import set_generators
+from instep.recipe.forward import Forward
+from instep.spec import JobSpec
+from instep.worker.step.passes import parts_of, share_of
+from instep.worker.step.turns import key_of_pass
+from instep.worker.trial.model import Copied, TrialModel
+from instep.worker.trial.moves import Moves
+
+STEP = 1
+"""Whose global batch is compared."""
+
+
+class WholePass(NamedTuple):
+    """One pass of the process that computes alone."""
+
+    batch: Any
+    size: int
+    """Samples in it."""
+    keys: Sequence[int]
+    """Of each of its micro-batches, for its random draws."""
+    sizes: Sequence[int]
+    """Samples of each of these."""
+
+
+def whole_passes(loader: Loader, job: JobSpec, samples: int, turn: int = 0) -> list[WholePass]:
+    """The first global batch as one process runs it: a pass for each micro-batch, or with
+    `train.batch_norm = "global"` one pass over all.
+
+    Args:
+        loader: of the training dataset.
+        job: decides how the batch is cut.
+        samples: length of the dataset.
+        turn: of a recipe with several updates in a step.
+    """
+    where = position(STEP, samples, job.train.global_batch)
+    parts, together = parts_of(where, job.train), job.train.batch_norm == "global"
+    share = share_of(where, parts, 1, 0, merge=False, whole=together)
+    order, passes = Order(samples, job.seed), []
+    with closing(loader.read([part.samples for part in share.passes])) as reads:
+        for part, read in zip(share.passes, reads, strict=True):
+            lost = {each.sample for each in read.skipped}
+            numbers = range(part.number, part.number + part.micro_batches)
+            cuts = [micro_batch(where.first, where.stop, number, parts) for number in numbers]
+            indices = [order.indices(where.epoch, *cut).tolist() for cut in cuts]
+            keys = [key_of_pass(job.seed, STEP, number, turn) for number in numbers]
+            sizes = [sum(index not in lost for index in each) for each in indices]
+            if read.size:
+                passes.append(WholePass(read.batch, read.size, keys, sizes))
+    return passes
+
+
+class Gate:
+    """Compares the gradients of a mesh with those of one process.
+
+    Args:
+        forward: its model is whole, and is left as it is.
+        seed: of the moves of parameters.
+    """
+
+    def __init__(self, forward: Forward, seed: int) -> None:
+        model, trained = forward.model, forward.trained
+        self._forward, self._seed, self._moves = forward, seed, Moves(model, seed)
+        self._shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and (trained is None or name in trained)
+        }
+        self._reference: dict[str, Tensor] = {}
+
+    def compute(self, passes: Iterable[WholePass]) -> None:
+        """Compute the reference, on a copy of the model in float32 without autocast; on rank 0.
+
+        Raises:
+            Exception: of whatever kind, the model cannot be copied.
+            RecipeError: what `Forward.loss` raises.
+        """
+        forward = self._forward
+        original = Copied(forward.model, forward.losses)
+        copied = original.again(by_batch=True)
+        with forward.on(copied.model, "float32", copied.losses):
+            model = TrialModel(forward, copied, original, self._seed)
+            model.move()
+            weight = 0.0
+            for batch, size, keys, sizes in passes:
+                model.draws = partial(_draws, keys, sizes)
+                found = model.run(batch, size)
+                if found is None:  # nothing in it counts
+                    continue
+                weight += found.weight
+                for name, gradient in found.gradients.items():
+                    total = gradient * (found.weight or 1.0)
+                    before = self._reference.get(name)
+                    self._reference[name] = total if before is None else before.add_(total)
+        for gradient in self._reference.values():
+            gradient.div_(weight or 1.0)
+
+    def moved(self, parts: Iterable[tuple[str, Box, Tensor]]) -> AbstractContextManager[None]:
+        """In this context the parameters of a mesh are where those of the reference were.
+
+        Args:
+            parts: of this rank: name in the whole model, box, and values, moved in place.
+        """
+        return self._moves.moved(parts)
+
+    def compare(
+        self, held: Mapping[str, tuple[Box, Tensor | None]], comm: Comm, mesh: str = ""
+    ) -> Verdict:
+        """Compare the gradients of the mesh with the reference of rank 0.
+
+        Args:
+            held: of each parameter that this rank holds a part of: its name in the whole model,
+                the box, and the gradient [box] of the batch's mean loss; None if it has none.
+            comm: all ranks of the mesh; each calls this.
+            mesh: the job's, for the message.
+
+        Raises:
+            RecipeError: naming the first parameter, in order of registration, whose gradient
+                differs; on every rank.
+        """
+        device = self._forward.device
+        return check(self._pieces(held, comm, device), comm, device=device, mesh=mesh)
+
+    def _pieces(
+        self, held: Mapping[str, tuple[Box, Tensor | None]], comm: Comm, device: torch.device
+    ) -> Iterator[Piece]:
+        there = torch.tensor([name in self._reference for name in self._shapes], device=device)
+        there = there.double()
+        comm.broadcast(there)
+        for (name, shape), known in zip(self._shapes.items(), there.tolist(), strict=True):
+            whole = None
+            if known:
+                whole = torch.empty(shape, device=device)
+                if comm.rank == 0:
+                    whole.copy_(self._reference.pop(name))
+                comm.broadcast(whole)
+            box, mesh = held.get(name, (None, None))
+            if box is None:
+                yield Piece(name, shape, None, None, None)
+                continue
+            cut = tuple(slice(first, stop) for first, stop in box)
+            yield Piece(name, shape, box, None if whole is None else whole[cut], mesh)
+
+
+@contextmanager
+def _draws(keys: Sequence[int], sizes: Sequence[int]) -> Iterator[None]:
+    set_generators(keys[0])
+    if len(keys) == 1:
+        yield
+        return
+    with ByMicroBatch(keys, sizes):
+        yield
