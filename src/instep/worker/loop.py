@@ -34,7 +34,7 @@ from instep.state.save import Shard
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
-from instep.worker.saving import Saver, write_shards
+from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comms
@@ -442,7 +442,8 @@ class Loop(ABC):
         due = due or (saver is not None and saver.is_best(done.step, metrics))
         own, since = dict[str, Tensor](), time.perf_counter()
         shards: dict[str, Shard] | CheckpointError = {}
-        if self.engine.strategy.laws and (due or metrics is not None):
+        written_by_many = bool(self.engine.strategy.laws) or self.job.mesh.ranks > 1
+        if written_by_many and (due or metrics is not None):
             # only the worker that saves knows which are the best
             save = torch.tensor([float(due and not self.stopping.diverged)], device=self.device)
             self.engine.comm.broadcast(save)
@@ -518,15 +519,29 @@ class Loop(ABC):
         Returns:
             False if a member was lost before all had ended: continue training, then finish again.
         """
-        self.phase = "saving"
-        if self._saver is not None and not self.member.fenced:
-            self._saver.finish(self.step)
-        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
-            self._leave()
+        self.phase, broken = "saving", None
+        try:
+            if not self.member.fenced:
+                self._finish_saving()
+        except PeerError as error:
+            if not self.member.recovers:
+                raise
+            broken = error
+        fenced = self.member.fenced or broken is not None
+        if fenced or not self.member.done(self.step, self.rule, finite=self._finite):
+            self._leave(broken)
             self._regroup()
             return False
         self.close()
         return True
+
+    def _finish_saving(self) -> None:
+        """Write the model; where a replica is a mesh, each rank of the first lends its part."""
+        comm = self.engine.comm
+        if self._saver is not None:
+            self._saver.finish(self.step, comm)
+        elif self.job.mesh.ranks > 1:
+            lend_model(comm, self.member, self._model)
 
     @property
     def _finite(self) -> bool:

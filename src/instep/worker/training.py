@@ -98,7 +98,9 @@ class Training(Loop):
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
             trial = self._try()  # on the whole model, and so before it is split
+            self.phase = "meeting"
             self._replica = Replica(member, model, device)
+            self.phase = "building"
             self._forward.run = self._replica.run
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, loaded)
         self._built = built

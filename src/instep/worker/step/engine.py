@@ -41,6 +41,7 @@ from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
 from instep.parallel.slots import Split, give, local
 from instep.records import Attempt, Law
+from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Mover, Servers, Strategy
 from instep.sync.norm import norm, squares
@@ -132,10 +133,12 @@ class Engine:
     ) -> None:
         self.member, self.model = member, model
         self.turns = list(turns)
-        self.state = CommittedState(model, turns)
+        mesh = member.job.mesh
+        rank = MeshRank(mesh, member.number) if split is not None else None
+        self.state = CommittedState(model, turns, rank)
         self.observers = observers
         self.parameters, self._ends = parameters, ends
-        self._mesh, self._split = member.job.mesh, split
+        self._mesh, self._split = mesh, split
         own = any(turn.strategy.laws for turn in turns)
         # what one rank of a mesh has staged, no other of its replica has
         self._votes = votes or own or self._mesh.ranks > 1
