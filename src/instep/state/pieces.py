@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, Cut, elements, extent, gap, inside, meet, read_cut, whole
-from instep.state.manifest import SUFFIX, FileEntry, Manifest, check_file, read_manifest
+from instep.state.manifest import SUFFIX, FileEntry, check_file, read_manifest
 from instep.state.model_file import open_tensors
 from instep.state.packing import unpack_state
 from instep.state.snapshot import COPIES, DTYPES, PART, Snapshot, tied_names
@@ -46,11 +46,6 @@ class Piece(NamedTuple):
     """Gives the values, or some of them; they may change with the source."""
     flat: tuple[int, int] | None = None
     """[start, stop) of the flattened tensor, where the part is no box."""
-
-
-def is_meshed(manifest: Manifest) -> bool:
-    """Whether a checkpoint has the parts of a mesh's ranks."""
-    return any(name.startswith(f"{PART}-") for name in manifest.files)
 
 
 class Pieces:
@@ -108,6 +103,9 @@ class Pieces:
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
 
     def names(self, kind: str) -> list[str]:
         """What follows `KIND/` in the names of that kind."""
@@ -193,7 +191,7 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
     Args:
         path: the folder.
         order: by the group of each optimizer, the names of its parameters in their order, for
-            checkpoints that do not name them.
+            checkpoints that do not name them; their numbers are their names where it is left out.
 
     Raises:
         CheckpointError: a file is damaged or missing, or has not what the others need.
@@ -225,7 +223,7 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
             kept = _Kept(files[group]) if group in files else {}
             state = unpack_state(kept, skeleton)
             options[group] = {key: each for key, each in state.items() if key != "state"}
-            named = names or order.get(group, ())
+            named = names or order.get(group)
             for name, value in _states(group, state, named, path):
                 if isinstance(value, Piece):
                     found[name].append(value)
@@ -240,10 +238,13 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
 
 
 def _states(
-    group: str, state: Mapping[str, Any], names: Sequence[str], path: Path
+    group: str, state: Mapping[str, Any], names: Sequence[str] | None, path: Path
 ) -> Iterable[tuple[str, Any]]:
     """What a plain optimizer kept, by the names of its parameters."""
     for number, kept in state.get("state", {}).items():
+        if names is None:  # nobody will look for them by name
+            yield from ((f"{group}/{number}/{name}", value) for name, value in kept.items())
+            continue
         if not isinstance(number, int) or number >= len(names):
             raise CheckpointError(
                 f"{path} keeps optimizer state for parameter {number} without its name, and the "

@@ -2,7 +2,8 @@
 
 Each rank sends its part of one tensor after the other to rank 0, which writes each when it is
 complete: the file is, byte for byte, what `staging.save_model` writes of the whole model. Way in:
-`lend` on every rank of the replica but the first, `Lent` and `save_whole` on that.
+`lend` on every rank of the replica but the first, `Lent` and `save_whole` on that; `extract` for
+the model of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from instep.errors import CheckpointError
 from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut, whole
 from instep.state.manifest import reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
+from instep.state.pieces import open_pieces
 from instep.state.snapshot import DTYPES, tied_names
 from instep.state.staging import (
     SAVING,
@@ -193,12 +195,42 @@ def save_whole(
             sync(file)
         temporary.rename(path)
         sync_path(path.parent)
+    except CheckpointError:
+        temporary.unlink(missing_ok=True)
+        raise
     except OSError as error:
         temporary.unlink(missing_ok=True)
         for name in left:
             gather(name)
         raise CheckpointError(f"{path} was not saved: {reason(error)}.") from error
     return size, digest
+
+
+def extract(checkpoint: Path, target: Path) -> int:
+    """Write the model of a checkpoint that a mesh saved as one file; returns its size in bytes.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is damaged or missing; nothing is written.
+        OSError: `target` cannot be written.
+    """
+    pieces = open_pieces(checkpoint, {}).pieces
+    entries, tied, firsts = dict[str, Tensor](), dict[str, str](), dict[int, str]()
+    for name in pieces.names("model"):
+        of = f"model/{name}"
+        first = next((firsts[mark] for mark in pieces.marks(of) if mark in firsts), name)
+        firsts.update(dict.fromkeys(pieces.marks(of), first))
+        if first != name:
+            tied[name] = first
+        else:
+            entries[name] = torch.empty(pieces.shape(of), dtype=pieces.dtype(of), device="meta")
+    try:
+        return save_whole(
+            target, entries, tied, lambda name: pieces.read(f"model/{name}"), metadata={}
+        )[0]
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
 
 
 def _fill_in(file: Any, header: bytes, key: str, digest: str) -> None:

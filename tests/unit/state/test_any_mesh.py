@@ -16,9 +16,9 @@ from instep.state.staging import save_model
 from instep.worker.saving import Saver, lend_model, write_shards
 
 
-def save(comm, folder, own, mesh, step=3):
+def save(comm, folder, own, mesh, step=3, run=None):
     """As training saves: all write their parts, rank 0 publishes; the folder of the checkpoint."""
-    run = folder / f"run-{step}"
+    run = folder / f"run-{run or step}"
     if comm.rank == 0:
         run.mkdir(exist_ok=True)
         writer = CheckpointWriter(run / "checkpoints")

@@ -18,9 +18,9 @@ from instep.comm.buckets import laid_out_like
 from instep.errors import CheckpointError
 from instep.state.boxes import MeshRank
 from instep.state.load import load
-from instep.state.manifest import read_manifest
+from instep.state.manifest import is_meshed, read_manifest
 from instep.state.packing import pack_state, unpack_state
-from instep.state.pieces import SHARD, held_pieces, is_meshed, open_pieces
+from instep.state.pieces import SHARD, held_pieces, open_pieces
 from instep.state.restore import restore as restore_model
 from instep.state.restore import restore_pieces
 from instep.state.snapshot import COPIES, PART, Snapshot, model_tensors

@@ -121,6 +121,10 @@ def restore_optimizer(pieces: Pieces, group: str, optimizer: Optimizer, model: n
     aliases: defaultdict[int, list[str]] = defaultdict(list)
     for alias, tensor in model.named_parameters(remove_duplicate=False):
         aliases[id(tensor)].append(alias)
+    moves = {id(parameter) for _, parameter in _named(optimizer, model)}
+    for held, names in aliases.items():
+        if held not in moves and (lost := next((name for name in names if name in kept), None)):
+            raise ValueError(f"it moved {lost}, and does not now")
     for _, parameter in _named(optimizer, model):
         saved_as = next((each for each in aliases[id(parameter)] if each in kept), None)
         if saved_as is not None:
