@@ -46,7 +46,7 @@ def plain_loop(steps=STEPS):
 
 
 def check_equal(program, wanted, most=1e-10):
-    found = load_file(program.work / "runs" / "tested" / "model.safetensors")
+    found = load_file(program.run / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert float((found[name] - tensor).abs().max()) <= most, name
@@ -68,3 +68,36 @@ def test_a_sharded_replica_trains_what_a_plain_loop_does(run: Start, workers, me
     assert program.end() == 0, program.stderr
     check_equal(program, plain_loop())
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
+    run: Start, start: Start
+):
+    first = run("splits.py:recipe", *QUICK, "workers=2", "mesh.shard=2", "train.stop_after_steps=6")
+    assert first.end() == 0, first.stderr
+    for steps, workers, mesh in (
+        (11, 1, "shard=1"),
+        (13, 3, "shard=3"),
+        (17, 4, "shard=2"),
+        (STEPS, 2, "shard=2"),
+    ):
+        keys = [f"workers={workers}", f"mesh.{mesh}", f"train.stop_after_steps={steps}"]
+        sets = [part for key in keys for part in ("--set", key)]
+        program = start("-m", "instep", "resume", first.run, *sets)
+        assert program.end() == 0, program.stderr
+    check_equal(first, plain_loop())
+    assert first.summary["repeated_samples"] == first.summary["missing_samples"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4, 6])
+def test_bits_are_the_same_at_any_number_of_replicas_of_one_mesh(run: Start, workers):
+    hashes = set()
+    for each in (2, workers):
+        keys = ('train.determinism="bits"', f"workers={each}", "mesh.shard=2")
+        program = run("splits.py:recipe", *QUICK, *keys)
+        assert program.end() == 0, program.stderr
+        hashes.add(program.summary["parameters_sha256"])
+    assert len(hashes) == 1
+    check_equal(program, plain_loop(), 1e-6)
