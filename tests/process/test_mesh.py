@@ -1,10 +1,12 @@
 """Replicas that are meshes of processes, against a plain loop in one process."""
 
+import random
+
 import pytest
 import splits
 import torch
 from safetensors.torch import load_file
-from started import Start, slow
+from started import Start, kill_members, slow
 from torch import nn
 from torch.nn import functional
 
@@ -101,3 +103,29 @@ def test_bits_are_the_same_at_any_number_of_replicas_of_one_mesh(run: Start, wor
         hashes.add(program.summary["parameters_sha256"])
     assert len(hashes) == 1
     check_equal(program, plain_loop(), 1e-6)
+
+
+LONG = 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "kills"), [(4, 25), (2, 12)])
+def test_ranks_that_are_killed_at_random_moments_leave_no_trace(run: Start, workers, kills):
+    """With one replica the run goes back to a checkpoint."""
+    keys = (*QUICK, "mesh.shard=2", 'train.determinism="bits"', "checkpoint.every=10")
+    keys = (*keys, f"train.steps={LONG}", "train.validate_every=50")
+    calm = run("splits.py:recipe", *keys, "workers=2")
+    assert calm.end() == 0, calm.stderr
+    program = run("splits.py:recipe", *keys, f"workers={workers}", "arguments.pause_s=0.005")
+    program.until(program.is_training, "training")
+    killed = kill_members(program, kills, random.Random(workers)).total()
+    assert program.end(300) == 0, program.stderr
+    assert killed == kills
+    assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    program.check_nothing_is_left()
+    lost = program.events("worker_lost")
+    assert any(each.get("restarted") for each in lost)
+    for generation in program.events("generation_started"):
+        members = generation["members"]
+        assert {n // 2 for n in members} == {n // 2 for n in members if n % 2}

@@ -1,5 +1,7 @@
 """Models that a mesh splits: repeated blocks, dropout, what does not divide, what is frozen."""
 
+import time
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -48,10 +50,15 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def recipe(optimizer="sgd", dtype="float64"):
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0):
+    def loss(outputs, targets):
+        time.sleep(pause_s)
+        return functional.cross_entropy(outputs, targets)
+
     return instep.Recipe(
         model=Net().to(getattr(torch, dtype)),
-        loss=functional.cross_entropy,
+        loss=loss,
+        weight=lambda batch: len(batch[0]),
         optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),
         train=samples(1, SAMPLES),
         validate=samples(2, 21),
