@@ -40,7 +40,7 @@ class Mesh:
         given = {"seed": SEED, "shuffle": True, "processes": 0, "collate": self.parts.collate}
         loader = Loader(self.parts.train, **given)
         self.passes = whole_passes(loader, job, len(self.parts.train))
-        recipe = instep.Recipe(**self.parts.recipe())
+        recipe = instep.Recipe(**{**self.parts.recipe(), "weight": self.parts.of})
         self.gate = Gate(Forward(recipe, self.model, torch.device("cpu"), "float32"), SEED)
         if comm.rank == 0:
             self.gate.compute(self.passes)

@@ -222,6 +222,10 @@ def mixture():
     return parts(Mixture(), classes(), loss=nn.CrossEntropyLoss())
 
 
+def graphs_in(batch):
+    return float(len(batch[1]))
+
+
 @family("graph network")
 def graph_network():
     """A batch of graphs is one graph: its first tensor has a row for each node."""
@@ -234,7 +238,8 @@ def graph_network():
         graphs(),
         collate=collate,
         loss=nn.CrossEntropyLoss(),
-        given={"weight": lambda batch: float(len(batch[1]))},
+        of=graphs_in,
+        given={"weight": graphs_in},
     )
 
 
