@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-fast test-slow test-timed test-long parity parity-table simulate check format bench chaos chaos-hosts clean
+.PHONY: help setup demo test test-fast test-slow test-timed test-long parity parity-table families families-table simulate check format bench chaos chaos-hosts clean
 
 help:            ## say what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -45,6 +45,12 @@ parity: setup    ## every pair of model and loss against a plain PyTorch loop (s
 
 parity-table: setup ## the same, and the table of the documents is written
 	$(BIN)/python -m pytest -n 2 -m parity --parity-table tests/parity
+
+families: setup  ## 25 families of models on each kind of mesh against a plain PyTorch loop (some minutes)
+	$(BIN)/python -m pytest -m slow tests/families/test_families.py
+
+families-table: setup ## the same, and the table of the documents is written
+	$(BIN)/python -m pytest -m slow --families-table tests/families/test_families.py
 
 simulate: setup  ## ten thousand stories of the control plane (two to five minutes on two cores)
 	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2

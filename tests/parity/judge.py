@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from pair import STEPS, Honest, Pair, Refused, Said, Same
+from pair import Honest, Pair, Refused, Said, Same
 from plain import State, Trained
 from torch import Tensor
 
@@ -131,7 +131,7 @@ def complaints(pair: Pair, outcome: Outcome) -> list[str]:
     if isinstance(expected, Refused) and (expected.alone or not alone):
         found = _not_refused(expected, outcome)
     else:
-        found = _broken(outcome) or _unlike(expected, outcome, alone)
+        found = _broken(outcome, pair.steps) or _unlike(expected, outcome, alone)
     return [f"{outcome}: {text}" for text in found]
 
 
@@ -141,12 +141,12 @@ def _as_it_was(expected: Honest, outcome: Outcome) -> Refused | Said | Same:
     return Same() if outcome.verdict == "yes" else Said(word=expected.word)
 
 
-def _broken(outcome: Outcome) -> list[str]:
+def _broken(outcome: Outcome, steps: int) -> list[str]:
     if not outcome.ended:
         return ["it did not end"]
     if outcome.error:
         return [f"it failed: {outcome.error_kind}: {outcome.error}"]
-    return [f"it stopped after {outcome.steps} steps"] if outcome.steps != STEPS else []
+    return [f"it stopped after {outcome.steps} steps"] if outcome.steps != steps else []
 
 
 def _not_refused(expected: Refused, outcome: Outcome) -> list[str]:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,30 @@ class References:
 
 
 class Loops:
-    """A program that forks a process for each loop, until it is closed."""
+    """A program that forks a process for each loop, until it is closed.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for what they leave.
+        pairs: a module that has the `PAIRS`; beside the caller, or here.
+    """
+
+    def __init__(self, folder: Path, pairs: str = "pairs") -> None:
         self._folder, self._count = folder, 0
         self._references: dict[str, References] = {}
         self._errors = folder / "errors.txt"
         with self._errors.open("w") as errors:
             self._program = subprocess.Popen(
-                [sys.executable, HERE / "zygote.py"],
+                [sys.executable, HERE / "zygote.py", pairs],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(folder),
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
 
     def close(self) -> None:
@@ -86,12 +97,23 @@ class Loops:
             self._references[pair.name] = self._plain(pair)
         return self._references[pair.name]
 
+    def exact(self, pair: Pair) -> References:
+        """The same for runs in float64 alone, of more than one micro-batch."""
+        if pair.name not in self._references:
+            (made,) = self._loops(pair, [("float64", AS_IT_IS, MICRO_BATCHES)])
+            self._references[pair.name] = References(made, made, made, Distance(NEAR, NEAR))
+        return self._references[pair.name]
+
     def _plain(self, pair: Pair) -> References:
         ways = [AS_IT_IS, PERMUTED, PERMUTED_AGAIN]
         wanted = [("float64", AS_IT_IS, 1), ("float64", AS_IT_IS, MICRO_BATCHES)]
         wanted += [("float32", way, MICRO_BATCHES) for way in ways]
         if not pair.draws:
             del wanted[1]  # one pass a step, whatever the job's micro-batches are
+        made = self._loops(pair, wanted)
+        return References(made[0], made[-4], made[-3], bound(made[-3:]))
+
+    def _loops(self, pair: Pair, wanted: list[tuple[str, int, int]]) -> list[Trained]:
         folder, ended = self._ask(pair, do="plain", loops=wanted)
         if (failed := folder / "failed-plain.json").exists():
             raise AssertionError(f"the plain loop failed: {json.loads(failed.read_text())['text']}")
@@ -102,7 +124,7 @@ class Loops:
         ]
         for loop in made:
             assert all(map(math.isfinite, loop.losses)), "the plain loop itself computes no number"
-        return References(made[0], made[-4], made[-3], bound(made[-3:]))
+        return made
 
     def run(
         self,
@@ -113,8 +135,12 @@ class Loops:
         *,
         micro_batches: int = MICRO_BATCHES,
         wrong_weight: float | None = None,
+        job: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """Train a pair under instep, and hold it against the plain loop."""
+        """Train a pair under instep, and hold it against the plain loop.
+
+        `job` has tables of the job; with `mesh`, the model is taken from the run's folder.
+        """
         folder, ended = self._ask(
             pair,
             do="run",
@@ -122,6 +148,7 @@ class Loops:
             dtype=dtype,
             micro_batches=micro_batches,
             wrong_weight=wrong_weight,
+            job=job,
         )
         outcome = Outcome(workers, micro_batches, dtype, ended=ended)
         failures = [json.loads(f.read_text()) for f in sorted(folder.glob("failed-*.json"))]
@@ -136,7 +163,8 @@ class Loops:
         if not ended:
             return outcome
         states = [
-            torch.load(folder / f"trained-{rank}.pt", weights_only=False) for rank in range(workers)
+            torch.load(folder / f"trained-{rank}.pt", weights_only=False)
+            for rank in range(1 if "mesh" in (job or {}) else workers)
         ]
         said = json.loads((folder / "said.json").read_text())
         outcome.verdict = str(said["summary"].get("same_as_one_machine") or "")

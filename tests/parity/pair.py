@@ -149,6 +149,7 @@ class Pair:
     """Keys of the job's `[train]`."""
     needs: tuple[str, ...]
     """Modules that take long to import."""
+    steps: int = STEPS
 
     def make(self, dtype: torch.dtype) -> Parts:
         """Model and data in `dtype`, from the same random numbers each time."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pair import GLOBAL_BATCH, MICRO_BATCHES, SEED, STEPS, Pair, Parts
+from pair import GLOBAL_BATCH, MICRO_BATCHES, SEED, Pair, Parts
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -60,7 +60,7 @@ AS_IT_IS, PERMUTED, PERMUTED_AGAIN = 0, 1, 2
 def train(
     pair: Pair, dtype: torch.dtype, way: int = AS_IT_IS, micro_batches: int = MICRO_BATCHES
 ) -> Trained:
-    """Train a pair for 20 steps with nothing but PyTorch.
+    """Train a pair for its steps with nothing but PyTorch.
 
     Args:
         pair: of model and loss.
@@ -76,7 +76,7 @@ def train(
     scheduler = parts.scheduler(optimizer) if parts.scheduler else None
     limit = pair.train.get("max_grad_norm")
     losses = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, pair.steps + 1):
         optimizer.zero_grad()
         if pair.draws:
             losses.append(_micro_batches(parts, step, way, micro_batches))

@@ -24,8 +24,8 @@ from typing import Any
 
 import plain
 import torch
-from pair import GLOBAL_BATCH, SEED, STEPS, Pair
-from pairs import PAIRS
+from pair import GLOBAL_BATCH, SEED, Pair
+from safetensors.torch import load_file
 
 import instep
 import instep.client.session
@@ -36,6 +36,9 @@ from instep.events import read_events, read_records
 
 LIMIT_S = 60.0
 """For one request; a run takes about a second."""
+
+MADE = importlib.import_module(sys.argv[1])
+"""Its `PAIRS` are those that can be asked for."""
 
 GRACE_S = 1.0
 """For the others, once one has failed."""
@@ -50,7 +53,7 @@ def run_plain(pair: Pair, request: dict[str, Any], folder: Path) -> None:
 
 def run_worker(pair: Pair, request: dict[str, Any], folder: Path, rank: int) -> None:
     """One worker of a run under `instep.join`."""
-    size = request["workers"]
+    size, job = request["workers"], dict(request.get("job") or {})
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -66,11 +69,12 @@ def run_worker(pair: Pair, request: dict[str, Any], folder: Path, rank: int) -> 
     parts = pair.make(getattr(torch, request["dtype"]))
     start = plain.state_of(parts.model)
     train = {
-        "steps": STEPS,
+        "steps": pair.steps,
         "global_batch": GLOBAL_BATCH,
         "micro_batches": request["micro_batches"],
         "device": "cpu",
         **pair.train,
+        **job.pop("train", {}),
     }
     session = instep.join(
         instep.Recipe(**parts.recipe()),
@@ -80,13 +84,27 @@ def run_worker(pair: Pair, request: dict[str, Any], folder: Path, rank: int) -> 
         quiet=True,
         train=train,
         data={"loaders": 0},
+        **job,
     )
     losses = [step.loss for step in session.steps()]
-    end = plain.state_of(parts.model)
+    if "mesh" not in job:
+        end = plain.state_of(parts.model)
+    elif rank == 0:
+        end = _saved(session.run, start)
+    else:
+        return
     torch.save(plain.Trained(start, end, losses), folder / f"trained-{rank}.pt")
     if rank == 0:
         said = {"summary": session.summary, "said_before": _said_before(session.run)}
         (folder / "said.json").write_text(json.dumps(said, default=str))
+
+
+def _saved(run: Path, start: plain.State) -> plain.State:
+    """The model that a mesh left: of its ranks, none has all of it."""
+    saved = load_file(run / "model.safetensors")
+    assert start.trained.keys() <= saved.keys(), "parameters are missing in the file"
+    other = {name: saved.get(name, tensor) for name, tensor in start.other.items()}
+    return plain.State({name: saved[name] for name in start.trained}, other)
 
 
 def _said_before(run: Path) -> bool:
@@ -151,7 +169,7 @@ def _wait(pids: list[int]) -> bool:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Do what is asked, in processes of its own."""
-    pair, folder = PAIRS[request["pair"]], Path(request["folder"])
+    pair, folder = MADE.PAIRS[request["pair"]], Path(request["folder"])
     folder.mkdir(parents=True)
     for name in pair.needs:
         importlib.import_module(name)

@@ -23,9 +23,10 @@ Box = Sequence[tuple[int, int]]
 NEAR = 1e-5
 """Largest distance of a gradient, relative to its own norm."""
 
-FLOOR = 1e-6
-"""The same relative to the norm of all gradients together. Some gradients are 0 in exact
-arithmetic, such as that of a bias in front of a norm: all that they hold is rounding."""
+OF_MODULE, OF_ALL = 1e-6, 1e-9
+"""The same relative to the gradients of its module, and to all. A gradient that is 0 in exact
+arithmetic, such as that of the bias of an attention's keys, holds nothing but rounding: up to 1e-7
+of its module's was seen."""
 
 _DIMS = 8
 """Most dimensions of a parameter."""
@@ -70,6 +71,10 @@ class _Tensor(NamedTuple):
     elements: int
     ranks: list[_Row | None]
     """None of a rank that holds nothing of it."""
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
 
     @property
     def held(self) -> list[_Row]:
@@ -174,8 +179,14 @@ def _read(line: list[float]) -> _Row | None:
 
 
 def _judge(tensors: Sequence[_Tensor], mesh: str) -> Verdict:
-    floor = FLOOR * math.hypot(*(tensor.norm for tensor in tensors))
-    allowed = [max(NEAR * tensor.norm, floor) for tensor in tensors]
+    every = math.hypot(*(tensor.norm for tensor in tensors))
+    modules: dict[str, float] = {}
+    for tensor in tensors:
+        modules[tensor.module] = math.hypot(modules.get(tensor.module, 0.0), tensor.norm)
+    allowed = [
+        max(NEAR * tensor.norm, OF_MODULE * modules[tensor.module], OF_ALL * every)
+        for tensor in tensors
+    ]
     wrong = [
         tensor
         for tensor, most in zip(tensors, allowed, strict=True)

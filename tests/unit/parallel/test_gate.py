@@ -123,11 +123,17 @@ def test_a_gradient_that_only_one_side_has_is_found():
 
 
 def test_rounding_where_the_gradient_is_nothing_in_exact_arithmetic_passes():
-    """As that of a bias in front of a norm: noise on both sides, tiny beside the others."""
-    references = {**gradients(), "bias": 1e-9 * torch.ones(8, 6)}
-    assert on(2, lambda r, name, g: -g if name == "bias" else g, whole, references).tensors == 5
-    references["bias"] *= 1e5
-    assert "'bias'" in on(2, lambda r, name, g: -g if name == "bias" else g, whole, references)
+    """As that of the bias of an attention's keys: noise on both sides, tiny beside the weight's."""
+
+    def found(by, among):
+        noise = by * torch.ones(8, 6)
+        references = {**gradients(), f"{among}.bias": noise, "keys.weight": torch.ones(8, 6)}
+        return on(2, lambda r, name, g: -g if "bias" in name else g, whole, references)
+
+    assert found(4e-7, "keys").tensors == 6
+    assert "'keys.bias' is off by 2 of its norm" in found(6e-7, "keys")
+    assert "'others.bias' is off by 2 of its norm" in found(4e-7, "others")
+    assert found(4e-10, "others").tensors == 6
 
 
 def test_scalars_and_empty_parts_are_compared():
