@@ -145,8 +145,8 @@ EVENTS = {
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "scaled": "before, workers",
-    "worker_leaving": "worker, successor; fellows (workers of its replica, which leave with it) if "
-    "it has some",
+    "worker_leaving": "worker, successor, fellows (with a mesh: the other workers of its replica, "
+    "which leave with it)",
     "worker_hung": "worker, step, phase, how, where",
     "generation_started": "generation, members, reason, seconds",
     "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
@@ -169,8 +169,8 @@ EVENTS = {
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
-    "worker_lost": "worker, step, cause; restarted (workers of its replica, which are started "
-    "again with it) if there are some",
+    "worker_lost": "worker, step, cause, restarted (with a mesh: the other workers of its replica, "
+    "which are started again with it)",
     "replica_waits": "replica, workers (its processes, which wait), missing (those that are not "
     "there, so that the others train without this replica)",
     "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "

@@ -207,9 +207,10 @@ class Worker(Process):
         self._listening = True
         self._beat()
         try:
-            slow = self.engine.random.random() < 0.2  # then the others go on without it
-            yield self.engine.between(0.9, 6.0) if slow else self.engine.between(0.02, 0.2)
-            yield from self._meet_fellows(answer.restarts)
+            yield self._building_s()
+            if self._world.plan.ranks > 1:
+                yield from self._meet_fellows(answer.restarts)
+                yield self._building_s()
             yield from self._regroup()
             while True:
                 yield from self._steps()
@@ -225,6 +226,10 @@ class Worker(Process):
             return PeerError.exit_code  # nobody hears why
         self._world.memory.pop(self.number, None)  # it is given back
         return 0
+
+    def _building_s(self) -> float:
+        slow = self.engine.random.random() < 0.2  # then the others go on without it
+        return self.engine.between(0.9, 6.0) if slow else self.engine.between(0.02, 0.2)
 
     def _wait_for_group(self) -> Wait:
         if self.form is None:
@@ -247,14 +252,12 @@ class Worker(Process):
 
     def _meet_fellows(self, restarts: int) -> Wait:
         """Find the other processes of its replica, before it is built."""
-        replica, place = divmod(self.number, self._world.plan.ranks)
-        if self._world.plan.ranks > 1:
-            self.phase = "meeting"
-            end = End(self, self._world.ends)
-            prefix = m.keys_of_replica(replica, restarts)
-            yield from self._find(end, prefix, place, self._world.plan.ranks, 1e9)
-            self._fellows = end
-            self.engine.tell(self, f"has met the others of replica {replica}, start {restarts}")
+        ranks, end = self._world.plan.ranks, End(self, self._world.ends)
+        replica, place = divmod(self.number, ranks)
+        self.phase = "meeting"
+        yield from self._find(end, m.keys_of_replica(replica, restarts), place, ranks, 1e9)
+        self._fellows, self.phase = end, "building"
+        self.engine.tell(self, f"has met the others of replica {replica}, start {restarts}")
 
     def _with_fellows(self, what: str, mine: Any) -> Wait:
         """What each process of its replica gives; all call it in the same order."""

@@ -581,8 +581,10 @@ def _last_message(
     state: State, worker: int, message: Done | Failed, now: float
 ) -> tuple[State, list[Action]]:
     if isinstance(message, Failed):
-        state, blame = state.note(worker, last_message=message), Blame(worker, message)
         may_follow = message.kind == PeerError.__name__  # from another worker's failure
+        if may_follow and state.member(worker).phase is Phase.RELEASED:
+            return state, []  # or from the end of a fellow, which was released too
+        state, blame = state.note(worker, last_message=message), Blame(worker, message)
         return (endings.suspect if may_follow else endings.fail)(state, blame, now)
     if message.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
         return state, []  # it has to finish again with the others, or sends it again

@@ -139,7 +139,7 @@ class Master:
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
         self._keys, self._stack_requests = Keys(), StackRequests(run)
-        self._watch = Watch()
+        self._watch = Watch(ranks=job.mesh.ranks)
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
         self._peers: dict[int, Peer] = {}
