@@ -33,6 +33,7 @@ from instep.parallel.lockstep import (
     ReduceScatter,
     Unit,
 )
+from instep.parallel.meta_start import give_memory
 from instep.parallel.shardable import owners_of, unshardable
 from instep.parallel.whole_sums import sum_gradients
 
@@ -42,7 +43,8 @@ Answer = TypeVar("Answer")
 def shard(model: nn.Module, device_mesh: DeviceMesh, *, zero: Literal[2, 3] = 3) -> Sharded:
     """Share out a model's parameters, in place; the parameters become DTensors, same names.
 
-    The model may be on the meta device. Each block of `repeated_blocks` is gathered by itself, the
+    Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled by
+    `load_shards`. Each block of `repeated_blocks` is gathered by itself, the
     rest with the first use of the model. Parameters that several blocks share are of the rest.
 
     Args:
@@ -72,7 +74,7 @@ class Sharded:
         blocks = repeated_blocks(model)
         owners = owners_of(model, blocks)
         whole = unshardable(model, owners)
-        self._whole = [p for p in model.parameters() if p in whole]
+        stays = [p in whole for p in model.parameters()]
         names = {p: name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter not in whole and not parameter.is_contiguous():
@@ -101,7 +103,10 @@ class Sharded:
                 reshard_after_forward=zero == 3 and bool(name),
                 ignored_params=others[name],
             )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            give_memory(self._root, torch.device(device_mesh.device_type))
         self._by_name = dict(model.named_parameters())
+        self._whole = [p for p, kept in zip(self._by_name.values(), stays, strict=True) if kept]
         self._local = {p: _local(p) for p in self._by_name.values()}
         self._whole_locals = {self._local[p] for p in self._whole}
         self._trained: list[list[nn.Parameter]] = []
