@@ -41,6 +41,29 @@ class Unit:
         self.number, self.name = number, name
         self.used = [False] * parameters
         """Whether a parameter has a gradient: on this rank during a pass, on any after the sum."""
+        self.runs = 0
+        """How often it ran forward in this pass."""
+        self.inside = 0
+        """Above 0 while it runs."""
+        self._counts = False
+
+    def begin_pass(self) -> None:
+        """Forget the last pass."""
+        self.used = [False] * len(self.used)
+        self.runs, self._counts = 0, True
+
+    def end_forward(self) -> None:
+        """What runs from now on runs again, for checkpointed activations."""
+        self._counts = False
+
+    def enter(self) -> None:
+        """It begins to run."""
+        self.inside += 1
+        self.runs += self._counts
+
+    def leave(self, *_: Any) -> None:
+        """It has run."""
+        self.inside -= 1
 
 
 class Lockstep:
@@ -152,15 +175,20 @@ class ReduceScatter:
         work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
         check.end()
         wait(work)
-        parts = got.view(group.size(), -1)
-        output_tensor.copy_(parts[0])
-        for part in parts[1:]:
-            output_tensor += part
+        in_rank_order(got.view(group.size(), -1), output_tensor)
 
 
 def all_gather(group: ProcessGroup, out: Tensor, part: Tensor) -> Any:
     """Begin to collect the ranks' parts, [n] each, in [ranks * n]; for `wait`."""
     return _begun(lambda: group._allgather_base(out, part))
+
+
+def in_rank_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum [n] of [ranks, n], each rank's part added to those before it: the same bits."""
+    total = parts[0].clone() if out is None else out.copy_(parts[0])
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _begun(start: Callable[[], Any]) -> Any:

@@ -12,6 +12,8 @@ are summed after the pass.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
@@ -30,9 +32,10 @@ from instep.parallel.lockstep import (
     Lockstep,
     ReduceScatter,
     Unit,
-    all_gather,
-    wait,
 )
+from instep.parallel.meta_start import give_memory
+from instep.parallel.shardable import owners_of, unshardable
+from instep.parallel.whole_sums import sum_gradients
 
 Answer = TypeVar("Answer")
 
@@ -40,7 +43,8 @@ Answer = TypeVar("Answer")
 def shard(model: nn.Module, device_mesh: DeviceMesh, *, zero: Literal[2, 3] = 3) -> Sharded:
     """Share out a model's parameters, in place; the parameters become DTensors, same names.
 
-    The model may be on the meta device. Each block of `repeated_blocks` is gathered by itself, the
+    Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled by
+    `load_shards`. Each block of `repeated_blocks` is gathered by itself, the
     rest with the first use of the model. Parameters that several blocks share are of the rest.
 
     Args:
@@ -68,9 +72,9 @@ class Sharded:
             )
         self.model, self._group = model, device_mesh.get_group()
         blocks = repeated_blocks(model)
-        owners = _owners(model, blocks)
-        whole = _unshardable(model, owners)
-        self._whole = [p for p in model.parameters() if p in whole]
+        owners = owners_of(model, blocks)
+        whole = unshardable(model, owners)
+        stays = [p in whole for p in model.parameters()]
         names = {p: name for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter not in whole and not parameter.is_contiguous():
@@ -99,22 +103,26 @@ class Sharded:
                 reshard_after_forward=zero == 3 and bool(name),
                 ignored_params=others[name],
             )
-        self.fsdp: list[FSDPModule] = [m for m in modules.values() if isinstance(m, FSDPModule)]
+        if any(parameter.is_meta for parameter in model.parameters()):
+            give_memory(self._root, torch.device(device_mesh.device_type))
         self._by_name = dict(model.named_parameters())
+        self._whole = [p for p, kept in zip(self._by_name.values(), stays, strict=True) if kept]
         self._local = {p: _local(p) for p in self._by_name.values()}
         self._whole_locals = {self._local[p] for p in self._whole}
-        self._notes = []
+        self._trained: list[list[nn.Parameter]] = []
         for name, module in modules.items():
             trained = [n for n in held[name] if self._by_name[n].requires_grad]
             units[name].used = [False] * len(trained)
-            self._notes.append(_Notes(units[name], model, trained))
-            module.register_forward_pre_hook(self._notes[-1])
-            for place, each in enumerate(trained):
-                self._by_name[each].register_post_accumulate_grad_hook(
-                    self._summed(units[name], place)
-                )
+            module.register_forward_pre_hook(_Notes(units[name], model, trained))
+            if name:
+                module.register_forward_hook(units[name].leave, always_call=True)
+                _run_methods(module, units[name])
+            self._trained.append([self._by_name[n] for n in trained])
+            for place, parameter in enumerate(self._trained[-1]):
+                parameter.register_post_accumulate_grad_hook(self._summed(units[name], place))
         self._whole_unit = Unit(len(self._units), "(parameters kept whole)", len(self._whole))
         self._units.append(self._whole_unit)
+        self._trained.append(self._whole)
         self._lockstep = Lockstep(self._group, self._units)
         for name, module in modules.items():
             assert isinstance(module, FSDPModule)
@@ -133,16 +141,17 @@ class Sharded:
         what was gathered is freed again at the end. All ranks call this together.
         """
         for unit in self._units:
-            unit.used = [False] * len(unit.used)
+            unit.begin_pass()
         answer: Answer = self._root(lambda: function(*arguments))
+        for unit in self._units:
+            unit.end_forward()
         if not torch.is_grad_enabled():
             self.free()
         return answer
 
     def free(self) -> None:
         """Forget the gathered parameters, as after a pass without `backward`."""
-        for module in self.fsdp:
-            module.reshard()
+        self._root.reset_iter_state()  # type: ignore[operator]  # FSDP2's, of torch 2.13
 
     def finish_pass(self) -> None:
         """End a pass after `backward`: the gradients of parameters that stay whole are summed.
@@ -152,10 +161,14 @@ class Sharded:
         for place, parameter in enumerate(self._whole):
             self._whole_unit.used[place] = parameter.grad is not None
         self._lockstep.begin(self._whole_unit, SUM if self._whole else END).end()
-        for place, parameter in enumerate(self._whole):
-            if self._whole_unit.used[place]:
-                parameter.grad = self._sum(parameter)
-                self._tell(parameter)
+        for unit, parameters in zip(self._units, self._trained, strict=True):
+            if unit.runs > 1:
+                self._tell(unit, parameters)
+        used = [p for p, u in zip(self._whole, self._whole_unit.used, strict=True) if u]
+        if used:
+            for parameter, total in zip(used, sum_gradients(used, self._group), strict=True):
+                parameter.grad = total
+            self._tell(self._whole_unit, self._whole)
 
     def local_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """For each parameter of the model, a plain one that shares the memory of what is held here.
@@ -184,37 +197,29 @@ class Sharded:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _summed(self, unit: Unit, place: int) -> Callable[[Tensor], None]:
+        """FSDP2 calls this when a parameter's gradient is summed, once for each run of a block."""
+
         def told(parameter: Tensor) -> None:
-            if unit.used[place]:
-                self._tell(parameter)
-            else:
-                parameter.grad = None
+            if unit.runs == 1:
+                self._tell_one(parameter, unit.used[place])
 
         return told
 
-    def _tell(self, parameter: Tensor) -> None:
+    def _tell(self, unit: Unit, parameters: list[nn.Parameter]) -> None:
+        for parameter, used in zip(parameters, unit.used, strict=True):
+            self._tell_one(parameter, used)
+
+    def _tell_one(self, parameter: Tensor, used: bool) -> None:
         """Move a summed gradient to the plain parameter, and run its hooks."""
         assert isinstance(parameter, nn.Parameter)
         local, gradient, parameter.grad = self._local[parameter], parameter.grad, None
+        if not used or gradient is None:
+            return
         if isinstance(gradient, DTensor):
             gradient = gradient.to_local()
-        assert gradient is not None
         local.grad = gradient if local.grad is None else local.grad + gradient
         for hook in (getattr(local, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(local)
-
-    @torch.no_grad()
-    def _sum(self, parameter: nn.Parameter) -> Tensor:
-        own = parameter.grad
-        if own is None:
-            own = torch.zeros_like(parameter)
-        own = own.to_dense() if own.is_sparse else own.contiguous()
-        every = own.new_empty(self._group.size(), own.numel())
-        wait(all_gather(self._group, every.view(-1), own.view(-1)))
-        total = every[0].clone()
-        for part in every[1:]:
-            total += part
-        return total.view_as(own)
 
 
 class _Pass(nn.Module):
@@ -250,6 +255,39 @@ def _own(output: Any) -> Any:
     return output
 
 
+def _run_methods(block: nn.Module, unit: Unit) -> None:
+    """Have FSDP2 see the block's own methods, if others call them instead of the block.
+
+    It gathers parameters only for `forward`, so for such a call the method takes its place.
+    """
+
+    def run(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run_as_forward(*arguments: Any, **options: Any) -> Any:
+            if unit.inside:
+                return method(*arguments, **options)
+            before = block.__dict__.get("forward")
+            block.__dict__["forward"] = method
+            try:
+                return block(*arguments, **options)
+            finally:
+                del block.__dict__["forward"]
+                if before is not None:
+                    block.__dict__["forward"] = before
+
+        return run_as_forward
+
+    for each in type(block).__mro__:
+        if each in (nn.Module, object) or each.__module__.startswith("torch."):
+            continue
+        for name, member in vars(each).items():
+            if inspect.isfunction(member) and not name.startswith("_") and name not in _NO_RUN:
+                block.__dict__.setdefault(name, run(getattr(block, name)))
+
+
+_NO_RUN = ("forward", "extra_repr", "reset_parameters")
+
+
 class _Notes:
     """Notes which gathered parameters get a gradient in a pass."""
 
@@ -262,6 +300,7 @@ class _Notes:
         self._seen: nn.Parameter | None = None
 
     def __call__(self, module: nn.Module, arguments: Any) -> None:
+        self._unit.enter()
         if self._places and self._seen is not getattr(*self._places[0]):
             self._seen = getattr(*self._places[0])
             for place, (owner, name) in enumerate(self._places):
@@ -272,42 +311,6 @@ class _Notes:
             self._unit.used[place] = True
 
         return note
-
-
-def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
-    """Name of the block that each parameter is gathered with; "" for the rest of the model."""
-    inside: dict[nn.Module, str] = {}
-    owners: dict[nn.Parameter, str] = {}
-    for name, block in blocks.items():
-        for module in block.modules():
-            inside[module] = "" if module in inside else name
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owner = inside.get(module, "")
-            owners[parameter] = owner if owners.get(parameter, owner) == owner else ""
-    return owners
-
-
-def _unshardable(model: nn.Module, owners: dict[nn.Parameter, str]) -> set[nn.Parameter]:
-    """Parameters that FSDP2 cannot cut into rows."""
-    whole: set[nn.Parameter] = {p for p in model.parameters() if p.dim() == 0 or p.numel() == 0}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            whole.update(module.parameters(recurse=False))
-    sizes: dict[str, dict[torch.dtype, int]] = {}
-    for parameter, owner in owners.items():
-        if parameter not in whole and parameter.requires_grad:
-            types = sizes.setdefault(owner, {})
-            types[parameter.dtype] = types.get(parameter.dtype, 0) + parameter.numel()
-    for parameter, owner in owners.items():
-        types = sizes.get(owner, {})
-        if (
-            parameter.requires_grad
-            and types
-            and parameter.dtype != max(types, key=types.__getitem__)
-        ):
-            whole.add(parameter)
-    return whole
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

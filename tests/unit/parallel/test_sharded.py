@@ -26,7 +26,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = nn.functional.linear(x, self.up.weight, self.up.bias)  # read, not called
-        return (x + self.gain * self.down(torch.tanh(hidden))).view_as(x)
+        return (self.scale(x) + self.gain * self.down(torch.tanh(hidden))).view_as(x)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.up.bias.mean()
 
 
 class Net(nn.Module):
@@ -50,6 +53,7 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
             x += 1  # in place, on what a block returned
+        x = self.layers[2](x) + self.layers[0].scale(x)  # used again; a method that is not forward
         return self.frozen(x) * self.one
 
 
@@ -125,7 +129,7 @@ def equals_plain(
             sharded.finish_pass()
             total += loss.detach()
         squares = sum(
-            (taken[slot].square().sum() for slot in taken if sharded.counts(mine[slot])),
+            (taken[slot].to_dense().square().sum() for slot in taken if sharded.counts(mine[slot])),
             torch.zeros(()),
         )
         distributed.all_reduce(squares)
