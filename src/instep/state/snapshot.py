@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut
+from instep.state.boxes import Cut, is_split, local
 
 DTYPES = {
     torch.float64: "F64",
@@ -119,8 +119,11 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Returns:
         Later name to first name, for tensors with the same memory, shape and
-        strides; mere overlap does not count.
+        strides; mere overlap does not count. Of DTensors the parts that this rank has
+        count, unless they are empty (see `model_ties`).
     """
+    if any(map(is_split, tensors.values())):
+        tensors = {name: local(tensor) for name, tensor in tensors.items()}
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
     addresses = Counter(map(Tensor.data_ptr, tensors.values()))
@@ -131,6 +134,21 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             memory = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
             if (original := first.setdefault(memory, name)) != name:
                 tied[name] = original
+    return tied
+
+
+def model_ties(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """As `tied_names` of a model's own tensors, also where this rank has nothing of a weight.
+
+    Args:
+        model: whose state dict `tensors` is.
+        tensors: as `model_tensors` gave them.
+    """
+    tied, first = tied_names(tensors), dict[int, str]()
+    own = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    for name in tensors:
+        if name in own and (original := first.setdefault(id(own[name]), name)) != name:
+            tied[name] = original
     return tied
 
 

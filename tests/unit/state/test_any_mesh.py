@@ -100,16 +100,20 @@ def assert_equal(own, whole, what):
 
 
 @pytest.mark.process
-def test_twenty_random_pairs_of_meshes_continue_to_the_bit(tmp_path):
-    on_ranks(4, pairs, tmp_path, 0, 20)
+def test_eight_random_pairs_of_meshes_continue_to_the_bit(tmp_path):
+    on_ranks(4, pairs, tmp_path, 0, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_sixty_more_random_pairs_of_meshes_continue_to_the_bit(tmp_path):
+    on_ranks(4, pairs, tmp_path, 8, 68)
 
 
 def ends(rank, folder):
     store = dist.distributed_c10d._get_default_store()
     comm = TorchComm(dist.PrefixStore("everyone", store), rank, 4)
-    for seed, mesh in enumerate(meshes.MESHES):
-        if mesh.ranks == 1:
-            continue
+    for seed, mesh in enumerate(meshes.MESHES[2::2]):
         rng, tied = seeded(seed), {"p9": "p0", "p8": "p3"} if mesh.stages == 1 else {}
         whole = drawn_tensors(rng, seed)
         layout = Layout(mesh).drawn({name: tuple(t.shape) for name, t in whole.items()}, rng)

@@ -27,8 +27,10 @@ from instep.spec import MeshSpec
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.intact import newest_intact
+from instep.state.load import load_model
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import COPIES, PART
+from instep.state.staging import save_model
 from instep.worker.step.capture import Progress, capture
 
 
@@ -164,6 +166,15 @@ def work(rank, folder):
             column.broadcast(mine, 0)
             assert torch.equal(mine, local(value))
     step(own.model, own.turn)
+
+    # an ordinary file, of which each rank reads its part
+    if rank == 0:
+        save_model(folder / "start.safetensors", alone.model, {})
+    comm.all_reduce(torch.zeros(1)).wait()
+    fresh = sharded(four, rank, seed=5)
+    assert not load_model(folder / "start.safetensors", fresh.model).wrong
+    for name, value in fresh.model.state_dict().items():
+        assert torch.equal(full(value), alone.model.state_dict()[name])
 
     # what is no box is refused
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))

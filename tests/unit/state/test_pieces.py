@@ -255,3 +255,36 @@ def test_an_optimizer_that_moves_less_than_it_did_is_refused(tmp_path):
     groups = turn_of(other, lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:]}]))
     with pytest.raises(CheckpointError, match=r"it had 1 groups of parameters and has 2"):
         read(path, other, groups)
+
+
+def test_what_servers_saved_in_flat_ranges_is_read_by_the_box(tmp_path):
+    model, turn = net()
+    snapshot = capture(Progress(step=5), model, [turn])
+    state = turn.update.optimizer.state
+    shards = {"shard-0": {}, "shard-1": {}}
+    for name, parameter in model.named_parameters():
+        cut, kept = parameter.numel() // 3, state[parameter]
+        for number, (first, stop) in enumerate([(0, cut), (cut, parameter.numel())]):
+            of = f"{name}/{{}}/{first}:{stop}"
+            shards[f"shard-{number}"] |= {
+                of.format("step"): kept["step"],
+                of.format("turns:int"): torch.tensor(3),
+                of.format("exp_avg"): kept["exp_avg"].reshape(-1)[first:stop],
+            }
+    snapshot.tensors.update(shards)
+    snapshot.tensors["optimizer"] = {}
+    snapshot.facts["optimizer"]["dict"]["state"] = {"dict": {}}
+    writer = CheckpointWriter(tmp_path / "checkpoints")
+    writer.save(snapshot)
+    writer.finish()
+    path = writer.poll()[0].path
+    found = open_pieces(path, {}).pieces
+    wanted = state[model[0].weight]["exp_avg"]
+    assert torch.equal(found.read("optimizer/0.weight/exp_avg", ((1, 4), (2, 3))), wanted[1:4, 2:3])
+    assert found.read("optimizer/0.weight/step") == 1
+    other, its = net(1)
+    restore(open_pieces(path, {}), path, other, [its])
+    kept = its.update.optimizer.state[other[0].weight]
+    assert kept["turns"] == 3
+    assert type(kept["turns"]) is int
+    assert torch.equal(kept["exp_avg"], wanted)
