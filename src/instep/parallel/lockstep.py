@@ -76,6 +76,8 @@ class Lockstep:
 
     def __init__(self, group: ProcessGroup, units: Sequence[Unit]) -> None:
         self.group, self._units = group, units
+        self.counts = True
+        """Whether this rank's gradients are added; in a pass without samples they are not."""
         most = max((len(unit.used) for unit in units), default=0)
         self._words = 1 + -(-most // _BITS)
 
@@ -83,7 +85,7 @@ class Lockstep:
         """Send what this rank does; `end` of what is returned compares it with the others."""
         words = [unit.number * 3 + doing]
         for first in range(0, _BITS * (self._words - 1), _BITS):
-            bits = unit.used[first : first + _BITS] if doing == SUM else []
+            bits = unit.used[first : first + _BITS] if doing == SUM and self.counts else []
             words.append(sum(1 << place for place, used in enumerate(bits) if used))
         own = torch.tensor(words)
         every = torch.empty(self.group.size() * len(words), dtype=torch.int64)
@@ -171,6 +173,8 @@ class ReduceScatter:
     ) -> None:
         """Sum [ranks * n] of each rank to [n], this rank's part."""
         check = self._lockstep.begin(self._unit, SUM)
+        if not self._lockstep.counts:  # they may be anything, also NaN
+            input_tensor.zero_()
         got = torch.empty_like(input_tensor)
         work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
         check.end()

@@ -134,6 +134,11 @@ class Sharded:
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True, recurse=False)
 
+    def set_counts(self, counts: bool) -> None:
+        """Whether the gradients of this rank's next passes count. Where they do not, they may be
+        anything, and only the other ranks' are summed."""
+        self._lockstep.counts = counts
+
     def run(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call a function that uses the model: all of it, its methods, or its parameters.
 
@@ -159,6 +164,8 @@ class Sharded:
         All ranks call this after each `backward`; when it returns, all gradients have been told.
         """
         for place, parameter in enumerate(self._whole):
+            if not self._lockstep.counts:
+                parameter.grad = None
             self._whole_unit.used[place] = parameter.grad is not None
         self._lockstep.begin(self._whole_unit, SUM if self._whole else END).end()
         for unit, parameters in zip(self._units, self._trained, strict=True):

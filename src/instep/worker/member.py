@@ -263,9 +263,9 @@ class Member:
         assert self.form is not None, "no generation yet"
         return ChannelStore(self._connection, keys_of_generation(self.form.generation) + group)
 
-    def replica_store(self) -> ChannelStore:
-        """The store by which the processes of this worker's replica connect, before the first
-        generation. None of an earlier start of the replica is met there.
+    def replica_store(self, group: str = "") -> ChannelStore:
+        """The store by which the processes of this worker's replica connect, or make a group of
+        their own, before the first generation. None of an earlier start of it is met there.
 
         Set `phase` to `meeting` around it: a worker in that phase waits, and does not hang. A wait
         in the store raises Released once the run does not need this worker, and PeerError if there

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from instep.comm.torch_comm import TorchComm
 from instep.errors import SpecError
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
@@ -38,7 +39,7 @@ class Replica:
         from instep.parallel.sharded import shard
 
         mesh = member.job.mesh
-        self._model = model
+        self._member, self._model, self._device = member, model, device
         self._group = ReplicaGroup(
             member.replica_store(),
             member.number % mesh.ranks,
@@ -48,12 +49,27 @@ class Replica:
         )
         self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
 
+    def own_comm(self) -> TorchComm:
+        """A group of the replica's processes, in rank order, to be closed by the caller."""
+        mesh, member = self._member.job.mesh, self._member
+        return TorchComm(
+            member.replica_store("comm "),
+            member.number % mesh.ranks,
+            mesh.ranks,
+            device=self._device,
+            address=address_towards(member.master_host),
+        )
+
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all processes of the replica do so together."""
         result = self._sharded.run(function, *arguments)
         if not self._model.training:  # nobody goes back from here
             self._sharded.free()
         return result
+
+    def set_counts(self, counts: bool) -> None:
+        """Whether the gradients of this process's next passes count."""
+        self._sharded.set_counts(counts)
 
     def finish_pass(self) -> None:
         """A backward pass is over."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import Heartbeat
@@ -36,6 +36,7 @@ from instep.worker.evaluate import evaluate
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
+from instep.worker.mesh_check import MeshCheck
 from instep.worker.observed import Observed, make_observers
 from instep.worker.replica import Replica, check_mesh
 from instep.worker.step.assignment import Finished
@@ -98,10 +99,7 @@ class Training(Loop):
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
             trial = self._try()  # on the whole model, and so before it is split
-            self.phase = "meeting"
-            self._replica = Replica(member, model, device)
-            self.phase = "building"
-            self._forward.run = self._replica.run
+            self._replica = self._split(model, merge=trial.merge)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, loaded)
         self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
@@ -178,6 +176,29 @@ class Training(Loop):
                 drop_after=self._drop_after,
             )
         )
+
+    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+        """Have this process keep its part of the model, once the replica's others are here; where
+        nobody trains it yet, compare them with one process."""
+        trains = self.member.others_have_state
+        check = MeshCheck(
+            self._forward,
+            self._loader,
+            self.job,
+            self.samples,
+            first=self.member.number % self.job.mesh.ranks == 0,
+            why="other replicas train already" if trains else "",
+        )
+        self.phase = "meeting"
+        replica = Replica(self.member, model, self.device)
+        self._forward.run = replica.run
+        with closing(replica.own_comm()) as comm:
+            found, why = check.run(replica, comm, self._reads, merge=merge)
+        self.phase = "building"
+        if self.member.number == 0 and not trains:
+            fields = found._asdict() if found is not None else {"why": why}
+            self.member.emit("mesh_checked", **fields)
+        return replica
 
     def _make_loader(self, name: str) -> Loader:
         member, recipe = self.member, self.recipe

@@ -10,7 +10,7 @@ Ordinary passes are in `training.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -79,24 +79,37 @@ class WholeBatch:
         Returns:
             The loss by number of the pass, and the samples that could not be read.
         """
-        clock = self._engine.clock
-        since = time.perf_counter()
-        skipped: list[Skipped] = []
-        works: list[_Work] = []
-        for part, read in zip(share.passes, loads, strict=False):
+        skipped = list[Skipped]()
+        works = self._works(where, share, loads, step, skipped)
+        if self._forward.recipe.batch_loss is not None:
+            return self._embed(where, list(works), step), skipped
+        last = len(share.passes) - 1 if self._reads is None else -1  # else layers communicate
+        return self._plain(where, works, last), skipped
+
+    def _works(
+        self,
+        where: Position,
+        share: Share,
+        loads: Iterator[Read],
+        step: int,
+        skipped: list[Skipped],
+    ) -> Iterator[_Work]:
+        """What there is to run; adds to `skipped`."""
+        clock, idle = self._engine.clock, self._reads is not None
+        for part in share.passes:
+            since = time.perf_counter()
+            read = next(loads)
             skipped += [] if part.repeats else read.skipped
+            clock.lap(since, "load")
             if read.size:
                 keys, sizes = self._micro_batches(where, part, read.skipped, step)
-                counts = not part.repeats
-                works.append(_Work(part, read.batch, read.size, keys, sizes, counts))
+                yield _Work(part, read.batch, read.size, keys, sizes, not part.repeats)
+                idle = False
             elif self._replica is not None:  # the other ranks of the replica have the pass too
-                works.append(self._borrow(part))
-        if not works and self._reads is not None:
-            works.append(self._borrow(Pass(Slice(0, 0, 1), 0, repeats=True)))
-        clock.lap(since, "load")
-        embeds = self._forward.recipe.batch_loss is not None
-        losses = self._embed(where, works, step) if embeds else self._plain(where, works)
-        return losses, skipped
+                yield self._borrow(part)
+                idle = False
+        if idle:
+            yield self._borrow(Pass(Slice(0, 0, 1), 0, repeats=True))
 
     def _micro_batches(
         self, where: Position, part: Pass, skipped: Sequence[Skipped], step: int
@@ -131,7 +144,8 @@ class WholeBatch:
                 stack.enter_context(self._reads.one_pass(counts=work.counts))
             yield
 
-    def _plain(self, where: Position, works: list[_Work]) -> dict[int, Weighed]:
+    def _plain(self, where: Position, works: Iterable[_Work], last: int) -> dict[int, Weighed]:
+        """Run passes one after the other; gradients are complete with the `last`."""
         engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
         assert reads is not None or self._replica is not None, "an ordinary pass"
         losses = dict[int, Weighed]()
@@ -141,12 +155,13 @@ class WholeBatch:
                 found = self._forward.loss(work.batch, work.size, always=True)
                 assert found is not None
                 factor = found.factor if work.counts and found.counts else 0.0
+                if self._replica is not None:
+                    self._replica.set_counts(factor != 0.0)
                 if work.counts:
                     total = float(found.loss.detach()) * factor if factor else 0.0
                     losses[work.part.number] = Weighed(total, found.weight)
                 since = engine.clock.lap(since, "forward")
-                # layers communicate meanwhile; a mesh adds up its ranks' gradients itself
-                engine.begin_pass(work.part, 1.0, last=reads is None and number == len(works) - 1)
+                engine.begin_pass(work.part, 1.0, last=number == last)
                 scaled = engine.update.scaler.scale(found.loss)
                 if reads is not None:
                     reads.backward(scaled, factor / batch_size)
