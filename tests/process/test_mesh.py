@@ -70,6 +70,15 @@ def test_a_sharded_replica_trains_what_a_plain_loop_does(run: Start, workers, me
     assert program.end() == 0, program.stderr
     check_equal(program, plain_loop())
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    (checked,) = program.events("mesh_checked")
+    assert checked["tensors"] == 16
+
+
+def test_a_mesh_that_computes_other_gradients_is_refused_before_its_first_step(run: Start):
+    program = run("splits.py:sabotaged", *QUICK, "workers=2", "mesh.shard=2")
+    assert program.end() == 3
+    assert "[mesh] shard = 2 would train another model than one process does" in program.stderr
+    assert "its gradient of 'scale' is off by" in program.stderr
 
 
 @pytest.mark.slow

@@ -63,3 +63,14 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0):
         train=samples(1, SAMPLES),
         validate=samples(2, 21),
     )
+
+
+def sabotaged():
+    """Gradients of the replica's first rank alone, instead of their sum."""
+    from instep.parallel import lockstep
+
+    def first_rank_s(parts, out=None):
+        return parts[0].clone() if out is None else out.copy_(parts[0])
+
+    lockstep.in_rank_order = first_rank_s
+    return recipe()
