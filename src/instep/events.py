@@ -178,6 +178,8 @@ EVENTS = {
     "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "
     "is not known which), what (parameter, state, gradient), where, how, clean_step (from "
     "which the run continues; -1 if no worker has a copy: a went_back follows)",
+    "taken_from_host": "replica, step (a replica that was started again continues from the memory "
+    "of its host: no other had the state)",
     "went_back": "resumed_step, path (of a checkpoint: no worker with the current state was left)",
     "process_ended": "worker, pid, code",
     "warning": "text",

@@ -245,6 +245,8 @@ class Built(Message, frozen=True):
 
     recovers: bool
     """Whether it can join another group after a member is lost."""
+    holds: bool = False
+    """Whether it holds the state of the run, which an earlier process left on its host."""
 
 
 class Form(Message, frozen=True):

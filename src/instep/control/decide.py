@@ -251,6 +251,8 @@ def _built(state: State, event: Built, now: float) -> tuple[State, list[Action]]
     if state.member(event.worker).phase in LIVING - {Phase.BUILDING}:
         return state, []  # sent again, as the master was lost, or released meanwhile
     state = state.move(event.worker, Phase.READY)
+    if event.holds:
+        state = state.note(event.worker, held=max(state.course, 1))
     return _advance(replace(state, recovers=state.recovers and event.recovers), now)
 
 

@@ -480,8 +480,8 @@ class Master:
                 rule = fired.rule if fired else ""
                 verdict = m.Verdict(step=message.step, rule=rule, number=message.number)
                 self._hub.send(peer, verdict)
-            case m.Built(recovers=recovers):
-                self._decide(s.Built(number, recovers))
+            case m.Built(recovers=recovers, holds=holds):
+                self._decide(s.Built(number, recovers, holds))
             case m.Formed(generation=generation):
                 self._decide(s.Formed(number, generation))
             case m.Broken(generation=generation, cause=cause, mine=mine, holds=holds):

@@ -55,6 +55,8 @@ class Built:
     worker: int
     recovers: bool = True
     """Whether it can be in one group after another."""
+    holds: bool = False
+    """Whether it holds the state of the run, which its process before left on its host."""
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ class Member:
         self.checkpoint = Path(welcome.checkpoint) if welcome.checkpoint else None
         self.phases = dict(phases or {})
         self.recovers, self.complete = welcome.recovers, welcome.complete
+        self.holds = False
+        """Whether this process holds the state of the run before its first generation."""
         self.others_have_state = welcome.others_have_state
         """Whether other workers have the state of the run."""
         self.restarts = welcome.restarts
@@ -159,7 +161,7 @@ class Member:
             Released: this worker is in no further generation.
         """
         if self.form is None:
-            self._connection.send(Built(recovers=self.recovers))
+            self._connection.send(Built(recovers=self.recovers, holds=self.holds))
             if self.at is not None:
                 if self.recovers and self.job.launch.hosts:
                     self._connection.keep()

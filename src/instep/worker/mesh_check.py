@@ -80,13 +80,12 @@ class MeshCheck:
         return ""
 
     def run(
-        self, replica: Replica, comm: Comm, reads: Reads | None, *, merge: bool
+        self, replica: Replica, reads: Reads | None, *, merge: bool
     ) -> tuple[Verdict | None, str]:
         """Compare; all processes of the replica call it, after the model has been split.
 
         Args:
             replica: with the model.
-            comm: its processes.
             reads: of the model, if its layers see the global batch.
             merge: whether micro-batches that follow each other run as one pass.
 
@@ -96,6 +95,7 @@ class MeshCheck:
         Raises:
             RecipeError: a gradient differs.
         """
+        comm = replica.comm
         able = torch.tensor([float(not self._why)], device=self._forward.device)
         comm.broadcast(able)
         if not able.item():

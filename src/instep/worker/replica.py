@@ -39,26 +39,14 @@ class Replica:
         from instep.parallel.sharded import shard
 
         mesh = member.job.mesh
-        self._member, self._model, self._device = member, model, device
-        self._group = ReplicaGroup(
-            member.replica_store(),
-            member.number % mesh.ranks,
-            mesh,
-            device=device,
-            address=address_towards(member.master_host),
-        )
+        self._model = model
+        place, address = member.number % mesh.ranks, address_towards(member.master_host)
+        store = member.replica_store()
+        self._group = ReplicaGroup(store, place, mesh, device=device, address=address)
+        store = member.replica_store("comm ")
+        self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
+        """Its processes; for what they agree on before the first generation."""
         self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
-
-    def own_comm(self) -> TorchComm:
-        """A group of the replica's processes, in rank order, to be closed by the caller."""
-        mesh, member = self._member.job.mesh, self._member
-        return TorchComm(
-            member.replica_store("comm "),
-            member.number % mesh.ranks,
-            mesh.ranks,
-            device=self._device,
-            address=address_towards(member.master_host),
-        )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all processes of the replica do so together."""
@@ -84,7 +72,8 @@ class Replica:
         return self._sharded.counts(slot)
 
     def close(self) -> None:
-        """Leave the group; a second call does nothing."""
+        """Leave the groups; a second call does nothing."""
+        self.comm.close()
         self._group.close()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -129,6 +129,8 @@ class Training(Loop):
             self._replica,
         )
         self.state.trial = trial
+        if self._replica is not None:
+            self._take_host_copy(self._replica)
         self._best()  # refuses a metric that does not exist, before anything is trained
         if self.job.check.content != "off" and member.run.is_dir():
             # contents of samples as steps use them, for the audit
@@ -192,13 +194,20 @@ class Training(Loop):
         self.phase = "meeting"
         replica = Replica(self.member, model, self.device)
         self._forward.run = replica.run
-        with closing(replica.own_comm()) as comm:
-            found, why = check.run(replica, comm, self._reads, merge=merge)
+        found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
         if self.member.number == 0 and not trains:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
         return replica
+
+    def _take_host_copy(self, replica: Replica) -> None:
+        """Continue where the replica's processes before these were, if their host still has it."""
+        step = self.engine.take_host_copy(replica.comm)
+        self.member.holds = step is not None
+        if step is not None and replica.comm.rank == 0:
+            number = self.job.mesh.coordinate(self.member.number).replica
+            self.member.emit("taken_from_host", replica=number, step=step)
 
     def _make_loader(self, name: str) -> Loader:
         member, recipe = self.member, self.recipe

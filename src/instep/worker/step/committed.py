@@ -185,17 +185,27 @@ class CommittedState:
         self.settled = there.settled // self._each
 
     def _share(self, comm: Comm, there: Beginning) -> None:
-        own = None
-        if comm.rank == there.root:
-            own = self.capture()
-            own.facts["last"] = pack_state(list(self.last or ()))[1]
-            own.facts["trial"] = list(self.trial or ())
-            own.facts["owners"] = list(self.owners)
-            own.facts["made"] = [[g, *made] for g, made in self._made.items()]
+        own = self.for_another() if comm.rank == there.root else None
         taken = broadcast.broadcast_snapshot(own, comm, there.root, self._device)
-        if self.held and (self.progress.course, self.number) == there[:2]:
-            return
-        self.restore(taken, "a peer's state")
+        if not self.held or (self.progress.course, self.number) != there[:2]:
+            self.take(taken, "a peer's state")
+
+    def for_another(self) -> Snapshot:
+        """All that another process needs to be where this one is; its tensors are the live ones."""
+        own = self.capture()
+        own.facts["last"] = pack_state(list(self.last or ()))[1]
+        own.facts["trial"] = list(self.trial or ())
+        own.facts["owners"] = list(self.owners)
+        own.facts["made"] = [[g, *made] for g, made in self._made.items()]
+        return own
+
+    def take(self, taken: Snapshot, source: str) -> None:
+        """Be where another process was, which gave `for_another`.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        self.restore(taken, source)
         last = unpack_state({}, taken.facts["last"])
         self.last = Commit(*last) if last else None
         self._made = {g: (course, step) for g, course, step in taken.facts["made"]}

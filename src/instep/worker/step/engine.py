@@ -53,6 +53,7 @@ from instep.worker.step.catch_up import Beginning
 from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.gradients import Gradients
+from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Pass
@@ -164,6 +165,8 @@ class Engine:
             self._slots = [split.slots(turn.parameters) for turn in turns]
         self.memory = HostMemory() if own else None
         """Keeps what this worker alone has, should it be killed."""
+        whole = mesh.ranks > 1 and self._device.type == "cpu"
+        self._host_copy = HostCopy() if whole else None
         self.clock = Clock(begin=time.time())
 
     # ---- turns
@@ -212,14 +215,15 @@ class Engine:
         form = self.member.form
         assert form is not None, "no generation yet"
         if form.checkpoint is not None:
+            for memory in (self.memory, self._host_copy):
+                if memory is not None:
+                    memory.clear()
             if self.state.held and not form.checkpoint:
                 # only a fresh process has the state of a beginning; another takes this one's place
                 os.kill(os.getpid(), signal.SIGKILL)
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
             self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
-            if self.memory is not None:
-                self.memory.clear()
             self.state.tried = form.generation
             return False
         if not self.applies_staged:
@@ -254,6 +258,33 @@ class Engine:
         if not own:
             raise PeerError("no member holds this part of the model.")
         return there._replace(root=own[0], shared=len(own) < len(form.members) // ranks)
+
+    def take_host_copy(self, comm: Comm) -> int | None:
+        """Take up what the processes before this replica's have left in memory of their host, if
+        all of it is of one commit; all processes of the replica call it.
+
+        Returns:
+            The step; None where nothing was taken.
+        """
+        if self._host_copy is None:
+            return None
+        found = self._host_copy.of_all(comm, self._device)
+        if found is None:
+            return None
+        self.state.take(found[1], "the memory of this host")
+        step = self.state.progress.step
+        self.state.settled = max(0, step - 1)  # what follows the commit may not have been done
+        return step
+
+    def _keep_host_copy(self) -> None:
+        """Where no other replica could restore this one, copy the commit into host memory."""
+        form, copy = self.member.form, self._host_copy
+        if copy is None or form is None or not copy.lasts or not self.member.recovers:
+            return
+        if len(form.members) > self._mesh.ranks:
+            return
+        course, number = self.state.progress.course, self.state.number
+        copy.keep(self.state.for_another(), Attempt(course, number, form.generation))
 
     def _take_what_was_left(self) -> None:
         """This process takes the place of another: what that one alone had lies in memory."""
@@ -384,6 +415,8 @@ class Engine:
         self.gradients = [Gradients(slots, self.take) for slots in self._slots]
         self._comm, self._column = comm, column
         self.state.inside(form.generation)
+        if self._host_copy is not None and len(form.members) > self._mesh.ranks:
+            self._host_copy.clear()  # it grows old, and the other replicas have the state
         self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
         if comm.rank == 0:
             self._ledger = Ledger(member.run / "ledger.bin", wait=member.waits_for_writer)
@@ -703,6 +736,7 @@ class Engine:
         since, staged, counts = time.perf_counter(), self._staged, self.ends_step
         assert staged is not None, "agree() comes first"
         done = self._apply(move or self.update.apply)
+        self._keep_host_copy()
         for observer in self.observers.values():
             observer.committed()
         self.clock.lap(since, "update")

@@ -1,0 +1,108 @@
+"""A copy of a rank's last commit in memory of its host, for a replica that no other can restore.
+
+A replica that loses a rank is started again whole. Where it is the only one, nobody else has the
+parameters. So each of its ranks copies what a commit left into memory that outlives it; the
+processes that take their places continue from there, if all copies are of the same commit. What a
+snapshot holds is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from instep.comm.base import Comm
+from instep.records import Attempt
+from instep.state.boxes import read_cut
+from instep.state.snapshot import Snapshot
+from instep.system.host_memory import HostMemory
+
+_FACTS = "facts"
+_NOTHING = Attempt(-1, -1, -1)
+
+
+class HostCopy:
+    """Two slots of host memory, for the last commit and the one that is being copied."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+        self._layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.lasts = self._memory.outlives
+        """Whether the memory outlives this process; else nothing is copied."""
+
+    @torch.no_grad()
+    def keep(self, snapshot: Snapshot, at: Attempt) -> None:
+        """Copy what a commit left.
+
+        Raises:
+            WorkerError: the machine has not so much memory.
+        """
+        tensors, facts = _flat(snapshot)
+        layout = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        layout[_FACTS] = (_room(len(facts)),), torch.uint8
+        if layout != self._layout:
+            self._memory.lay_out(layout)
+            self._layout = layout
+        slots = self._memory.stage(*at)
+        for name, tensor in tensors.items():
+            slots[name].copy_(tensor)
+        slots[_FACTS].zero_()
+        slots[_FACTS][: len(facts)].copy_(torch.frombuffer(bytearray(facts), dtype=torch.uint8))
+        self._memory.staged(*at)
+
+    def of_all(self, comm: Comm, device: torch.device) -> tuple[Attempt, Snapshot] | None:
+        """What an earlier process left, if all ranks of the replica have the same commit whole.
+
+        Args:
+            comm: the replica's ranks; each calls this.
+            device: of the tensors that `comm` sums.
+
+        Returns:
+            The commit, and what this rank had of it; tensors are copies.
+        """
+        stamps = self._memory.stamps() if self.lasts else []
+        newest = Attempt(*stamps[0]) if stamps else _NOTHING
+        held = self._memory.at(*newest) if stamps else None
+        table = torch.zeros(comm.size, len(newest), dtype=torch.int64, device=device)
+        table[comm.rank] = torch.tensor(newest if held is not None else _NOTHING)
+        comm.all_reduce(table).wait()
+        if held is None or any(row != list(newest) for row in table.tolist()):
+            return None
+        return newest, _snapshot(held)
+
+    def clear(self) -> None:
+        """Forget what was copied: another replica or a checkpoint has the state."""
+        self._memory.clear()
+
+
+def _flat(snapshot: Snapshot) -> tuple[dict[str, Tensor], bytes]:
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, list[str]] = {}
+    for group, named in snapshot.tensors.items():
+        names[group] = list(named)
+        tensors |= {f"{group} {name}": tensor for name, tensor in named.items()}
+    rest = {"step": snapshot.step, "facts": snapshot.facts, "cuts": snapshot.cuts, "names": names}
+    return tensors, msgspec.json.encode(rest)
+
+
+def _snapshot(held: dict[str, Tensor]) -> Snapshot:
+    rest: dict[str, Any] = msgspec.json.decode(bytes(held[_FACTS].numpy()).rstrip(b"\0"))
+    groups: dict[str, Sequence[str]] = rest["names"]
+    return Snapshot(
+        step=rest["step"],
+        tensors={
+            group: {name: held[f"{group} {name}"].clone() for name in names}
+            for group, names in groups.items()
+        },
+        facts=rest["facts"],
+        cuts={name: read_cut(*cut) for name, cut in rest["cuts"].items()},
+    )
+
+
+def _room(size: int) -> int:
+    """Bytes for facts of a size, with some left, so that the layout seldom changes."""
+    return 1 << (size + size // 4).bit_length()
