@@ -84,12 +84,11 @@ def _tensors(checkpoint: Path) -> dict[str, Reader]:
     import torch
 
     from instep.state.pieces import open_pieces
-    from instep.state.snapshot import DTYPES
+    from instep.state.snapshot import DTYPES, raw_bytes
 
     def kept(read: Callable[[], torch.Tensor]) -> tuple[str, bytes]:
         tensor = read()
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        return DTYPES[tensor.dtype], flat.numpy().tobytes()
+        return DTYPES[tensor.dtype], raw_bytes(tensor).numpy().tobytes()
 
     snapshot = open_pieces(checkpoint, {})
     pieces, found = snapshot.pieces, dict[str, Reader]()
