@@ -23,6 +23,7 @@ from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
 from instep.state.boxes import Cut, MeshRank
+from instep.state.hugging_face import keep_config
 from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, FileEntry, published, reason
 from instep.state.pieces import CUTS, SHARD
@@ -69,6 +70,11 @@ class Saver:
     ) -> None:
         self._member, self._model = member, model
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
+        try:
+            keep_config(model, member.run)
+        except (OSError, TypeError, ValueError) as error:
+            text = "the model's configuration was not kept, so that `instep export` can write no "
+            member.emit("warning", text=f"{text}folder for from_pretrained: {error}")
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
         self._newest = self._last = 0  # saved in this session; the one to be saved as its last
