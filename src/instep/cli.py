@@ -252,13 +252,16 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy the model of a run into one safetensors file."""
+    """Copy the model of a run into one safetensors file, or into a Hugging Face folder."""
     from instep.state.export import check_target, choose, copy_model, writing_to
+    from instep.state.hugging_face import copy_config
     from instep.state.retention import Best
     from instep.store.run_folder import RunFolder
 
-    target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
+    config = None if args.to.endswith(".safetensors") else _config(args.to, folder.path)
+    to = Path(args.to)
+    target = to if config is None else to / "model.safetensors"
     check_target(target, folder.path, folder.spec.start.model)
     model = Path(args.run) / "model.safetensors"
     kept = None
@@ -272,19 +275,45 @@ def export(args: argparse.Namespace) -> int:
         )
     with writing_to(target):
         if kept is not None:
-            copy_model(kept, target)
+            copy_model(kept, target, with_format=config is not None)
         else:
             _copy_own(model, target, folder)
+        if config is not None:
+            copy_config(folder.path, to)
     if args.json:
         source = str(kept) if kept else str(model)
-        said = {"model": str(target), "size_bytes": target.stat().st_size, "from": source}
+        said = {"model": str(to), "size_bytes": target.stat().st_size, "from": source}
         print(json.dumps(said))
     else:
-        print(f"model  {target}")
+        print(f"model  {to}")
         if kept is not None:
             print(f"from   {kept}")
-        print(f"next   safetensors.torch.load_file({str(target)!r})")
+        if config is None:
+            print(f"next   safetensors.torch.load_file({str(to)!r})")
+        else:
+            print(f"next   transformers.{config['architectures'][0]}.from_pretrained({str(to)!r})")
     return 0
+
+
+def _config(name: str, run: Path) -> dict[str, Any]:
+    """The configuration of a run's model, for a folder that has this name.
+
+    Raises:
+        SpecError: the run's model has none, or the name is that of a file.
+    """
+    from instep.state.hugging_face import kept_config
+
+    config = kept_config(run)
+    if (
+        config is None
+        or Path(name).suffix in (".pt", ".pth", ".bin", ".ckpt")
+        or (Path(name).is_file())
+    ):
+        raise SpecError(
+            f"--to {name!r}: the file's name needs to end in .safetensors. The name of a folder "
+            "exports a Hugging Face model with its configuration, for from_pretrained."
+        )
+    return config
 
 
 def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
@@ -410,7 +439,12 @@ def _parser() -> argparse.ArgumentParser:
 
     export = _command(commands, "export")
     export.add_argument("run", help="run folder")
-    export.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="FILE.safetensors",
+        help="file to write; of a Hugging Face model also a folder, for from_pretrained",
+    )
     add = export.add_mutually_exclusive_group().add_argument
     add("--best", action="store_true", help="from the kept checkpoint with the best validation")
     add("--step", type=int, metavar="N", help="from the kept checkpoint of this step")

@@ -24,6 +24,9 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """[first, stop) of each dim, in elements; that of a tensor without dims is empty."""
 
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
 class Cut(NamedTuple):
     """A part of a tensor."""
 
@@ -58,7 +61,7 @@ class MeshRank(NamedTuple):
 
 def is_split(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor, of which a rank has a part."""
-    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) in _PLAIN:
         return False
     from torch.distributed.tensor import DTensor
 

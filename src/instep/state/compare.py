@@ -63,6 +63,9 @@ def saved(checkpoint: Path) -> Iterator[tuple[str, Kept]]:
         yield name.removesuffix(SUFFIX), _read(checkpoint / name)
 
 
+_OF_ONE_MESH = ("strategy", "rank-")
+"""What a strategy remembers of the parts that a rank has; no other mesh has the same parts."""
+
 Reader = tuple[object, Callable[[], tuple[str, bytes]]]
 
 
@@ -71,7 +74,8 @@ def _differences_of_tensors(one: Path, other: Path) -> Iterator[tuple[str, str, 
     for name in sorted({*mine, *theirs}):
         group, _, own = name.partition("/")
         if name not in mine or name not in theirs:
-            yield group, own, "only one of the runs has it"
+            if not group.startswith(_OF_ONE_MESH):
+                yield group, own, "only one of the runs has it"
             continue
         (shape, read), (other_shape, read_other) = mine[name], theirs[name]
         a, b = read(), read_other()
@@ -84,12 +88,11 @@ def _tensors(checkpoint: Path) -> dict[str, Reader]:
     import torch
 
     from instep.state.pieces import open_pieces
-    from instep.state.snapshot import DTYPES
+    from instep.state.snapshot import DTYPES, raw_bytes
 
     def kept(read: Callable[[], torch.Tensor]) -> tuple[str, bytes]:
         tensor = read()
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        return DTYPES[tensor.dtype], flat.numpy().tobytes()
+        return DTYPES[tensor.dtype], raw_bytes(tensor).numpy().tobytes()
 
     snapshot = open_pieces(checkpoint, {})
     pieces, found = snapshot.pieces, dict[str, Reader]()

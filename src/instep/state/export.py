@@ -116,8 +116,13 @@ def _is_page(file: Path) -> bool:
     return not start or start.lower() == b"<!doctype"
 
 
-def copy_model(checkpoint: Path, target: Path) -> int:
+def copy_model(checkpoint: Path, target: Path, *, with_format: bool = False) -> int:
     """Write the model of a checkpoint to `target`, atomically.
+
+    Args:
+        checkpoint: its folder.
+        target: the file.
+        with_format: whether the file's metadata must name the format, as `from_pretrained` wants.
 
     Returns:
         Its size in bytes.
@@ -128,7 +133,7 @@ def copy_model(checkpoint: Path, target: Path) -> int:
         OSError: `target` cannot be written.
     """
     name, manifest = file_name("model"), read_manifest(checkpoint)
-    if is_meshed(manifest):
+    if is_meshed(manifest) or (with_format and name in manifest.files):
         from instep.state.whole import extract  # which imports torch
 
         return extract(checkpoint, target)

@@ -58,14 +58,14 @@ def open_tensors(path: Path, framework: str, source: Path | None = None) -> Any:
     name = source or path
     with open_regular(path) as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(4)
-    if start.startswith(_PICKLES):
-        raise CheckpointError(
-            f"{name} is a file of torch.save, which may hold code, and no safetensors file. "
-            "If you trust it, convert it with safetensors.torch.save_file(state_dict, path)."
-        )
     try:
         return safe_open(str(path), framework=framework)
     except (SafetensorError, OSError) as error:
+        if start.startswith(_PICKLES):  # so may a safetensors file, if its header has 640 bytes
+            raise CheckpointError(
+                f"{name} is a file of torch.save, which may hold code, and no safetensors file. "
+                "If you trust it, convert it with safetensors.torch.save_file(state_dict, path)."
+            ) from error
         raise CheckpointError(
             f"{name} is no safetensors file, or it is truncated or damaged ({size} bytes): {error}."
         ) from error

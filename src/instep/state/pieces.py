@@ -210,7 +210,7 @@ def open_pieces(path: Path, order: Mapping[str, Sequence[str]]) -> Snapshot:
         if group.startswith(f"{PART}-"):
             for name, piece in file.pieces():
                 found[name].append(piece)
-        elif group in ("model", "aside"):
+        elif group in ("model", "aside", "own"):
             for name, piece in file.pieces():
                 found[f"{group}/{name}"].append(piece)
         elif group.startswith(SHARD):

@@ -109,9 +109,14 @@ def parameters_sha256(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for _, tensor in sorted(model_tensors(model).items()):
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(tensor).numpy().data)
     return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """[bytes] uint8 on the CPU: a tensor's values row by row, in its own memory if they lie so."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:

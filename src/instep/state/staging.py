@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from instep.errors import CheckpointError
 from instep.state.manifest import FileEntry, reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
-from instep.state.snapshot import DTYPES, RESERVED, check_tensor, model_tensors, tied_names
+from instep.state.snapshot import (
+    DTYPES,
+    RESERVED,
+    check_tensor,
+    model_tensors,
+    raw_bytes,
+    tied_names,
+)
 from instep.units import readable_bytes
 
 SAVING = ".saving-"
@@ -74,15 +81,23 @@ def write_tensors(
 ) -> FileEntry:
     """Write a safetensors file, whose name says that it is not complete, and sync it.
 
+    Tensors are written from their own memory, and must not change meanwhile.
+
     Raises:
         CheckpointError: a tensor cannot be kept, or the file not be written; then there is none.
     """
-    staged = StagedFile(tensors, dict(metadata))
-    staged.copy(tensors)
+    kept, spans, header = _plan(tensors, dict(metadata))
+    size, digest = len(header) + _end(spans), hashlib.sha256(header)
     try:
-        check_room(path.parent, staged.size_bytes)
+        check_room(path.parent, size)
         with path.open("wb") as file:
-            return staged.write(file)
+            file.write(header)
+            for name in spans:
+                data = raw_bytes(kept[name]).numpy().data
+                digest.update(data)
+                file.write(data)
+            sync(file)
+        return FileEntry(size, digest.hexdigest())
     except OSError as error:
         path.unlink(missing_ok=True)
         raise CheckpointError(f"{path} was not saved: {reason(error)}.") from error
@@ -97,19 +112,11 @@ class StagedFile:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        for name, tensor in tensors.items():
-            check_tensor(tensor, f"the tensor {name!r}")
-            if name == RESERVED:
-                raise CheckpointError(f"a tensor is called {RESERVED!r}: safetensors forbids it.")
+        kept, spans, self.header = _plan(tensors, metadata)
         self._layout = _layout_of(tensors)
-        tied = tied_names(tensors)
-        kept = {name: tensor for name, tensor in tensors.items() if name not in tied}
-        spans = spans_of(kept)
-        self.header = file_header(kept, spans, metadata | tied)
         self._devices = {tensor.device for tensor in kept.values() if tensor.is_cuda}
-        size = max((stop for _, stop in spans.values()), default=0)
         # pinned memory lets a GPU copy by itself, at the full rate of the bus
-        self._data = torch.empty(size, dtype=torch.uint8, pin_memory=bool(self._devices))
+        self._data = torch.empty(_end(spans), dtype=torch.uint8, pin_memory=bool(self._devices))
         self._places = {
             name: self._data[start:stop].view(kept[name].dtype).view(kept[name].shape)
             for name, (start, stop) in spans.items()
@@ -155,6 +162,24 @@ class StagedFile:
 def _layout_of(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     kinds = {name: (t.dtype, t.shape, t.device, t.layout) for name, t in tensors.items()}
     return kinds, tied_names(tensors)
+
+
+def _plan(
+    tensors: Mapping[str, Tensor], metadata: dict[str, str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]], bytes]:
+    """Of a file to be: what it keeps, where that lies in its data, and what it begins with."""
+    for name, tensor in tensors.items():
+        check_tensor(tensor, f"the tensor {name!r}")
+        if name == RESERVED:
+            raise CheckpointError(f"a tensor is called {RESERVED!r}: safetensors forbids it.")
+    tied = tied_names(tensors)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    spans = spans_of(kept)
+    return kept, spans, file_header(kept, spans, metadata | tied)
+
+
+def _end(spans: Mapping[str, tuple[int, int]]) -> int:
+    return max((stop for _, stop in spans.values()), default=0)
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:

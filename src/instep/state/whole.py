@@ -24,7 +24,7 @@ from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut
 from instep.state.manifest import reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
 from instep.state.pieces import open_pieces
-from instep.state.snapshot import DTYPES, tied_names
+from instep.state.snapshot import DTYPES, raw_bytes, tied_names
 from instep.state.staging import (
     SAVING,
     check_room,
@@ -59,7 +59,7 @@ def lend(comm: Comm, own: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None
     tied = tied_names(own)
     for name in in_file_order({name: own[name] for name in own if name not in tied}):
         if own[name].numel():
-            comm.send(_bytes(own[name]), 0).wait()
+            comm.send(raw_bytes(own[name]).to(device), 0).wait()
 
 
 class Lent:
@@ -145,11 +145,6 @@ def _device(own: Mapping[str, Tensor]) -> torch.device:
     return next((tensor.device for tensor in own.values()), torch.device("cpu"))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
-
-
 def save_whole(
     path: Path,
     entries: Mapping[str, Tensor],
@@ -184,7 +179,7 @@ def save_whole(
         with temporary.open("wb+") as file:
             file.write(header)
             for name in left:
-                file.write(_bytes(gather(name)).numpy().data)
+                file.write(raw_bytes(gather(name)).numpy().data)
             file.flush()
             digest = _digest(temporary, len(header), spans, tied)
             _fill_in(file, header, DIGEST_KEY, digest)

@@ -50,7 +50,7 @@ ID = "run.id"
 _FILES = (
     *("job.toml", ID, "events.jsonl", "ledger.bin", "steps.bin", "journal.sqlite"),
     *("summary.json", "report.html", "trace.json", "model.safetensors"),
-    *("contents-*.bin", "logs/*.log"),
+    *("contents-*.bin", "logs/*.log", "huggingface/*.json"),
 )
 """Files that a run reads or writes in its folder."""
 

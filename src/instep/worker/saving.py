@@ -23,6 +23,7 @@ from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
 from instep.state.boxes import Cut, MeshRank
+from instep.state.hugging_face import keep_config
 from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, FileEntry, published, reason
 from instep.state.pieces import CUTS, SHARD
@@ -39,8 +40,9 @@ from instep.state.staging import SAVING, save_model, write_tensors
 from instep.state.whole import Lent, lend, save_whole
 from instep.store.folder import run_id
 from instep.worker.member import Member
+from instep.worker.step.capture import STRATEGY
 from instep.worker.step.engine import Engine
-from instep.worker.step.parts import captured_parts
+from instep.worker.step.parts import captured_parts, rank_state
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
@@ -69,6 +71,11 @@ class Saver:
     ) -> None:
         self._member, self._model = member, model
         model_tensors(model)  # a model that cannot be saved is refused before it is trained
+        try:
+            keep_config(model, member.run)
+        except (OSError, TypeError, ValueError) as error:
+            text = "the model's configuration was not kept, so that `instep export` can write no "
+            member.emit("warning", text=f"{text}folder for from_pretrained: {error}")
         self._every_s, self._now = member.job.checkpoint.every_s, now
         self._saved_s = now() - _unsaved_s(member.run)
         self._newest = self._last = 0  # saved in this session; the one to be saved as its last
@@ -111,7 +118,7 @@ class Saver:
             due: whether it is saved.
             last: whether it is the last of this session.
             metrics: of the validation that followed this step, if one did.
-            own: state that single workers have, summed.
+            own: state that single workers have, summed; on a mesh, `write_shards` wants it.
             shards: what servers and ranks have written; or the error of one that could not.
             since: the `perf_counter` at which training paused for it; now, if left out.
         """
@@ -127,7 +134,7 @@ class Saver:
                 since = time.perf_counter() if since is None else since
                 self._member.flush()  # else the records would be older than the checkpoint
                 snapshot = self._snapshot(engine, where)
-                if own:
+                if own and self._member.job.mesh.ranks == 1:
                     snapshot.tensors["own"] = dict(own)
                 snapshot.facts.update(facts_of(metrics))
                 engine.clock.save += self._writer.save(snapshot, since=since, shards=shards)
@@ -138,8 +145,10 @@ class Saver:
 
     def _snapshot(self, engine: Engine, where: Position) -> Snapshot:
         snapshot = engine.state.capture(engine.buffers.moved)
-        for group in (PART, COPIES):  # `write_shards` has written them
-            snapshot.tensors.pop(group, None)
+        if PART in snapshot.tensors:  # `write_shards` has written these
+            written = {g for g in snapshot.tensors if g.startswith(STRATEGY)} | {PART, COPIES}
+            for group in written:
+                del snapshot.tensors[group]
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
@@ -278,11 +287,19 @@ class _File(NamedTuple):
     """For messages."""
 
 
-def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | CheckpointError:
+def write_shards(
+    engine: Engine, member: Member, own: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Shard] | CheckpointError:
     """Have servers, and the ranks of the first replica if it is a mesh, write what they alone have
     of the last commit; all members call it.
 
     Training pauses until all files are written.
+
+    Args:
+        engine: has just committed a step.
+        member: this one.
+        own: on a mesh, state that single workers have, summed over the ranks of this place in
+            all replicas, as `KIND/PARAMETER`.
 
     Returns:
         By the name of the group, the files that the checkpoint will contain; or the error, if a
@@ -306,9 +323,13 @@ def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | Checkpoin
             files[f"{kind}{number}"] = _File(path, first + number, who)
     if comm.rank < parts:
         snapshot = engine.state.capture(engine.buffers.moved)
-        own = snapshot.tensors[PART]
-        cuts = {name: cut for name, cut in snapshot.cuts.items() if name in own}
-        mine[f"{PART}-{comm.rank}"] = own, {CUTS: json.dumps(cuts)}
+        groups = snapshot.tensors.items()
+        remembered = {group: state for group, state in groups if group.startswith(STRATEGY)}
+        rank = MeshRank(member.job.mesh, member.number)
+        tensors, cuts = rank_state(own, remembered, engine.model, rank)
+        tensors |= snapshot.tensors[PART]
+        cuts |= {name: cut for name, cut in snapshot.cuts.items() if name in tensors}
+        mine[f"{PART}-{comm.rank}"] = tensors, {CUTS: json.dumps(cuts)}
     if shard := engine.shard():
         mine[f"{SHARD}{comm.rank - comm.size + len(form.servers)}"] = shard, {}
     return _write_files(comm, member, step, files, mine)

@@ -156,6 +156,7 @@ class Held:
     rank: MeshRank | None
     layout: Layout
     device_mesh: object
+    own: object = None
 
     @property
     def optimizer(self):
@@ -168,7 +169,9 @@ class Held:
         return restore(snapshot, "the test", self.model, [self.turn], rank=self.rank)
 
     def load(self, path):
-        return self.restore(read_checkpoint(path, self.model, [self.turn], rank=self.rank))
+        snapshot = read_checkpoint(path, self.model, [self.turn], rank=self.rank)
+        self.own = snapshot.tensors.get("own", {})
+        return self.restore(snapshot)
 
     def step(self, gradients):
         place = self.layout.mesh.coordinate(self.rank.worker if self.rank else 0)
@@ -177,12 +180,17 @@ class Held:
         self.optimizer.step()
 
 
-class NoMemory:
+class Memory:
+    """A strategy that remembers what it is given."""
+
+    def __init__(self):
+        self.remembered = {}
+
     def state(self):
-        return {}
+        return self.remembered
 
     def load_state(self, state):
-        pass
+        self.remembered = dict(state)
 
 
 def turn_of(model, make=lambda parameters: torch.optim.Adam(parameters, lr=0.1)):
@@ -196,7 +204,7 @@ def turn_of(model, make=lambda parameters: torch.optim.Adam(parameters, lr=0.1))
         max_grad_norm=None,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
     )
-    return SimpleNamespace(name="", update=update, strategy=NoMemory())
+    return SimpleNamespace(name="", update=update, strategy=Memory())
 
 
 def held(layout, whole, worker, device_mesh, tied, make=None):

@@ -16,7 +16,7 @@ from instep.state.staging import save_model
 from instep.worker.saving import Saver, lend_model, write_shards
 
 
-def save(comm, folder, own, mesh, step=3, run=None):
+def save(comm, folder, own, mesh, step=3, run=None, left=None):
     """As training saves: all write their parts, rank 0 publishes; the folder of the checkpoint."""
     run = folder / f"run-{run or step}"
     if comm.rank == 0:
@@ -26,14 +26,20 @@ def save(comm, folder, own, mesh, step=3, run=None):
     snapshot = own.capture(step) if own is not None else None
     state = SimpleNamespace(progress=SimpleNamespace(step=step), capture=lambda moved: snapshot)
     engine = SimpleNamespace(
-        comm=comm, state=state, buffers=SimpleNamespace(moved=None), shard=dict
+        comm=comm,
+        state=state,
+        buffers=SimpleNamespace(moved=None),
+        shard=dict,
+        model=getattr(own, "model", None),
     )
     form = SimpleNamespace(members=list(range(comm.size)), servers=(), generation=1)
-    member = SimpleNamespace(run=run, form=form, job=SimpleNamespace(mesh=mesh), emit=print)
-    shards = write_shards(engine, member)
+    job = SimpleNamespace(mesh=mesh)
+    member = SimpleNamespace(run=run, form=form, job=job, emit=print, number=comm.rank)
+    shards = write_shards(engine, member, left or {})
     if comm.rank == 0:
-        for group in (PART, COPIES):
-            snapshot.tensors.pop(group, None)
+        if mesh.ranks > 1:
+            for group in ("strategy", PART, COPIES):
+                snapshot.tensors.pop(group, None)
         writer.save(snapshot, shards=shards)
         writer.finish()
         (outcome,) = writer.poll()

@@ -6,8 +6,9 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.state import broadcast
+from instep.state.boxes import Cut
 from instep.state.packing import pack_state
-from instep.state.snapshot import DTYPES, Snapshot, model_tensors
+from instep.state.snapshot import COPIES, DTYPES, PART, Snapshot, model_tensors
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,20 @@ def test_every_rank_gets_what_the_root_has(monkeypatch, chunk_bytes, size, root)
         assert got.tensors["model"]["0.weight"].data_ptr() == (
             got.tensors["model"]["2.weight"].data_ptr()
         )
+
+
+def test_a_rank_of_a_mesh_gets_the_parts_of_the_same_rank_elsewhere():
+    part = {"model/w": torch.eye(2), "model/v": torch.empty(0, 3)}
+    cuts = {"model/w": Cut((4, 2), ((2, 4), (0, 2))), "model/v": Cut((1, 3), ((1, 1), (0, 3)))}
+    wanted = Snapshot(step=3, tensors={PART: part, COPIES: {}}, facts={}, cuts=cuts)
+
+    def body(comm):
+        return broadcast.broadcast_snapshot(wanted if comm.rank == 0 else None, comm, 0, CPU)
+
+    for got in run_ranks(2, body):
+        assert got.cuts == cuts
+        assert torch.equal(got.tensors[PART]["model/w"], torch.eye(2))
+        assert got.tensors[PART]["model/v"].shape == (0, 3)
 
 
 def test_what_was_received_is_the_receivers_own():

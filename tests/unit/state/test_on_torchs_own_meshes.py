@@ -112,9 +112,12 @@ def work(rank, folder):
     # four ranks of FSDP over tensor parallelism, uneven rows: to a plain model, and back
     whole = sharded(four, rank)
     step(whole.model, whole.turn)
-    path = save(comm, folder, whole, four, 1)
+    whole.turn.strategy.remembered = {"levels": torch.tensor([rank])}
+    rows = {name: p.detach() * 2 for name, p in whole.model.named_parameters()}
+    left = {f"dropped/{name}": local(row) for name, row in rows.items()}
+    path = save(comm, folder, whole, four, 1, left=left)
     taken = whole.capture()
-    assert set(taken.tensors) == {PART, COPIES, "optimizer", "scheduler"}
+    assert set(taken.tensors) == {PART, COPIES, "optimizer", "scheduler", "strategy"}
     every = taken.tensors[PART] | taken.tensors[COPIES]
     assert not any(isinstance(value, DTensor) for value in every.values())
     assert {"model/head.weight", "model/seen", "optimizer/up.weight/exp_avg"} <= every.keys()
@@ -122,6 +125,14 @@ def work(rank, folder):
     alone.load(path)
     assert alone.model.head.weight is alone.model.embedding.weight
     assert_same(alone, whole, "gathered on one")
+    assert alone.turn.strategy.remembered == {}  # it is of parts that are not those of this mesh
+    assert alone.own.keys() == left.keys()
+    for name, row in rows.items():
+        assert torch.equal(alone.own[f"dropped/{name}"], full(row))
+    same = sharded(four, rank, seed=4)
+    same.load(path)
+    assert same.turn.strategy.remembered == {"levels": torch.tensor([rank])}
+    assert all(torch.equal(same.own[name], part) for name, part in left.items())
     assert alone.turn.update.scheduler.state_dict() == whole.turn.update.scheduler.state_dict()
     again = sharded(four, rank, seed=2)
     where = {name: memory_of(p) for name, p in again.model.named_parameters()}
@@ -199,7 +210,7 @@ def dies(rank, folder):
     """The second save is cut short: rank 1 is killed in it."""
     store = dist.distributed_c10d._get_default_store()
     comm = TorchComm(dist.PrefixStore("everyone", store), rank, 3)
-    own = SimpleNamespace(capture=lambda step: part(rank, step))
+    own = SimpleNamespace(capture=lambda step: part(rank, step), model=nn.Module())
     save(comm, folder, own, MeshSpec(shard=3), 1)
     own.capture = lambda step: part(rank, step) if rank != 1 else os.kill(os.getpid(), 9)
     try:

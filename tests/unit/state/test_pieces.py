@@ -3,6 +3,11 @@
 import itertools
 import json
 import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -22,6 +27,7 @@ from instep.state.pieces import CUTS, open_pieces
 from instep.state.save import CheckpointWriter, Shard
 from instep.state.snapshot import parameters_sha256
 from instep.state.staging import SAVING, write_tensors
+from instep.state.whole import extract
 from instep.worker.step.capture import Progress, capture, read_checkpoint, restore
 
 NAMES = ("0.weight", "0.bias", "1.weight")
@@ -288,3 +294,80 @@ def test_what_servers_saved_in_flat_ranges_is_read_by_the_box(tmp_path):
     assert kept["turns"] == 3
     assert type(kept["turns"]) is int
     assert torch.equal(kept["exp_avg"], wanted)
+
+
+WIDTH, LAYERS = 1 << 20, 8  # 4 MB each
+
+
+def wide(seed=0):
+    torch.manual_seed(seed)
+    return nn.ParameterDict({str(n): nn.Parameter(torch.randn(WIDTH)) for n in range(LAYERS)})
+
+
+def private_bytes():
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def watched(work):
+    """The most private memory that `work` held at once, beyond what there was."""
+    most, over, before = [0], threading.Event(), private_bytes()
+
+    def watch():
+        while not over.is_set():
+            most[0] = max(most[0], private_bytes() - before)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        over.set()
+        thread.join()
+    return most[0]
+
+
+def reads(path):
+    """Half of every tensor, copied into memory that is there: `own`."""
+    own = [torch.zeros(WIDTH // 2) for _ in range(LAYERS)]
+
+    def work():
+        pieces = open_pieces(Path(path), {}).pieces
+        for name, mine in enumerate(own):
+            mine.copy_(pieces.read(f"model/{name}", ((0, WIDTH // 2),)))
+
+    return watched(work)
+
+
+def both(path, target):
+    """In a process of its own: what reading holds, and what extracting does."""
+    print(reads(path), watched(lambda: extract(Path(path), Path(target))))
+
+
+def test_reading_and_extracting_hold_one_tensor_at_a_time(tmp_path):
+    model = wide()
+    turn = turn_of(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    half = WIDTH // 2
+    parts = [
+        (
+            {f"model/{name}": value[first : first + half] for name, value in model.items()},
+            {f"model/{name}": Cut((WIDTH,), ((first, first + half),)) for name in model},
+        )
+        for first in (0, half)
+    ]
+    path = write(tmp_path / "checkpoints", model, turn, parts)
+    tensor, target = 4 * WIDTH, tmp_path / "all.safetensors"
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import test_pieces
+test_pieces.both({str(path)!r}, {str(target)!r})
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert not out.returncode, out.stderr
+    read, extracted = map(int, out.stdout.split())
+    assert 0 < read < 2 * tensor
+    assert 0 < extracted < 3 * tensor
+    whole = safetensors.torch.load_file(tmp_path / "all.safetensors")
+    assert all(torch.equal(value, whole[name]) for name, value in model.items())

@@ -27,12 +27,17 @@ from instep.state.snapshot import COPIES, PART, Snapshot, model_tensors
 from instep.system.causes import sentence
 from instep.worker.step.parts import (
     captured_parts,
+    mesh_of,
     parameter_order,
+    read_rank_state,
     restore_aside,
     restore_optimizer,
 )
 from instep.worker.step.served import put_together
 from instep.worker.step.update import Update
+
+STRATEGY = "strategy"
+"""Begins the name of the group of tensors that a strategy remembers."""
 
 
 class Progress(NamedTuple):
@@ -128,7 +133,7 @@ def capture(
             packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
             tensors[f"scheduler{of}"] = packed
         if remembered := each.strategy.state():
-            tensors[f"strategy{of}"] = remembered
+            tensors[f"{STRATEGY}{of}"] = remembered
     if rank is None:
         if aside:
             tensors["aside"] = aside
@@ -136,6 +141,7 @@ def capture(
     optimizers = {f"optimizer{_of(each)}": each.update.optimizer for each in turns}
     parts = captured_parts(model_state, aside, optimizers, model, rank)
     tensors |= {PART: parts.own, COPIES: parts.copies}
+    facts["mesh"] = mesh_of(rank)
     return Snapshot(step=progress.step, tensors=tensors, facts=facts, cuts=parts.cuts)
 
 
@@ -214,7 +220,7 @@ def restore(
         ) from error
     update.between.done = dict(facts.get("between", {}))
     for each in turns:
-        each.strategy.load_state(tensors.get(f"strategy{_of(each)}", {}))
+        each.strategy.load_state(tensors.get(f"{STRATEGY}{_of(each)}", {}))
     done = tuple(unpack_state({}, facts["turns"])) if "turns" in facts else ()
     return Progress(snapshot.step, facts.get("course", 0), loss, samples, done)
 
@@ -256,4 +262,10 @@ def read_checkpoint(
     order = {
         f"optimizer{_of(each)}": parameter_order(each.update.optimizer, model) for each in turns
     }
-    return open_pieces(checkpoint, order)
+    snapshot = open_pieces(checkpoint, order)
+    saved_on = snapshot.facts.get("mesh")
+    if rank is not None or saved_on is not None:  # of other parts of the model
+        for group in [group for group in snapshot.tensors if group.startswith(STRATEGY)]:
+            del snapshot.tensors[group]
+    snapshot.tensors.update(read_rank_state(snapshot.pieces, saved_on, model, rank))
+    return snapshot

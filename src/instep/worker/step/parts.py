@@ -91,6 +91,68 @@ def captured_parts(
     return parts
 
 
+def rank_state(
+    own: Mapping[str, Tensor],
+    remembered: Mapping[str, Mapping[str, Tensor]],
+    model: nn.Module,
+    rank: MeshRank,
+) -> tuple[dict[str, Tensor], dict[str, Cut]]:
+    """What a rank writes to a checkpoint beside model and optimizer, and which parts they are.
+
+    Args:
+        own: state of single workers, summed over the ranks of this place in all replicas, as
+            `KIND/PARAMETER`; shaped like what this rank has of the parameter.
+        remembered: by the name of its group, what a strategy has the same in all replicas.
+        model: has the parameters.
+        rank: which one this is.
+    """
+    parameters = dict(model.named_parameters())
+    tensors, cuts = dict[str, Tensor](), dict[str, Cut]()
+    for name, tensor in own.items():
+        parameter = parameters[name.split("/", 1)[1]]
+        if primary(parameter, rank):
+            tensors[f"own/{name}"] = tensor
+            if (cut := cut_of(parameter, name)) is not None:
+                cuts[f"own/{name}"] = cut
+    for group, state in remembered.items():
+        tensors |= {f"{_of_rank(rank)}/{group}/{name}": tensor for name, tensor in state.items()}
+    return tensors, cuts
+
+
+def read_rank_state(
+    pieces: Pieces, saved_on: object, model: nn.Module, rank: MeshRank | None
+) -> dict[str, dict[str, Tensor]]:
+    """By group, what `rank_state` gave: `own` on any mesh, the rest on the same one only.
+
+    Args:
+        pieces: of the checkpoint.
+        saved_on: `mesh_of` the rank that saved; None for plain replicas.
+        model: has the parameters.
+        rank: which one this is; None where one process has a whole replica.
+    """
+    found: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    parameters = dict(model.named_parameters())
+    for name in pieces.names("own"):
+        parameter = parameters.get(name.split("/", 1)[1])
+        if parameter is not None:  # not one of another stage
+            cut = cut_of(parameter, name)
+            found["own"][name] = pieces.read(f"own/{name}", cut and cut.box).to(parameter.device)
+    if rank is not None and saved_on == mesh_of(rank):
+        for name in pieces.names(_of_rank(rank)):
+            group, _, own = name.partition("/")
+            found[group][own] = pieces.read(f"{_of_rank(rank)}/{name}")
+    return dict(found)
+
+
+def mesh_of(rank: MeshRank) -> list[int]:
+    """What a checkpoint says of the mesh that saved it."""
+    return [rank.mesh.shard, rank.mesh.tensor, rank.mesh.stages]
+
+
+def _of_rank(rank: MeshRank) -> str:
+    return f"rank-{rank.worker % rank.mesh.ranks}"
+
+
 def restore_optimizer(pieces: Pieces, group: str, optimizer: Optimizer, model: nn.Module) -> None:
     """Give an optimizer the state that was saved, for the parts of the parameters that it moves.
 
