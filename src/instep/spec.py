@@ -471,7 +471,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
     """`file.py:function`; the function returns an `instep.Recipe`. Relative to the job file."""
 
     workers: Positive = 2
-    """Processes that compute gradients."""
+    """Processes that compute gradients. With `[mesh]` they make whole replicas: a multiple of
+    shard x tensor x stages."""
 
     seed: Natural = 0
     """Decides the order of the data, the initial parameters, and every random draw."""

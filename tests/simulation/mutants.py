@@ -17,6 +17,7 @@ from msgspec import structs
 from instep.comm.connection import MasterConnection
 from instep.comm.messages import Broken, Done, Formed, Welcome
 from instep.control import decide as decisions
+from instep.control import losses
 from instep.control.keys import Keys
 from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
@@ -232,8 +233,8 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "_formed",
         lambda real: lambda state, *rest: real(replace(state, course=99), *rest),
     ),
-    "a lost worker stays ready": (decisions, "_lose", _stays(Phase.READY)),
-    "a lost worker stays a holder": (decisions, "_lose", _stays(Phase.LEFT)),
+    "a lost worker stays ready": (losses, "lose", _stays(Phase.READY)),
+    "a lost worker stays a holder": (losses, "lose", _stays(Phase.LEFT)),
     "a group is formed before all are built": (
         State,
         "ready",
@@ -274,8 +275,8 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         _given(members=_with_members(_holds_only_if_wanted)),
     ),
     "a lost worker cannot have committed anything": (
-        decisions,
-        "_lose",
+        losses,
+        "lose",
         _state(from_checkpoint=lambda before, after: before.from_checkpoint),
     ),
     "a new master waits for members that are ready": (
@@ -317,7 +318,7 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "_next_generation",
         _any_has_drained,
     ),
-    "a worker that is lost while it leaves owes nothing": (decisions, "_lose", _owes_nothing),
+    "a worker that is lost while it leaves owes nothing": (losses, "lose", _owes_nothing),
     "what is handed over in doubt never counts": (
         workers,
         "beginning",
@@ -361,11 +362,11 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
     ),
     # against replicas of several processes
     "a fellow of a lost process is not killed": (
-        decisions,
-        "_ends_of_replicas",
+        losses,
+        "restarts",
         lambda real: lambda *states: [each for each in real(*states) if not isinstance(each, Kill)],
     ),
-    "the fellows of a lost process go on": (decisions, "_lose", _fellows_go_on),
+    "the fellows of a lost process go on": (losses, "lose", _fellows_go_on),
     "a group may have a part of a replica": (
         State,
         "whole",

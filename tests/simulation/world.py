@@ -63,7 +63,7 @@ class Plan:
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    kind = random.choices(["drains", "rounds", "joined", "plain", "mesh"], [8, 5, 2, 5, 8])[0]
+    kind = random.choices(["drains", "rounds", "joined", "plain", "mesh"], [8, 5, 2, 5, 6])[0]
     drains, rounds, joined, mesh = (kind == k for k in ("drains", "rounds", "joined", "mesh"))
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3 and not rounds

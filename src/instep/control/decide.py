@@ -13,7 +13,8 @@ killed, and all are started again: the *restart* of a replica.
 
 A generation ends in one of two ways. It breaks: a member was lost, and the others wait
 for the next one. Or it changes: those that shall join are ready, and all members leave
-it at the same commit. How a run fails and ends is in `endings.py`.
+it at the same commit. What is lost with a process is in `losses.py`, why a run stops in
+`stops.py`, how it fails and ends in `endings.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
-from instep.control import crash_loop, endings
+from instep.comm.messages import Done, Failed, Form, Regroup, Release
+from instep.control import crash_loop, endings, losses, stops
 from instep.control.state import (
     IN_A_GROUP,
     KILLED,
@@ -33,7 +34,6 @@ from instep.control.state import (
     Built,
     Ended,
     Event,
-    Forget,
     Formed,
     GoBack,
     HostJoined,
@@ -89,7 +89,7 @@ def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]
         return state, []
     after, actions = _decide(state, event, now)
     after, releases = _release(after)
-    return after, [*_ends_of_replicas(state, after), *actions, *releases]
+    return after, [*losses.restarts(state, after), *actions, *releases]
 
 
 def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
@@ -126,16 +126,16 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
         case HostLost(code, detail):
             return endings.host_lost(state, code, detail, now)
         case Interrupted():
-            return _interrupted(state, event, now)
+            return stops.interrupted(state, event, now)
         case Fired():
-            return _fired(state, event)
+            return stops.fired(state, event)
         case WentBack(checkpoint, step):
             back = replace(state, checkpoint=checkpoint, checkpoint_step=step, from_checkpoint=True)
             for worker in state.members:
                 back = back.note(worker, owes=False)  # the checkpoint has what it had by then
             return _next_generation(back, now)
         case RolledBack(step):
-            return _rolled_back(state, step), []
+            return stops.rolled_back(state, step), []
         case Restarted():
             return _restarted(state, now)
         case Tick(step):
@@ -213,7 +213,7 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     )
     sends: list[Action] = [Send(worker, _form(after, worker)) for worker in after.group]
     if state.stop:  # newcomers do not know it yet
-        sends += _stops(after)
+        sends += stops.stops(after)
     fields = {"generation": generation, "members": list(after.group)}
     log = Log("generation_started", {**fields, "reason": state.why, "seconds": now - state.since})
     return after, [log, *_waiting(after), *sends]
@@ -321,7 +321,7 @@ def _came_apart(state: State, step: int, why: str, now: float) -> tuple[State, l
 
 
 def _form_again(state: State, why: str, now: float) -> tuple[State, list[Action]]:
-    state, starts = _recall(replace(state, why=why, broken=state.broken + 1, deadline=None))
+    state, starts = losses.recall(replace(state, why=why, broken=state.broken + 1, deadline=None))
     state = replace(state, phase="gathering", since=now)
     return (state, starts) if starts else _advance(state, now)
 
@@ -354,7 +354,7 @@ def _reminders(state: State, worker: int, generation: int) -> list[Action]:
     if training and generation < state.generation:
         sends.append(Send(worker, _form(state, worker)))
     if state.stop:
-        sends.append(Send(worker, _stop(state)))
+        sends.append(Send(worker, stops.stop(state)))
     if state.changing and worker in state.group:
         sends.append(Send(worker, Regroup(generation=state.generation)))
     if state.phase == "releasing" or member.phase is Phase.RELEASED:
@@ -461,7 +461,7 @@ def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]
     if state.phase in ("gathering", "training") and state.recovers:
         in_the_group = state.phase == "training" and worker in state.group
         if worker not in state.needed and not in_the_group:
-            return _advance(_lose(state, worker), now)
+            return _advance(losses.lose(state, worker), now)
         if unexplained:
             return _replace(state, event, now)
     state = state.move(worker, Phase.ENDED)
@@ -479,7 +479,7 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
     state, failure, ends = crash_loop.judge(state, event)
     if ends:
         return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, failure), now)
-    before, state = state, _lose(state, worker)
+    before, state = state, losses.lose(state, worker)
     fields: dict[str, Any] = {"worker": worker, "step": failure.step, "cause": failure.cause}
     if killed := state.those(KILLED) - before.those(KILLED):
         fields["restarted"] = sorted(killed)
@@ -497,32 +497,11 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
         apart=None,
         deadline=state.deadline if state.suspect else None,
     )
-    state, starts = _recall(state)
+    state, starts = losses.recall(state)
     if worker in state.needed:
         starts = [Start(worker), *starts]
     state, actions = (state, []) if starts else _advance(state, now)
     return state, [log, *starts, *actions]
-
-
-def _lose(state: State, worker: int) -> State:
-    """Forget a process; if it was in a group, it may have begun what others must not repeat.
-
-    Without it its fellows are of no use: they are killed, and the replica starts again. A
-    process that never joined has met none of them.
-    """
-    lost = frozenset({worker})
-    if state.member(worker).phase is not Phase.ABSENT:
-        replica, times = worker // state.ranks, state.restarts_of(worker)
-        state = replace(state, restarts=state.restarts | {replica: times + 1})
-        lost |= state.fellows(worker) & state.those(LIVING - KILLED - {Phase.RELEASED})
-    in_a_group = bool(lost & state.those(IN_A_GROUP))
-    state = state.move(worker, Phase.ABSENT)
-    for fellow in lost - {worker}:
-        state = state.move(fellow, Phase.KILLED).note(fellow, last_message=None)
-    if state.suspect is not None and state.suspect.worker in lost - {worker}:
-        apart = any(state.member(n).phase is Phase.LEFT for n in state.group)
-        state = replace(state, suspect=None, deadline=state.deadline if apart else None)
-    return replace(state, from_checkpoint=state.from_checkpoint and not in_a_group)
 
 
 def _ended_with_fellow(state: State, worker: int, now: float) -> tuple[State, list[Action]]:
@@ -531,27 +510,6 @@ def _ended_with_fellow(state: State, worker: int, now: float) -> tuple[State, li
     if worker in state.needed:
         return state, [Start(worker)]
     return _advance(state, now)
-
-
-def _ends_of_replicas(before: State, after: State) -> list[Action]:
-    """Where a replica starts again, its processes are killed, and their keys are of no use."""
-    if after.ranks == 1:
-        return []
-    killed = after.those(KILLED) - before.those(KILLED)
-    again = (r for r, times in after.restarts.items() if times != before.restarts.get(r, 0))
-    return [*[Kill(worker) for worker in sorted(killed)], *map(Forget, again)]
-
-
-def _recall(state: State) -> tuple[State, list[Action]]:
-    """Members that had finished must finish again; those that have ended start again."""
-    starts: list[Action] = []
-    for worker in sorted(state.done):
-        if state.member(worker).phase is Phase.ENDED:
-            state = _lose(state, worker)
-            starts += [Start(worker)] if worker in state.wanted else []
-        else:
-            state = state.note(worker, last_message=None)
-    return state, starts
 
 
 def _hung(state: State, event: Hung) -> tuple[State, list[Action]]:
@@ -597,70 +555,13 @@ def _last_message(
     return replace(state, phase="releasing", deadline=now + endings.EXIT_S), []
 
 
-# ---- stops, and time
-
-
-def _interrupted(state: State, event: Interrupted, now: float) -> tuple[State, list[Action]]:
-    state = replace(state, asked=state.asked + 1)
-    if state.phase in ("ending", "releasing"):
-        return state, []
-    fields = {"rule": "interrupted", "step": event.step, "why": f"{event.by} arrived"}
-    log = Log("stop_requested", {"by": event.by, **fields})
-    forms = state.phase == "training" and not state.lost and not state.holders
-    nothing_yet = not state.course or forms  # the first group; a later one has trained
-    if state.asked > 1 or nothing_yet:
-        return endings.end(state, now, log)
-    after = replace(state, stop=state.stop or "interrupted")
-    return after, [log, *_stops(after)]
-
-
-def _stops(state: State) -> list[Action]:
-    return [Send(worker, _stop(state)) for worker in sorted(state.living)]
-
-
-def _stop(state: State) -> Stop:
-    """A stop that a user asks for does not wait for the step of a rule."""
-    return Stop(rule=state.stop, after=None if state.asked else state.stop_after)
-
-
-def _fired(state: State, fired: Fired) -> tuple[State, list[Action]]:
-    """A rule asks for a stop. The shell answers the worker that sent the figures."""
-    if not state.course or state.phase not in ("gathering", "training"):
-        return state, []
-    if state.stop:  # a validation may make a step the last, where its loss allowed one more
-        sooner = state.stop_after is not None and fired.after < state.stop_after
-        return replace(state, stop_after=fired.after) if sooner else state, []
-    fields = {"by": "master", "rule": fired.rule, "step": fired.step, "why": fired.why}
-    after = replace(state, stop=fired.rule, stop_after=fired.after)
-    return after, [Log("stop_requested", fields)]
-
-
-def _rolled_back(state: State, step: int) -> State:
-    """A rule that fired at a later step is evaluated again, once its figures are right."""
-    if state.stop_after is None or state.stop_after < step or state.phase == "ending":
-        return state
-    return replace(state, stop="interrupted" if state.asked else "", stop_after=None)
-
-
-def _check_time(state: State, step: int, now: float) -> tuple[State, list[Action]]:
-    limit = state.time_limit
-    taken_s = limit.spent_s + now - limit.began if limit else 0.0
-    if limit is None or taken_s < limit.limit_s:
-        return state, []
-    taken, most = readable_seconds(taken_s), readable_seconds(limit.limit_s)
-    after, log = _fired(
-        state, Fired("time_limit", step, f"the run had taken {taken}, and its limit is {most}")
-    )
-    if not log:
-        return state, []
-    after = replace(after, stop_after=None)  # the clock does not go back with the run
-    return after, [*log, *_stops(after)]
+# ---- time
 
 
 def _tick(state: State, step: int, now: float) -> tuple[State, list[Action]]:
-    state, stops = _check_time(state, step, now)
-    if stops:
-        return state, stops
+    state, asked = stops.check_time(state, step, now)
+    if asked:
+        return state, asked
     if state.deadline is None and state.phase == "gathering":
         return _advance(state, now)
     if state.deadline is None or now < state.deadline:

@@ -4,7 +4,7 @@
 returns the rule that fires, if any. Its state follows from these figures alone, without
 clock, socket or worker. So a rule fires at the same step with any number of workers, and
 after a restart the run's own records are evaluated again (`recorded`, `Rules.replay`).
-Two rules are not here: the time limit needs a clock, and is in `decide.py`; a loss that is
+Two rules are not here: the time limit needs a clock, and is in `stops.py`; a loss that is
 not finite is seen by every worker alike, and ends the run at once (`stopping.py`).
 """
 
