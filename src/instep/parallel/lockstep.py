@@ -175,6 +175,8 @@ class ReduceScatter:
         work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
         check.end()
         wait(work)
+        # FSDP2 keeps it until the next block's sum, for streams; it has been sent
+        input_tensor.untyped_storage().resize_(0)
         in_rank_order(got.view(group.size(), -1), output_tensor)
 
 
