@@ -45,21 +45,22 @@ class Unit:
         """How often it ran forward in this pass."""
         self.inside = 0
         """Above 0 while it runs."""
-        self._counts = False
+        self.counting = False
+        """Whether a forward pass goes on; what runs later runs again, for checkpoints."""
 
     def begin_pass(self) -> None:
         """Forget the last pass."""
         self.used = [False] * len(self.used)
-        self.runs, self._counts = 0, True
+        self.runs, self.counting = 0, True
 
     def end_forward(self) -> None:
-        """What runs from now on runs again, for checkpointed activations."""
-        self._counts = False
+        """The forward pass is over."""
+        self.counting = False
 
     def enter(self) -> None:
         """It begins to run."""
         self.inside += 1
-        self.runs += self._counts
+        self.runs += self.counting
 
     def leave(self, *_: Any) -> None:
         """It has run."""
@@ -115,8 +116,8 @@ class _Check:
                 raise RecipeError(
                     f"a rank {_DOING[self._doing]} {self._unit.name!r} while rank {rank} of its "
                     f"replica {_DOING[doing]} {self._units[other].name!r}: with [mesh] shard, "
-                    "every rank must use the same blocks of the model in the same order in each "
-                    "pass, whatever its samples are."
+                    "a pass may leave blocks of the model out, but it must use them in the same "
+                    "order on every rank, and as often, whatever its samples are."
                 )
         if self._doing == SUM:
             used = self._unit.used
@@ -179,6 +180,8 @@ class ReduceScatter:
         work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
         check.end()
         wait(work)
+        # FSDP2 keeps it until the next block's sum, for streams; it has been sent
+        input_tensor.untyped_storage().resize_(0)
         in_rank_order(got.view(group.size(), -1), output_tensor)
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from instep.errors import RecipeError
 from instep.parallel.blocks import repeated_blocks
 
+_NO_CACHE = {"use_cache": False, "past_key_values": None, "past_key_value": None}
+
 
 def checkpoint_blocks(model: nn.Module) -> None:
     """Have each block of `repeated_blocks` keep only its inputs for the backward pass, in place.
@@ -32,14 +34,17 @@ def checkpoint_blocks(model: nn.Module) -> None:
             "(a ModuleList or Sequential of modules of one class): leave the key out."
         )
     for block in blocks.values():
-        block.__dict__["forward"] = _checkpointed(block.forward)
+        own = block.__dict__.get("forward")
+        block.__dict__["forward"] = functools.partial(_again, block, own)  # a copy has its own
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*arguments: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*arguments, **options)
-        return checkpoint(forward, *arguments, use_reentrant=False, **options)
-
-    return run
+def _again(
+    block: nn.Module, own: Callable[..., Any] | None, *arguments: Any, **options: Any
+) -> Any:
+    """The block's forward pass; its class's, unless the block has one of its own."""
+    forward = own or functools.partial(type(block).forward, block)
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **options)
+    # a transformer's cache of keys would grow when the block runs again, and nobody generates here
+    options |= {name: off for name, off in _NO_CACHE.items() if name in options}
+    return checkpoint(forward, *arguments, use_reentrant=False, **options)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from instep.errors import RecipeError
+from instep.parallel.block_order import BlockOrder
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.lockstep import (
     END,
@@ -124,6 +125,10 @@ class Sharded:
         self._units.append(self._whole_unit)
         self._trained.append(self._whole)
         self._lockstep = Lockstep(self._group, self._units)
+        self._order = BlockOrder(
+            [(units[name], block) for name, block in blocks.items()],
+            torch.device(device_mesh.device_type),
+        )
         for name, module in modules.items():
             assert isinstance(module, FSDPModule)
             gather: Any = Gather(self._lockstep, units[name])
@@ -147,7 +152,8 @@ class Sharded:
         """
         for unit in self._units:
             unit.begin_pass()
-        answer: Answer = self._root(lambda: function(*arguments))
+        self._order.begin_pass()
+        answer: Answer = self._root(lambda: self._order.end_forward(function(*arguments)))
         for unit in self._units:
             unit.end_forward()
         if not torch.is_grad_enabled():
@@ -171,6 +177,7 @@ class Sharded:
         for unit, parameters in zip(self._units, self._trained, strict=True):
             if unit.runs > 1:
                 self._tell(unit, parameters)
+        self._order.end_pass(self._group)
         used = [p for p, u in zip(self._whole, self._whole_unit.used, strict=True) if u]
         if used:
             for parameter, total in zip(used, sum_gradients(used, self._group), strict=True):

@@ -102,7 +102,7 @@ def start_and_train(rank: int, ranks: int, folder: Path, width: int, blocks: int
     assert model.head.weight is model.words.weight
     load_shards(model, folder / "model.safetensors")
     mine = sharded.local_parameters(model.parameters())
-    optimizer = torch.optim.SGD(mine, lr=0.01)
+    optimizer = torch.optim.SGD(mine, lr=1e-4)
     losses = []
     for _ in range(3):
         loss = sharded.run(lambda: model(torch.tensor([rank])).square().mean())
@@ -118,7 +118,7 @@ def start_and_train(rank: int, ranks: int, folder: Path, width: int, blocks: int
 
 
 def by_itself(model: Net, ranks: int) -> tuple[list[float], Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     losses = []
     for _ in range(3):
         loss = sum(model(torch.tensor([rank])).square().mean() for rank in range(ranks))

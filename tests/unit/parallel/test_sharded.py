@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
@@ -195,24 +196,67 @@ def test_fifty_steps_equal_plain_pytorch_with_the_same_bits_twice(
 
 
 class Chooser(nn.Module):
-    """Uses another block of the same shape on each rank."""
+    """Each batch takes its own way through blocks of one shape, registered in another order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
 
-    def forward(self, x: Tensor, choice: int) -> Tensor:
-        return self.experts[choice](x)
+    def forward(self, x: Tensor, way: list[int]) -> Tensor:
+        for expert in way:
+            x = torch.tanh(self.experts[expert](x))
+        return x.square().sum()
 
 
-def other_blocks(rank: int, ranks: int, folder: Path) -> None:
+WAYS = [
+    ([3, 1, 0, 2, 4],) * 3,  # from here on the order is known
+    ([1, 0], [0, 4], [3, 1, 0, 2, 4]),
+    ([2], [2], [2]),
+    ([3], [4], [0]),
+]
+
+
+def distribute_like(local: Any, parameter: Any) -> Tensor:
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    ).full_tensor()
+
+
+def other_ways(rank: int, ranks: int, folder: Path) -> None:
     group = replica(rank, ranks, folder)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     model = Chooser()
+    plain = copy.deepcopy(model)
     sharded = shard(model, group.device_mesh)
-    with pytest.raises(RecipeError, match=r"'experts\.\d'.*same blocks"):
-        sharded.run(model, torch.ones(1, 4), rank)
+    mine = sharded.local_parameters(model.parameters())
+    x = torch.randn(ranks, 2, 4, requires_grad=True)
+    for ways in WAYS:
+        with torch.no_grad():
+            sharded.run(model, x[rank], ways[-rank])
+        sharded.run(model, x[rank], ways[rank]).backward()
+        sharded.finish_pass()
+        for own, way in zip(x, ways, strict=False):
+            plain(own, way).backward()
+        for (name, parameter), other in zip(
+            model.named_parameters(), plain.parameters(), strict=True
+        ):
+            local = mine.pop(0)
+            mine.append(local)
+            assert (local.grad is None) == (other.grad is None), (name, ways)
+            if other.grad is not None:
+                whole = distribute_like(local.grad, parameter)
+                torch.testing.assert_close(whole, other.grad, rtol=1e-10, atol=1e-12)
+            local.grad = other.grad = None
+    with pytest.raises(RecipeError, match="in the same order on every rank"):
+        sharded.run(model, x[rank], [4, 3] if rank else [3, 4]).backward()
     group.close()
 
 
-def test_ranks_that_use_other_blocks_are_refused(tmp_path: Path) -> None:
-    start_processes(other_blocks, (2, tmp_path), nprocs=2, start_method="forkserver")
+def test_ranks_whose_samples_take_other_ways_sum_right_or_are_refused(tmp_path: Path) -> None:
+    start_processes(other_ways, (3, tmp_path), nprocs=3, start_method="forkserver")

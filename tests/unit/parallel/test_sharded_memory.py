@@ -1,0 +1,92 @@
+"""Peak tensor bytes of a sharded model, by torch's tracker, against the promise."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.multiprocessing import start_processes
+
+from instep.errors import RecipeError
+from instep.parallel.recompute import checkpoint_blocks
+from instep.parallel.replica_group import ReplicaGroup
+from instep.parallel.sharded import shard
+from instep.spec import MeshSpec
+
+BLOCKS, WIDTH = 16, 128
+
+
+def make() -> nn.Module:
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(BLOCKS)
+        )
+    )
+
+
+def peak_bytes(group: ReplicaGroup, model: nn.Module, samples: int) -> int:
+    """Of the second step with AdamW, when its state is there."""
+    sharded = shard(model, group.device_mesh)
+    mine = sharded.local_parameters(model.parameters())
+    optimizer: Any = torch.optim.AdamW(mine)
+    x = torch.randn(samples, WIDTH)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, *mine)
+    for _ in range(2):
+        tracker.reset_mod_stats()
+        with tracker:
+            sharded.run(lambda: model(x).square().mean()).backward()
+            sharded.finish_pass()
+            optimizer.step()
+            optimizer.zero_grad()
+    peak: Any = tracker.get_tracker_snapshot("peak")
+    return int(peak[torch.device("cpu")]["Total"])
+
+
+def measure(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "meeting"), ranks)
+    group = ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=30)
+    block = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)
+    promise = 4 * BLOCKS * block / ranks + 3 * block
+    assert 0.98 <= peak_bytes(group, make(), 1) / promise <= 1.02
+    samples = 2048
+    kept = BLOCKS * samples * 4 * WIDTH * 4  # what tanh keeps for backward, alone
+    model = make()
+    checkpoint_blocks(model)
+    with_all, with_few = (peak_bytes(group, each, samples) for each in (make(), model))
+    assert with_few < with_all - 0.8 * kept
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_memory_is_as_promised_and_checkpointing_saves_activations(tmp_path: Path) -> None:
+    """Parameters, gradients, optimizer state over n, two gathered blocks, one whole gradient."""
+    start_processes(measure, (2, tmp_path), nprocs=2, start_method="forkserver")
+
+
+def test_a_model_without_blocks_cannot_checkpoint_them() -> None:
+    with pytest.raises(RecipeError, match="no list of repeated blocks"):
+        checkpoint_blocks(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_checkpointed_blocks_give_the_same_gradients(training: bool) -> None:
+    """Dropout draws again what it drew."""
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout()) for _ in range(3)))
+        model.train(training)
+        if recompute:
+            checkpoint_blocks(model)
+            model = copy.deepcopy(model)  # computes with parameters of its own
+        torch.manual_seed(5)
+        model(torch.randn(6, 4)).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
