@@ -93,9 +93,9 @@ def engine_around(
         if size > 1
         else AloneComm()
     )
-    engine.begin(comm)
+    engine.begin(comm, comm)
     assignment = Lockstep(member.form, member.job.train, SAMPLES, by_speed=False)
-    engine.start(comm, assignment)
+    engine.start(comm, comm, assignment)
     return engine, member, assignment
 
 

@@ -11,7 +11,7 @@ from disks import Disk, Ext4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -206,6 +206,20 @@ def small_model() -> nn.Module:
 torch.manual_seed(11)
 INPUTS, TARGETS = torch.randn(SAMPLES, 3), torch.randn(SAMPLES, 1)
 MODEL = small_model()  # built once: threads draw from one generator
+COLUMN = 1000
+"""Added to the numbers of collectives among the ranks with one place in their replicas."""
+
+
+class OwnPart:
+    """Each rank of a replica trains a part of the model of its own, which needs no other."""
+
+    def slots(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters themselves."""
+        return list(parameters)
+
+    def counts(self, slot: nn.Parameter) -> bool:
+        """No two ranks have the same."""
+        return True
 
 
 class Rank:
@@ -215,6 +229,10 @@ class Rank:
         self.world, self.number = world, number
         self.member = FakeMember(world.job, world.run, number)
         self.model = copy.deepcopy(MODEL).train()
+        self.place = number % world.ranks
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter *= 1 + self.place
         parameters = list(self.model.parameters())
         cut = len(parameters) // 2 if world.turns > 1 else 0
         self.kept: LocalOptimizers | None = None
@@ -231,6 +249,7 @@ class Rank:
             turns,
             ends=lambda step, *_: step == LAST,
             votes=world.votes,
+            split=OwnPart() if world.ranks > 1 else None,
         )
         self._prepare, self._prepared = self.engine._prepare, -1
         self.engine._prepare = self._note  # type: ignore[method-assign]
@@ -244,7 +263,8 @@ class Rank:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         scaler = torch.amp.GradScaler("cuda", enabled=False)
         kind = ServedUpdate if self.world.servers else Update
-        update = kind(optimizer, scheduler, parameters, seed=0, max_grad_norm=None, scaler=scaler)
+        limit = 0.1 if self.world.ranks > 1 else None
+        update = kind(optimizer, scheduler, parameters, seed=0, max_grad_norm=limit, scaler=scaler)
         advance = update.advance
 
         def moved() -> None:
@@ -310,33 +330,44 @@ class Rank:
         if Break(rank, point) in script.breaks:
             raise PeerError("the members have changed.")
 
-    def live(self, room: _Room, form: Form) -> str:
-        """Be a member of one generation, to its end: `done`, `left` or `killed`."""
+    def live(self, rooms: Sequence[_Room], form: Form) -> str:
+        """Be a member of one generation, to its end: `done`, `left` or `killed`.
+
+        Args:
+            rooms: of all members; and of those with the same place in their replicas.
+            form: of the generation.
+        """
         self.member.form, self._rank = form, form.rank
         self.trace, self.formed = [], False
-        comm = WatchedComm(room, form.rank, self._at)
+        comms = [WatchedComm(rooms[0], form.rank, self._at)]
+        if self.world.ranks > 1:
+            place = form.rank // self.world.ranks
+            comms.append(WatchedComm(rooms[1], place, lambda what, n: self._at(what, n + COLUMN)))
         try:
-            self._generation(comm, form)
+            self._generation(comms[0], comms[-1], form)
         except Killed:
             if self.engine._ledger is not None:  # files go with their process
                 self.engine._ledger.close()
-            comm.close()
+            for comm in comms:
+                comm.close()
             return "killed"
         except PeerError:
-            self._leave(comm)
+            self._leave(comms)
             return "left"
-        self._leave(comm)
+        self._leave(comms)
         return "done"
 
-    def _leave(self, comm: MemoryComm) -> None:
+    def _leave(self, comms: Sequence[MemoryComm]) -> None:
         self.engine.leave()
-        comm.close()
+        for comm in comms:
+            comm.close()
 
-    def _generation(self, comm: MemoryComm, form: Form) -> None:
-        given = self.engine.begin(comm)
+    def _generation(self, comm: MemoryComm, column: MemoryComm, form: Form) -> None:
+        given = self.engine.begin(comm, column)
         comm.all_reduce(torch.zeros(1)).wait()  # the loop agrees on something of its own here
-        assignment = Lockstep(form, self.world.job.train, SAMPLES, by_speed=False)
-        self.engine.start(comm, assignment, compare=not given)
+        job = self.world.job
+        assignment = Lockstep(form, job.train, SAMPLES, by_speed=False, mesh=job.mesh)
+        self.engine.start(comm, column, assignment, compare=not given)
         self.assignment, self.formed = assignment, True
         self.world.entered(self, form.generation)
         begun = self.engine.state.progress.step
@@ -356,15 +387,16 @@ class Rank:
     def _agree(self, where: Any, share: Any) -> bool:
         passes, batch = {}, where.stop - where.first
         for number, part in enumerate(share.passes):
-            weight = part.size / batch
+            weight = 0.0 if part.repeats else part.size / batch
             self.engine.begin_pass(part, weight, last=number == len(share.passes) - 1)
             rows = slice(part.samples.first, part.samples.stop)
             loss = nn.functional.mse_loss(self.model(INPUTS[rows]), TARGETS[rows])
             self._remember(part.number, loss)
             loss.backward(inputs=self.engine.trained)
             self.engine.end_pass(part, weight)
-            passes[part.number] = Weighed(float(loss.detach()) * part.size, float(part.size))
-        samples = share.stop - share.first
+            if weight:
+                passes[part.number] = Weighed(float(loss.detach()) * part.size, float(part.size))
+        samples = sum(part.size for part in share.passes if not part.repeats)
         return self.engine.agree(passes, stop=False, samples=samples) is not None
 
     def _remember(self, participant: int, loss: Tensor) -> None:
@@ -389,6 +421,8 @@ class World:
         determinism: of the job.
         votes: whether every commit is voted for.
         turns: updates in each step, one or two; commits are numbered by them.
+        shard: ranks of a replica, each with a part of the model of its own; a replica that loses
+            one is replaced whole. Then there are two replicas.
         invariant: called when all members of a generation hold the state and none has computed a
             step, and at the end; asserts. `generations` has the members of former ones, with
             those that died.
@@ -403,6 +437,7 @@ class World:
         determinism: str = "order",
         votes: bool = False,
         turns: int = 1,
+        shard: int = 1,
         invariant: Callable[[World], None] = lambda _: None,
     ) -> None:
         table = {
@@ -415,6 +450,11 @@ class World:
                 "steps": LAST,
             },
         }
+        self.ranks, workers = shard, WORKERS
+        if shard > 1:
+            workers = 2 * shard
+            table |= {"workers": workers, "mesh": {"shard": shard}}
+            table["train"] |= {"global_batch": 4 * shard + 4, "micro_batches": 2 * shard}
         self.job = spec_file.build(table, source="a test")
         self.run, self.strategy, self.options = Path(run), strategy, dict(options or {})
         self.servers = self.options.pop("servers", 0)
@@ -422,11 +462,11 @@ class World:
         self.run.mkdir(parents=True, exist_ok=True)
         (self.run / "ledger.bin").unlink(missing_ok=True)
         self._ranks = 0
-        self.members = [self._newcomer() for _ in range(WORKERS)]
+        self.members = [self._newcomer() for _ in range(workers)]
         self.script = Script()
         self.generation = 0
         self.generations: list[list[Rank]] = []
-        self._entered: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
+        self._entered: defaultdict[int, dict[tuple[int, str], list[int]]] = defaultdict(dict)
         self._committed: defaultdict[int, set[int]] = defaultdict(set)  # its number to generations
         self._lock = threading.Lock()
 
@@ -446,7 +486,7 @@ class World:
         """A rank's steps are about to begin."""
         with self._lock:
             entered = self._entered[generation]
-            entered.setdefault(rank.digest(), []).append(rank.commit)
+            entered.setdefault((rank.place, rank.digest()), []).append(rank.commit)
             if sum(map(len, entered.values())) == len(self.members):
                 self._invariant(self)
 
@@ -476,6 +516,9 @@ class World:
                 break
             alive = [r for r, fate in zip(self.members, fates, strict=True) if fate != "killed"]
             assert alive, "nobody is left"
+            if self.ranks > 1:
+                self.members = self._whole_replicas(fates, replace=replace)
+                continue
             if self.strategy_votes and (replace or self.servers):
                 workers = len(self.members) - self.servers
                 spared = "killed" in fates[:workers] and set(fates[:workers]) != {"killed"}
@@ -491,6 +534,17 @@ class World:
             raise AssertionError("the run does not come to its end")
         self._check_end()
 
+    def _whole_replicas(self, fates: Sequence[str], *, replace: bool) -> list[Rank]:
+        """The members of the next generation: a replica that lost a rank is begun anew, or gone."""
+        members = list[Rank]()
+        for begin in range(0, len(fates), self.ranks):
+            replica = self.members[begin : begin + self.ranks]
+            if "killed" not in fates[begin : begin + self.ranks]:
+                members += replica
+            elif replace or fates.count("killed") > 1:
+                members += [Rank(self, rank.number) for rank in replica]
+        return members
+
     def _one_generation(self) -> list[str]:
         self.generation += 1
         origin = None if any(rank.engine.state.held for rank in self.members) else ""
@@ -498,6 +552,19 @@ class World:
             cut_back(self.run / "ledger.bin", 0)
             self._committed.clear()
         room = LossyRoom(len(self.members), self.script.lost)
+        lost = {call - COLUMN: ranks for call, ranks in self.script.lost.items()}
+        columns = [
+            LossyRoom(
+                len(self.members) // self.ranks,
+                {
+                    c: frozenset(r // self.ranks for r in w if r % self.ranks == place)
+                    for c, w in lost.items()
+                },
+            )
+            for place in range(self.ranks)
+        ]
+        for column in columns:  # whoever waits, waits in one place
+            column.changed = room.changed
         numbers = [rank.number for rank in self.members]
         fates: list[Any] = [None] * len(numbers)
 
@@ -511,10 +578,11 @@ class World:
             )
             try:
                 with room.changed:  # one runs at a time, until it waits: quicker, and repeatable
-                    fates[place] = rank.live(room, form)
+                    fates[place] = rank.live((room, columns[rank.place]), form)
             except BaseException as error:
                 fates[place] = error
-                room.shatter()
+                for each in (room, *columns):
+                    each.shatter()
 
         self.generations.append(list(self.members))
         threads = [
@@ -544,7 +612,7 @@ class World:
         highest = max(rank.commit for rank in held)
         newest = max(rank.engine.state.generation for rank in held)
         inside = [rank for rank in held if rank.engine.state.generation == newest]
-        voted = self.votes or self.strategy_votes
+        voted = self.votes or self.strategy_votes or self.ranks > 1
         if voted and all(rank.ready == highest + 1 for rank in inside):
             highest += 1
         if voted:  # a vote that came back anywhere, if only to a rank that is gone
@@ -558,17 +626,19 @@ class World:
 
     def _check_generation(self, expected: int | None) -> None:
         entered = self._entered[self.generation]
-        assert len(entered) <= 1, "the members of a generation hold different states"
+        assert len(entered) <= self.ranks, "the members of a generation hold different states"
         steps = {step for each in entered.values() for step in each}
         if entered and expected is not None:
             assert steps == {expected}, f"continued from {steps}, and not from {expected}"
 
     def _check_end(self) -> None:
         assert {rank.commit for rank in self.members} == {LAST * self.turns}
-        assert len({rank.digest() for rank in self.members}) == 1, "different states at the end"
+        ends = {(rank.place, rank.digest()) for rank in self.members}
+        assert len(ends) == self.ranks, "different states at the end"
         self._invariant(self)
         records = read_records(self.run / "ledger.bin", LEDGER)
-        found = audit(records, SAMPLES, GLOBAL_BATCH, last_step=LAST)
+        batch = self.job.train.global_batch
+        found = audit(records, SAMPLES, batch, last_step=LAST)
         assert found.exact, found
         steps = records["step"].tolist()
         assert steps == sorted(steps), steps

@@ -145,7 +145,8 @@ EVENTS = {
     "host_joined": "pid, host",
     "host_lost": "host, why",
     "scaled": "before, workers",
-    "worker_leaving": "worker, successor",
+    "worker_leaving": "worker, successor, fellows (with a mesh: the other workers of its replica, "
+    "which leave with it)",
     "worker_hung": "worker, step, phase, how, where",
     "generation_started": "generation, members, reason, seconds",
     "worker_ready": "worker, device, threads, parameters, samples, validation_samples, last_step, "
@@ -164,11 +165,16 @@ EVENTS = {
     "traffic": "worker, sent_bytes, received_bytes (since the start, counted by the kernel)",
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
+    "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
+    "(the largest, relative to what is allowed, times 1e-5); or why (nothing was compared)",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",
     "worker_failed": "worker, step, phase, kind, cause, where, line",
-    "worker_lost": "worker, step, cause",
+    "worker_lost": "worker, step, cause, restarted (with a mesh: the other workers of its replica, "
+    "which are started again with it)",
+    "replica_waits": "replica, workers (its processes, which wait), missing (those that are not "
+    "there, so that the others train without this replica)",
     "corruption_found": "step, workers (numbers of the wrong ones), suspects (numbers, if it "
     "is not known which), what (parameter, state, gradient), where, how, clean_step (from "
     "which the run continues; -1 if no worker has a copy: a went_back follows)",

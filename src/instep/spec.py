@@ -261,6 +261,26 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         """Processes of one replica."""
         return self.shard * self.tensor * self.stages
 
+    @property
+    def same_batch(self) -> int:
+        """Processes of a replica that get the same micro-batch: those on `tensor` and `stages`."""
+        return self.tensor * self.stages
+
+    def most_workers(self, micro_batches: int) -> int:
+        """The most workers for which there is a micro-batch each, or for each of `same_batch`."""
+        return micro_batches // self.shard * self.ranks
+
+    def refusal(self, workers: int) -> str:
+        """Why so many workers make no whole replicas; empty if they do."""
+        if workers % self.ranks == 0:
+            return ""
+        sizes = {"shard": self.shard, "tensor": self.tensor, "stages": self.stages}
+        axes = ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+        return (
+            f"workers = {workers}: a replica has {self.ranks} processes ([mesh] {axes}), "
+            f"so {self.ranks}, {2 * self.ranks}, ..."
+        )
+
     def coordinate(self, worker: int) -> Coordinate:
         """The place of a worker. Workers are numbered replica by replica; within one, neighbours
         on the `tensor` axis are numbered first, then those on `shard`, then `stages`."""
@@ -491,6 +511,12 @@ class JobSpec(Section, frozen=True, kw_only=True):
             return self.train
         return msgspec.structs.replace(self.train, micro_batches=self.sync.participants)
 
+    @property
+    def _who_needs_one(self) -> str:
+        if self.mesh.ranks == 1:
+            return "a worker"
+        return "each replica" if self.mesh.shard == 1 else "each `shard` rank of each replica"
+
     def __post_init__(self) -> None:
         if self.sync.participants > self.train.global_batch:
             raise ValueError(
@@ -508,10 +534,14 @@ class JobSpec(Section, frozen=True, kw_only=True):
                 "a micro-batch needs at least one sample. "
                 f"Set micro_batches to at most {self.train.global_batch}."
             )
-        if self.workers > most:
+        if wrong := self.mesh.refusal(self.workers):
+            raise ValueError(wrong)
+        if (passes := self.workers // self.mesh.same_batch) > most:
+            workers = self.mesh.most_workers(most)
+            fewer = f"Set workers to at most {workers}; or, in a new run, " if workers else "Set "
             raise ValueError(
-                f"workers = {self.workers} but {key} = {most}: a worker needs at least one {what}. "
-                f"Set workers to at most {most}; or, in a new run, {key} to {self.workers} or more."
+                f"workers = {self.workers} but {key} = {most}: {self._who_needs_one} needs at "
+                f"least one {what}. {fewer}{key} to {passes} or more."
             )
         if self.launch.hosts and self.network != "private":
             raise ValueError(

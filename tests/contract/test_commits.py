@@ -163,7 +163,10 @@ def some_of(scripts, count):
 
 
 def same_as_undisturbed(world, wanted, *, exact):
-    found = world.members[0].tensors()
+    same_as(world.members[0].tensors(), wanted, exact=exact)
+
+
+def same_as(found, wanted, *, exact):
     assert found.keys() == wanted.keys()
     for key, tensor in found.items():
         if exact:
@@ -240,6 +243,55 @@ def check_turns(folder, votes, every):
             world = World(folder, determinism="bits", votes=votes, turns=2)
             world.train([script], replace=number % 3 > 0)
             same_as_undisturbed(world, wanted, exact=True)
+
+
+# ---- replicas of several ranks
+
+
+@cache
+def calm_mesh(determinism):
+    with TemporaryDirectory() as folder:
+        world = World(folder, determinism=determinism, shard=2)
+        world.train()
+    return [rank.tensors() for rank in world.members], [rank.trace for rank in world.members]
+
+
+@pytest.mark.parametrize("determinism", ["order", "bits"])
+def test_a_replica_that_loses_a_rank_at_any_message_leaves_one_commit_or_none(folder, determinism):
+    check_meshes(folder, determinism, every=31)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("determinism", ["order", "bits"])
+def test_every_death_in_a_replica_of_several_ranks(folder, determinism):
+    check_meshes(folder, determinism, every=1)
+
+
+def check_meshes(folder, determinism, every):
+    """Each rank at each message of a step, with all selections of who misses its last one."""
+    wanted, traces = calm_mesh(determinism)
+    assert {name for name in wanted[0] if not torch.equal(wanted[0][name], wanted[1][name])}
+    cases = []
+    for rank, trace in enumerate(traces):
+        begins = trace.index(Point("committed", STEP - 1)) + 1
+        for place, point in enumerate(trace[begins : trace.index(Point("committed", STEP)) + 1]):
+            sent = [p.number for p in trace[: begins + place + 1] if p.what == "sent"]
+            others = [other for other in range(4) if other != rank]
+            cases += [
+                (Script(deaths=[Death(rank, point)], lost={sent[-1]: lost}), replace)
+                for lost in subsets(others)
+                for replace in (True, False)
+            ]
+    for script, replace in cases[::every]:
+        world = World(folder, determinism=determinism, shard=2)
+        try:
+            world.train([script], replace=replace)
+            for rank in world.members:
+                exact = determinism == "bits" or len(world.members) == 4
+                same_as(rank.tensors(), wanted[rank.place], exact=exact)
+        except AssertionError as error:
+            error.add_note(f"{script}, {'replaced' if replace else 'without it'}")
+            raise
 
 
 # ---- several things go wrong

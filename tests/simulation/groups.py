@@ -60,6 +60,11 @@ class End:
         self._late = True
         self.process.wake()
 
+    @property
+    def processes(self) -> list[Process]:
+        """Its members."""
+        return [end.process for end in self._group]
+
     def exchange(self, tag: Any, value: Any = None) -> Wait:
         """Give something, get what each member has given, in rank order.
 

@@ -15,8 +15,9 @@ from unittest import mock
 from msgspec import structs
 
 from instep.comm.connection import MasterConnection
-from instep.comm.messages import Broken, Done, Formed
+from instep.comm.messages import Broken, Done, Formed, Welcome
 from instep.control import decide as decisions
+from instep.control.keys import Keys
 from instep.control.state import IN_A_GROUP, GoBack, Kill, Member, Phase, State
 from instep.control.stop_rules import Rules
 from instep.control.watch import Watch
@@ -24,7 +25,7 @@ from instep.data.balance import deal
 from instep.worker.step.assignment import NOTHING_FINISHED, Lockstep
 from instep.worker.step.catch_up import Beginning
 
-from . import workers
+from . import roles, workers
 from .truth import Truth
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -119,6 +120,28 @@ def _form_without(name: str) -> Change:
         return lambda *arguments: structs.replace(real(*arguments), **{name: ()})
 
     return change
+
+
+def _as_plain(state: State) -> State:
+    """A state in which each process is a replica of its own."""
+    return replace(state, ranks=1)
+
+
+def _fellows_go_on(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(state: State, worker: int) -> State:
+        after, fellows = real(state, worker), state.fellows(worker) - {worker}
+        kept = {n: state.members[n] for n in fellows if n in state.members}
+        return replace(after, members=after.members | kept)
+
+    return mutant
+
+
+def _alone(real: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(state: State, worker: int, now: float) -> Any:
+        after, actions = real(_as_plain(state), worker, now)
+        return replace(after, ranks=state.ranks), actions
+
+    return mutant
 
 
 def _server_dropped(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,6 +359,44 @@ MUTANTS: dict[str, tuple[Any, str, Change]] = {
         "_introduce",
         _asks_once,
     ),
+    # against replicas of several processes
+    "a fellow of a lost process is not killed": (
+        decisions,
+        "_ends_of_replicas",
+        lambda real: lambda *states: [each for each in real(*states) if not isinstance(each, Kill)],
+    ),
+    "the fellows of a lost process go on": (decisions, "_lose", _fellows_go_on),
+    "a group may have a part of a replica": (
+        State,
+        "whole",
+        lambda real: lambda state, numbers: numbers,
+    ),
+    "a part of a replica holds the state": (
+        State,
+        "holders",
+        lambda real: property(lambda state: real.fget(_as_plain(state))),
+    ),
+    "restarts are counted for each process": (
+        State,
+        "restarts_of",
+        lambda real: lambda state, number: real(_as_plain(state), number),
+    ),
+    "what was told in an earlier start of a replica is found in the next": (
+        Welcome,
+        "restarts",
+        lambda real: property(lambda welcome: 0),
+    ),
+    "what the processes of a replica told each other is forgotten with a generation": (
+        Keys,
+        "forget",
+        lambda real: lambda keys, prefix: real(keys, ""),
+    ),
+    "a new master knows nothing that the processes of a replica told each other": (
+        roles._Journal,
+        "keep",
+        _nothing,
+    ),
+    "a worker that leaves goes without its fellows": (decisions, "_noticed", _alone),
     # against servers
     "a lost server is not replaced": (decisions, "_replace", _server_dropped),
     "a server is a worker": (decisions, "_form", _form_without("servers")),

@@ -198,9 +198,11 @@ class _Journal:
         self._world.takes_effect()
         self._world.truth.keys[key] = value
 
-    def forget(self) -> None:
+    def forget(self, prefix: str) -> None:
         self._world.takes_effect()
-        self._world.truth.keys.clear()
+        keys = self._world.truth.keys
+        for key in [key for key in keys if key.startswith(prefix)]:
+            del keys[key]
 
     def kept(self) -> list[tuple[str, bytes]]:
         return list(self._world.truth.keys.items())

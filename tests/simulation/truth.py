@@ -8,6 +8,7 @@ the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -59,12 +60,16 @@ class Truth:
     samples: int
     servers: int = 0
     """That every generation must have."""
+    ranks: int = 1
+    """Processes of one replica."""
     owning: set[Process] = field(default_factory=set)
     """Who owns state that it must hand over before it may leave."""
     held: dict[Process, Lineage] = field(default_factory=dict)
     """What each living worker holds."""
     forgotten: set[Process] = field(default_factory=set)
     """Who holds what no longer counts: the run went back, or was told to do without it."""
+    number: dict[Process, int] = field(default_factory=dict)
+    """Of each worker that was told to form a group."""
     forms: dict[int, Form] = field(default_factory=dict)
     formed: dict[tuple[int, Process], int] = field(default_factory=dict)
     """The rank that each process was told, by generation."""
@@ -99,6 +104,7 @@ class Truth:
     def form(self, worker: int, process: Process, form: Form) -> None:
         """A worker is told to form a group."""
         first = self.forms.setdefault(form.generation, form)
+        self.number[process] = worker
         held = [len(self.held[process]) for process in self.living_holders()]
         self.there.setdefault(form.generation, max(held, default=0))
         same = ("members", "checkpoint", "servers", "draining")
@@ -112,9 +118,30 @@ class Truth:
             raise Violation(f"member {worker} was told a role that is not its own: {form}")
         if len(form.servers) < self.servers or not with_work(form):
             raise Violation(f"a generation lacks servers, or workers: {form}")
+        if self.replicas(form.members) * self.ranks != len(form.members):
+            raise Violation(f"a generation has a part of a replica: {form}")
         if any(process is not other and self.ranks_clash(form, other) for other in self.held):
             raise Violation(f"two processes were told rank {form.rank} of {form.generation}")
         self.formed[form.generation, process] = form.rank
+
+    def replicas(self, workers: Iterable[int]) -> int:
+        """How many replicas are whole among these."""
+        count = Counter(worker // self.ranks for worker in {*workers})
+        return sum(processes == self.ranks for processes in count.values())
+
+    def meets(self, form: Form, worker: int, fellows: Iterable[Process]) -> None:
+        """A worker is in a generation, with its fellows: those that it met when it started."""
+        replica, known = worker // self.ranks, set(fellows)
+        told = {
+            process
+            for (generation, process), rank in self.formed.items()
+            if generation == form.generation and form.members[rank] // self.ranks == replica
+        }
+        if told != known:
+            raise Violation(
+                f"worker {worker} is in generation {form.generation} with {[*map(str, told)]}, and "
+                f"shares its replica with {[*map(str, known)]}"
+            )
 
     def ranks_clash(self, form: Form, other: Process) -> bool:
         """Whether another living process was told the same rank of the same generation."""
@@ -267,12 +294,14 @@ class Truth:
         """The run begins again at its newest checkpoint, since nobody holds more."""
         lineage = max(self.checkpoints, key=len, default=())
         members = set(members)
-        for holder in self.living_holders():
-            if holder in members and len(self.held[holder]) > len(lineage):
-                raise Violation(
-                    f"the run goes back to step {len(lineage)}, and {holder} holds "
-                    f"step {len(self.held[holder])}"
-                )
+        more = [
+            holder
+            for holder in self.living_holders()
+            if holder in members and len(self.held[holder]) > len(lineage)
+        ]
+        if self.replicas(self.number[holder] for holder in more):
+            steps = {str(holder): len(self.held[holder]) for holder in more}
+            raise Violation(f"the run goes back to step {len(lineage)}, and is held at {steps}")
         if self.writer is not None and self.writer.alive:
             raise Violation(f"the run goes back while {self.writer} has the ledger open")
         self.went_back += 1

@@ -38,6 +38,10 @@ class Released(Exception):
     """The run has no more use for this worker."""
 
 
+class ReplicaBroke(Exception):
+    """The group inside its replica came apart, which lives as long as its processes."""
+
+
 class Last(NamedTuple):
     """As `committed.Commit`."""
 
@@ -72,6 +76,8 @@ class Worker(Process):
         self._timed: list[tuple[Any, ...]] = []
         self._flushed = TIME.now
         self._end: End | None = None
+        self._fellows: End | None = None
+        """Its end of the group inside its replica, where that has several processes."""
         self._in_group = False  # whether there is a replica
         self._holds = False
         self._lineage: Lineage = ()
@@ -201,8 +207,10 @@ class Worker(Process):
         self._listening = True
         self._beat()
         try:
-            slow = self.engine.random.random() < 0.2  # then the others go on without it
-            yield self.engine.between(0.9, 6.0) if slow else self.engine.between(0.02, 0.2)
+            yield self._building_s()
+            if self._world.plan.ranks > 1:
+                yield from self._meet_fellows(answer.restarts)
+                yield self._building_s()
             yield from self._regroup()
             while True:
                 yield from self._steps()
@@ -210,23 +218,92 @@ class Worker(Process):
                     break
         except Released:
             pass
+        except ReplicaBroke:
+            yield from self._wait_to_be_killed()
+            return PeerError.exit_code
         except PeerError as error:
             self.engine.tell(self, f"fails: {error}")
             return PeerError.exit_code  # nobody hears why
         self._world.memory.pop(self.number, None)  # it is given back
         return 0
 
+    def _building_s(self) -> float:
+        slow = self.engine.random.random() < 0.2  # then the others go on without it
+        return self.engine.between(0.9, 6.0) if slow else self.engine.between(0.02, 0.2)
+
     def _wait_for_group(self) -> Wait:
         if self.form is None:
             self.connection.send(m.Built(recovers=self._recovers))
             self.built = True
-        present = self.form.generation if self.form else -1
-        while not self._next or self._next.generation <= present:
-            answer = yield from self._wait_for(m.Form, m.Release)
-            if isinstance(answer, m.Release):
-                raise Released
-            self._next = answer
+        newest = self.form.generation + 1 if self.form else 0
+        while True:
+            while not self._next or self._next.generation < newest:
+                answer = yield from self._wait_for(m.Form, m.Release)
+                if isinstance(answer, m.Release):
+                    raise Released
+                self._next = answer
+            known = yield from self._with_fellows("form", self._next.generation)
+            newest = max(known)
+            if min(known) == newest:  # else a fellow has heard of a later one, and this one will
+                break
         self.form, self._next = self._next, None
+
+    # ---- the group inside its replica
+
+    def _meet_fellows(self, restarts: int) -> Wait:
+        """Find the other processes of its replica, before it is built."""
+        ranks, end = self._world.plan.ranks, End(self, self._world.ends)
+        replica, place = divmod(self.number, ranks)
+        self.phase = "meeting"
+        yield from self._find(end, m.keys_of_replica(replica, restarts), place, ranks, 1e9)
+        self._fellows, self.phase = end, "building"
+        self.engine.tell(self, f"has met the others of replica {replica}, start {restarts}")
+
+    def _with_fellows(self, what: str, mine: Any) -> Wait:
+        """What each process of its replica gives; all call it in the same order."""
+        if self._fellows is None:
+            return [mine]
+        phase, self.phase = self.phase, "exchange"
+        try:
+            given = yield from self._fellows.exchange(what, mine)
+        except PeerError:
+            raise ReplicaBroke from None
+        self.phase = phase
+        return given
+
+    def _together(self, attempt: Wait) -> Wait:
+        """Something that no process of a replica continues from where it fails in one of them.
+
+        Else that one would wait for the next generation, and its fellows for it, inside of a pass.
+        """
+        wrong, result = None, None
+        try:
+            result = yield from attempt
+        except PeerError as error:
+            if self._fellows is None:
+                raise
+            wrong = error
+            if self._end is not None:
+                self._end.close()  # so that no fellow waits in there for this one
+        fine = yield from self._with_fellows("outcome", wrong is None)
+        if wrong is not None or not all(fine):
+            raise wrong or PeerError("another process of the replica has left the group.")
+        return result
+
+    def _wait_to_be_killed(self) -> Wait:
+        """A fellow was lost, as a rule; if none was, this end says that all have to start again."""
+        self.engine.tell(self, "has lost its replica")
+        if self._in_group:
+            self._leave()
+        self.phase, until = "meeting", TIME.now + 2.0
+        self.engine.after(2.0, self.wake)
+        while TIME.now < until and not isinstance(self.connection.poll(), (m.Form, m.Release)):
+            yield None
+
+    def loses_fellows(self) -> None:
+        """The connections inside its replica break."""
+        if self._fellows is not None:
+            self._fellows.interrupt()
 
     def _regroup(self) -> Wait:
         self.phase = "joining"
@@ -234,7 +311,7 @@ class Worker(Process):
             yield from self._wait_for_group()
             self._point("told to form")
             try:
-                yield from self._form()
+                yield from self._together(self._form())
                 return
             except PeerError:
                 if not self._recovers:
@@ -285,6 +362,8 @@ class Worker(Process):
         except PeerError:
             end.close()
             raise
+        if self._fellows is not None:
+            self._truth.meets(form, self.number, self._fellows.processes)
         if form.rank == 0:
             self._truth.open_ledger(self)
         self._in_group = True
@@ -296,26 +375,31 @@ class Worker(Process):
         self.connection.send(m.Formed(generation=form.generation))
 
     def _meet(self, form: m.Form, end: End) -> Wait:
-        """Find the others by the store that the master keeps."""
         if len(form.members) == 1:
             yield from end.connect([end.number], form.timeout_s)
             return
-        prefix = f"generation-{form.generation}/"
-        self.connection.send(m.StoreSet(key=f"{prefix}{form.rank}", value=str(end.number).encode()))
+        prefix = m.keys_of_generation(form.generation)
+        yield from self._find(end, prefix, form.rank, len(form.members), form.timeout_s)
+
+    def _find(self, end: End, prefix: str, place: int, count: int, timeout_s: float) -> Wait:
+        """Find the others of a group by the store that the master keeps."""
+        self.connection.send(m.StoreSet(key=f"{prefix}{place}", value=str(end.number).encode()))
         numbers = []
         known: dict[str, bytes] = {}
-        for rank in range(len(form.members)):
+        for rank in range(count):
             self.connection.question = question = m.StoreGet(key=f"{prefix}{rank}")
             self.connection.send(question)
             while question.key not in known:
                 answer = yield from self._wait_for(m.StoreValue, m.Form, m.Release)
                 if not isinstance(answer, m.StoreValue):
                     self.connection.question = None
+                    if self.form is None:
+                        raise Released
                     self.connection.put_back(answer)
                     raise PeerError("the members changed while the group was forming.")
                 known[answer.key] = answer.value
             numbers.append(int(known[question.key]))
-        yield from end.connect(numbers, form.timeout_s)
+        yield from end.connect(numbers, timeout_s)
 
     def _assign(self, form: m.Form, end: End) -> Wait:
         """Who computes what; of a round, around what members have finished of it."""
@@ -349,7 +433,7 @@ class Worker(Process):
         return False
 
     def _catch_up(self, end: End) -> Wait:
-        last, form, own = self._last, self.form, self._own
+        last, form, own, ranks = self._last, self.form, self._own, self._world.plan.ranks
         assert form is not None
         mine = NOWHERE
         if self._holds:
@@ -379,8 +463,9 @@ class Worker(Process):
             self._truth.close_ledger(self)
             self._point("mended")
         if there.shared:
-            state = (self._lineage, self._last, own.made) if root else None
-            given = (yield from end.exchange("state", state))[there.root]
+            gives = self._holds and len(self._lineage) == there.number if ranks > 1 else root
+            state = (self._lineage, self._last, own.made) if gives else None
+            given = self._of_its_place((yield from end.exchange("state", state)), there.root)
             if not root and not (self._holds and len(given[0]) == len(self._lineage)):
                 self._lineage, self._last, own.made = given[0], given[1], dict(given[2])
                 self._inside, self._holds = max(self._inside, 0), True
@@ -394,6 +479,17 @@ class Worker(Process):
         self._ended = self._last is None and bool(there.ends)
         self._settled = there.settled
         return there.shared
+
+    def _of_its_place(self, given: list[Any], root: int) -> Any:
+        """The state, in a mesh from a member with the same place in its replica."""
+        ranks, form = self._world.plan.ranks, self.form
+        if ranks == 1:
+            return given[root]
+        assert form is not None
+        held = {n % ranks: each for n, each in zip(form.members, given, strict=True) if each}
+        if len(held) < ranks:
+            raise PeerError("nobody holds some part of the state.")
+        return held[self.number % ranks]
 
     # ---- steps
 
@@ -412,17 +508,20 @@ class Worker(Process):
     def _of_one_generation(self) -> Wait:
         last = self._last
         again = last is not None and (self._settled < self._step or last.ends)
-        if last is not None and again and (yield from self._settle(last)):
+        if last is not None and again and (yield from self._together(self._settle(last))):
             return
         if self._ended:
             return
         for _ in range(self._step + 1, self._world.plan.steps + 1):
             self._step += 1
-            done = yield from self._one_step()
-            ends = yield from self._settle(done)
+            ends = yield from self._together(self._step_and_what_follows())
             self._regroups &= not ends
             if ends or self._regroups:
                 break
+
+    def _step_and_what_follows(self) -> Wait:
+        done = yield from self._one_step()
+        return (yield from self._settle(done))
 
     def _one_step(self) -> Wait:
         plan, end, form = self._world.plan, self._end, self.form
@@ -444,6 +543,7 @@ class Worker(Process):
                 self._progress += 1
                 part = self._truth.computes(self, self.number, form, self._step, each)
                 self._parts[each.number] = part
+        yield from self._with_fellows("passes", self._step)
         self.phase = "exchange"
         told = yield from self._told()
         given = [self._parts[each.number] for each in share.passes]
@@ -464,7 +564,7 @@ class Worker(Process):
         self._assignment.prepared(0, self._step, where)
         record = Record(*stamp, tuple(self._assignment.records()))
         staged = self._staged = Staged(Last(self._step, stop, ends), record, things)
-        if plan.drains:
+        if plan.drains or plan.ranks > 1:
             self._in_doubt = True
             yield from end.exchange(("vote", self._step))
             self._point("voted")
@@ -474,8 +574,9 @@ class Worker(Process):
         return staged.done
 
     def _check_members(self) -> None:
+        """Passes of a replica are in lockstep: none of its processes leaves before the last."""
         self._listen()
-        if self._next is not None:
+        if self._next is not None and self._fellows is None:
             raise PeerError("the members have changed in the middle of a step.")
 
     def _told(self) -> Wait:

@@ -56,16 +56,21 @@ class Plan:
     servers: int
     samples: int
     """Of the dataset: the last batch of an epoch may be a small one."""
+    ranks: int
+    """Processes of one replica; each computes micro-batches of its own."""
 
 
 def drawn(engine: Engine) -> Plan:
     """A job, and how much befalls it."""
     random = engine.random
-    kind = random.choices(["drains", "rounds", "joined", "plain"], [8, 5, 2, 5])[0]
-    drains, rounds, joined = (kind == each for each in ("drains", "rounds", "joined"))
+    kind = random.choices(["drains", "rounds", "joined", "plain", "mesh"], [8, 5, 2, 5, 8])[0]
+    drains, rounds, joined, mesh = (kind == k for k in ("drains", "rounds", "joined", "mesh"))
     steps = random.randint(3, 24) + (12 if drains else 0)  # for changes of members take time
     figures = random.random() < 0.3 and not rounds
     workers = random.choice([1, 2, 2, 3, 3, 4])
+    ranks = random.choice([2, 2, 4]) if mesh else 1
+    if mesh:
+        workers = ranks * random.choice([1, 2, 2, 3])
     return Plan(
         workers=workers,
         steps=steps,
@@ -82,8 +87,9 @@ def drawn(engine: Engine) -> Plan:
         drains=drains,
         participants=max(workers, random.choice([2, 3, 5, 8])) if rounds else 0,
         joined=joined,
-        servers=0 if rounds or joined else random.choice([0, 0, 1, 2]),
+        servers=0 if rounds or joined or mesh else random.choice([0, 0, 1, 2]),
         samples=random.randint(3, 6) * 64 + random.choice([0, 8, 24]),
+        ranks=ranks,
     )
 
 
@@ -97,7 +103,8 @@ class World:
         self.plan = drawn(self.engine)
         self.job = _job(self.plan)
         portions, samples = self.job.per_commit, self.plan.samples
-        self.truth = Truth(self.plan.steps, portions, samples, self.plan.servers)
+        plan = self.plan
+        self.truth = Truth(plan.steps, portions, samples, plan.servers, ranks=plan.ranks)
         self.processes: dict[int, Process] = {}
         self.ends: dict[int, End] = {}
         self.memory: defaultdict[int, Memory] = defaultdict(Memory)
@@ -318,7 +325,12 @@ def _job(plan: Plan) -> Any:
         "name": "story",
         "recipe": "story.py:recipe",
         "workers": plan.workers,
-        "train": {"steps": plan.steps, "global_batch": 64, "micro_batches": 8},
+        "train": {
+            "steps": plan.steps,
+            "global_batch": 64,
+            "micro_batches": 8 if plan.ranks == 1 else 16,
+        },
+        "mesh": {"shard": plan.ranks},
         "stop": stop,
         "sync": sync,
     }
@@ -332,6 +344,7 @@ def misfortunes(world: World) -> None:
     """Draw what happens, and when."""
     engine, plan = world.engine, world.plan
     names = [name for name in KINDS if name in SURVIVED or not plan.joined]
+    names = [name for name in names if name not in OF_A_MESH or plan.ranks > 1]
     weights = [KINDS[name][1] for name in names]
     bursts = [engine.between(0.2, plan.until_s) for _ in range(engine.random.randint(1, 3))]
     for name in engine.random.choices(names, weights, k=plan.faults):
@@ -364,6 +377,37 @@ def _kill_server(world: World) -> None:
     servers = [worker for worker in world.workers() if worker.is_server]
     if servers:
         world.engine.random.choice(servers).die(-9)
+
+
+def _kill_one_of_each_replica(world: World) -> None:
+    ranks = world.plan.ranks
+    for replica in {worker.number // ranks for worker in world.workers()}:
+        number = replica * ranks + world.engine.random.randrange(ranks)
+        for worker in world.workers():
+            if worker.number == number:
+                world.engine.after(world.engine.between(0.0, 0.3), worker.die, -9)
+
+
+def _kill_fellows(world: World) -> None:
+    """One process of a replica, then another: while the first is replaced, or builds."""
+    if (worker := _some_worker(world)) is None:
+        return
+    replica = worker.number // world.plan.ranks
+    worker.die(-9)
+    for _ in range(2):
+        world.engine.after(world.engine.between(0.0, 1.0), _kill_one_of, world, replica)
+
+
+def _kill_one_of(world: World, replica: int) -> None:
+    living = [w for w in world.workers() if w.number // world.plan.ranks == replica]
+    if living:
+        world.engine.random.choice(living).die(-9)
+
+
+def _break_replica(world: World) -> None:
+    """The connections inside a replica break, and its processes live."""
+    if (worker := _some_worker(world)) is not None:
+        worker.loses_fellows()
 
 
 def _kill_all_workers(world: World) -> None:
@@ -424,7 +468,9 @@ def _notice(world: World) -> None:
 
 
 def _scale(world: World) -> None:
-    wisher = Wisher(world, world._pid(), world.engine.random.randint(1, 5))
+    ranks, random = world.plan.ranks, world.engine.random
+    workers = random.randint(1, 5) if ranks == 1 else random.choice([1, 2, 3, 1.5]) * ranks
+    wisher = Wisher(world, world._pid(), int(workers))
     world.processes[wisher.pid] = wisher
 
 
@@ -465,6 +511,9 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
     "a worker is killed": (_kill_worker, 5),
     "a server is killed": (_kill_server, 2),
     "all workers are killed": (_kill_all_workers, 1),
+    "one of each replica is killed": (_kill_one_of_each_replica, 2),
+    "fellows are killed": (_kill_fellows, 5),
+    "a replica comes apart": (_break_replica, 2),
     "the master is killed": (_kill_master, 5),
     "the master stalls": (_stall_master, 1),
     "the master hangs": (_hang_master, 1),
@@ -481,6 +530,8 @@ KINDS: dict[str, tuple[Callable[[World], None], float]] = {
 }
 """What may befall a run, and how often relative to the rest."""
 
+OF_A_MESH = ("one of each replica is killed", "fellows are killed", "a replica comes apart")
+"""What needs replicas of several processes."""
 
 SURVIVED = (
     "the master is killed",

@@ -1,6 +1,7 @@
 """A job file says the same after a round trip, and every mistake in one names file and key."""
 
 import datetime
+import math
 import tomllib
 from pathlib import Path
 
@@ -69,11 +70,19 @@ STOP = some(
     gradient_norm=st.floats(1e-300, 1e300),
     time_limit=st.floats(1e-300, 1e300) | st.sampled_from(["90s", "1h 30m", "1.5d", "7"]),
 )
+
+
+def whole_replicas(table):
+    """The same job, with as many workers as make whole replicas."""
+    ranks = math.prod(table.get("mesh", {}).values())
+    return table | ({"workers": ranks * table.get("workers", 1)} if ranks > 1 else {})
+
+
 JOBS = st.fixed_dictionaries(
     {"recipe": st.sampled_from(["a.py:f", "/x/é b.py:recipe", 'C:\\"quoted".py:_1'])},
     optional={
         "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
-        "workers": st.integers(1, 8),
+        "workers": st.integers(1, 2),
         "seed": NATURAL,
         "network": st.sampled_from(["loopback", "private"]),
         "train": st.one_of(
@@ -83,7 +92,7 @@ JOBS = st.fixed_dictionaries(
         ),
         "stop": STOP,
         "sync": some(name=TEXT, servers=COUNT, codec=TEXT, options=TABLES),
-        "mesh": some(shard=COUNT, tensor=COUNT, stages=COUNT),
+        "mesh": some(tensor=COUNT, stages=COUNT) | some(shard=st.integers(1, 4)),
         "data": some(loaders=NATURAL | st.just("auto")),
         "start": some(
             model=TEXT.map(lambda text: f"m{text}"),
@@ -101,7 +110,7 @@ JOBS = st.fixed_dictionaries(
         "report": some(trace_steps=NATURAL, tensorboard=st.booleans()),
         "arguments": TABLES,
     },
-)
+).map(whole_replicas)
 
 
 @given(JOBS)
@@ -163,6 +172,19 @@ MISTAKES = [
     ({"train": {"precision": 16}}, ["train.precision = 16", "'float32' or 'bfloat16'"]),
     ({"train": {"micro_batches": 65}}, ["micro_batches = 65", "global_batch = 64", "at most 64"]),
     ({"workers": 9}, ["workers = 9", "micro_batches = 8", "to 9 or more"]),
+    ({"workers": 5, "mesh": {"shard": 4}}, ["workers = 5: ", "([mesh] shard = 4), so 4, 8, ..."]),
+    (
+        {"workers": 12, "mesh": {"shard": 4}},
+        ["workers = 12", "`shard` rank of each replica", "workers to at most 8", "to 12 or more"],
+    ),
+    (
+        {"workers": 36, "mesh": {"tensor": 2, "stages": 2}},
+        ["workers = 36", "each replica needs", "workers to at most 32", "to 9 or more"],
+    ),
+    (
+        {"workers": 16, "mesh": {"shard": 16}},
+        ["workers = 16", "Set train.micro_batches to 16 or more"],
+    ),
     ({"data": {"loaders": "many"}}, ['data.loaders = "many"', "a whole number", "'auto'"]),
     ({"data": {"loaders": -1}}, ["data.loaders = -1", "at least 0"]),
     ({"checkpoint": {"every": 2.5}}, ["checkpoint.every = 2.5", "a whole number"]),
@@ -417,7 +439,9 @@ def test_when_a_checkpoint_is_due_is_said_in_steps_in_time_or_never():
 
 
 def test_a_worker_number_says_its_place_in_the_mesh():
-    mesh = build({**RECIPE, "mesh": {"shard": 2, "tensor": 2, "stages": 2}}, source="test").mesh
+    mesh = build(
+        {**RECIPE, "workers": 8, "mesh": {"shard": 2, "tensor": 2, "stages": 2}}, source="test"
+    ).mesh
     places = [mesh.coordinate(worker) for worker in range(16)]
     assert places == sorted(places)
     assert len(set(places)) == 16

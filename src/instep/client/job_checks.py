@@ -51,11 +51,12 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     CODECS.check(job.sync.codec)
     _check_sync(job)
     _check_clashes(job)
-    if job.mesh.ranks > 1:
-        raise SpecError(
-            f"[mesh] asks for {job.mesh.ranks} ranks in a replica: this version keeps a replica "
-            "in one process. Leave the section out."
-        )
+    for axis in ("tensor", "stages"):
+        if (asked := getattr(job.mesh, axis)) > 1:
+            raise SpecError(
+                f"mesh.{axis} = {asked}: this version splits a replica along mesh.shard only. "
+                "Leave the key out."
+            )
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
@@ -109,19 +110,30 @@ def _check_clashes(job: JobSpec) -> None:
         "train.precision = 'float16'": job.train.precision == "float16",
         "check.corruption": job.check.corruption,
         "stop.gradient_norm": job.stop.by_norm,
+        "a loop of your own": job.recipe.endswith(":__main__"),
+        f"sync.name = {sync.name!r}": sync.name != "all_reduce",
     }
     clashes: dict[str, str] = {}
     this = f"sync.name = {sync.name!r}"
     if sync.name in ROUNDS:
         clashes = dict.fromkeys(settings, _OWN_STEPS)
-        del clashes["train.determinism = 'bits'"], clashes["train.device = 'cuda'"]
+        for fits in ("train.determinism = 'bits'", "train.device = 'cuda'", this):
+            del clashes[fits]
+        del clashes["a loop of your own"]
     elif sync.name in SERVERS:
         clashes = _WITH_SERVERS
     elif sync.codec != "none":
         this, clashes = f"sync.codec = {sync.codec!r}", _WITH_A_CODEC
-    for setting, why in clashes.items():
-        if settings[setting]:
-            raise SpecError(f"{this} does not go with {setting}: {why}. Leave one of the two out.")
+    found = [(this, setting, why) for setting, why in clashes.items() if settings[setting]]
+    if job.mesh.ranks > 1:
+        with_mesh = {
+            **_WITH_A_MESH,
+            f"sync.name = {sync.name!r}": "this version has only all_reduce",
+        }
+        size = f"a replica of {job.mesh.ranks} processes ([mesh])"
+        found += [(size, setting, why) for setting, why in with_mesh.items() if settings[setting]]
+    for what, setting, why in found:
+        raise SpecError(f"{what} does not go with {setting}: {why}. Leave one of the two out.")
 
 
 _OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
@@ -136,6 +148,12 @@ _WITH_A_CODEC = {
     "train.determinism = 'bits'": "what a codec drops depends on how many workers there are",
     "check.corruption": "gradients are not compared to the bit",
     "train.precision = 'float16'": "the scale of the loss changes",
+}
+_WITH_A_MESH = {
+    "a loop of your own": "this version splits only the model of a recipe",
+    "sync.codec": "what a codec drops is kept for whole gradients",
+    "check.corruption": "it compares states that every worker has",
+    "train.precision = 'float16'": "the scale of the loss follows from whole gradients",
 }
 
 

@@ -21,12 +21,18 @@ class ChannelStore(Store):
 
     Args:
         connection: to the master; used only while the group forms.
-        prefix: put before every key, one for each generation.
+        prefix: put before every key, one for each group.
+        released: what `get` raises instead of PeerError once the run does not need this process.
     """
 
-    def __init__(self, connection: MasterConnection, prefix: str) -> None:
+    def __init__(
+        self,
+        connection: MasterConnection,
+        prefix: str,
+        released: type[Exception] | None = None,
+    ) -> None:
         super().__init__()
-        self._connection, self._prefix = connection, prefix
+        self._connection, self._prefix, self._released = connection, prefix, released
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -45,6 +51,8 @@ class ChannelStore(Store):
             if not isinstance(answer, StoreValue):  # this group will never form
                 self._connection.question = None
                 self._connection.put_back(answer)
+                if self._released is not None and isinstance(answer, Release):
+                    raise self._released
                 raise PeerError("the members changed while the group was forming.")
             self._known[answer.key] = answer.value  # or one of a group that did not form
         return self._known[name]

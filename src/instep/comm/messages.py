@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-VERSION = 7
+VERSION = 8
 """Version of the messages below; both ends of a channel must have the same."""
 
 
@@ -92,6 +92,8 @@ class Welcome(Message, frozen=True):
     """Whether other workers already have the state of the run."""
     role: str = "worker"
     """Of the process, as in `Form`."""
+    restarts: int = 0
+    """How often its replica was started again; the same for all processes that may meet."""
 
 
 class Refused(Message, frozen=True):
@@ -296,6 +298,17 @@ class Regroup(Message, frozen=True):
 
 class Notice(Message, frozen=True):
     """From a worker: its machine will be taken away soon."""
+
+
+def keys_of_generation(generation: int | None = None) -> str:
+    """The prefix of the keys by which the members of a generation connect, or those of all."""
+    return "generation-" if generation is None else f"generation-{generation}/"
+
+
+def keys_of_replica(replica: int, restarts: int | None = None) -> str:
+    """The prefix of the keys by which the processes of a replica connect, or of all its starts."""
+    start = f"replica-{replica}-"
+    return start if restarts is None else f"{start}{restarts}/"
 
 
 class StoreSet(Message, frozen=True):

@@ -74,7 +74,11 @@ class TorchComm:
         cuda = device is not None and device.type == "cuda"
         try:
             timeout = timedelta(seconds=timeout_s)
-            group = _nccl(store, rank, size) if cuda else _gloo(noted, rank, size, address, timeout)
+            group = (
+                _nccl(store, rank, size)
+                if cuda
+                else gloo_group(noted, rank, size, address, timeout)
+            )
         except RuntimeError as error:
             text = f"the group of {size} workers did not form: {error}"
             raise PeerError(text, mine=_is_mine(error)) from error
@@ -146,7 +150,7 @@ class TorchComm:
         try:
             return start(self._group)
         except RuntimeError as error:
-            raise _broken(error) from error
+            raise broken(error) from error
 
     def _is_interrupted(self) -> bool:
         return self._interrupted
@@ -206,7 +210,7 @@ class TorchWork:
                 if self._is_interrupted():
                     raise PeerError(_INTERRUPTED)
         except RuntimeError as error:
-            raise _broken(error) from error
+            raise broken(error) from error
 
     def _ends_soon(self) -> bool:
         try:
@@ -345,7 +349,8 @@ def _sockaddr(family: int, name: Any) -> bytes:
     return b""
 
 
-def _gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+def gloo_group(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """Torch's own object, which listens on one address only; the ranks have a time to meet."""
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
@@ -363,7 +368,8 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
     return ProcessGroupNCCL(store, rank, size, options)
 
 
-def _broken(error: RuntimeError) -> PeerError:
+def broken(error: RuntimeError) -> PeerError:
+    """What a collective's error means: another process ended, or this one lacks resources."""
     if _is_mine(error):
         return PeerError(f"a collective failed in this process ({error}).", mine=True)
     return PeerError(f"another worker went away in the middle of a collective ({error}).")

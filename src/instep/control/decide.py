@@ -8,6 +8,9 @@ phases that a member goes through, are in `state.py`.
     gathering  ->  training  ->  releasing  ->  ended
         \\______________\\____________\\__>  ending  ->  ended
 
+Several processes may share a replica (`State.fellows`). Where one of them is lost, the others are
+killed, and all are started again: the *restart* of a replica.
+
 A generation ends in one of two ways. It breaks: a member was lost, and the others wait
 for the next one. Or it changes: those that shall join are ready, and all members leave
 it at the same commit. How a run fails and ends is in `endings.py`.
@@ -16,11 +19,13 @@ it at the same commit. How a run fails and ends is in `endings.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from instep.comm.messages import Done, Failed, Form, Regroup, Release, Stop
 from instep.control import crash_loop, endings
 from instep.control.state import (
     IN_A_GROUP,
+    KILLED,
     LIVING,
     Action,
     Blame,
@@ -28,6 +33,7 @@ from instep.control.state import (
     Built,
     Ended,
     Event,
+    Forget,
     Formed,
     GoBack,
     HostJoined,
@@ -69,6 +75,9 @@ BUILDING_S = 1.0
 FIRST_MEETING_S, MEETING_S = 30.0, 2.0
 """How long the members of the first, and of a later generation may take to connect."""
 
+_GETTING_READY = frozenset({Phase.ABSENT, Phase.KILLED, Phase.BUILDING, Phase.READY})
+"""Where the processes of a replica are until all of them can be in a group."""
+
 
 def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     """What follows from `event`, at `now` (seconds on any steady clock).
@@ -76,11 +85,11 @@ def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]
     Raises:
         TransitionError: the event cannot happen in this state; the state stays as it was.
     """
-    if state.phase == "ended":
+    if state.phase == "ended" or _is_from_killed(state, event):
         return state, []
     after, actions = _decide(state, event, now)
     after, releases = _release(after)
-    return after, [*actions, *releases]
+    return after, [*_ends_of_replicas(state, after), *actions, *releases]
 
 
 def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
@@ -133,12 +142,19 @@ def _decide(state: State, event: Event, now: float) -> tuple[State, list[Action]
             return _tick(state, step, now)
 
 
+def _is_from_killed(state: State, event: Event) -> bool:
+    """Whether an event is of a process that is being killed: only its end is waited for."""
+    worker = getattr(event, "worker", -1)
+    return state.member(worker).phase is Phase.KILLED and not isinstance(event, Ended)
+
+
 # ---- from one generation to the next
 
 
 def _advance(state: State, now: float) -> tuple[State, list[Action]]:
     """Form the next generation, or ask for it, once all members that it shall have are ready."""
-    ended = any(state.member(n).phase is Phase.ENDED for n in state.group)
+    # of one that is being killed it is not known what it still writes
+    ended = any(state.member(n).phase in (Phase.ENDED, Phase.KILLED) for n in state.group)
     if ended or not (state.needed <= state.ready or _can_do_without(state, now)):
         return state, []
     if state.phase == "gathering":
@@ -161,8 +177,8 @@ def _can_do_without(state: State, now: float) -> bool:
     """
     if state.phase != "gathering" or state.drains or now < state.since + BUILDING_S:
         return False
-    missing = state.wanted - state.ready
-    getting_ready = missing <= state.those(frozenset({Phase.ABSENT, Phase.BUILDING}))
+    missing = state.wanted - state.whole(state.ready)
+    getting_ready = missing <= state.those(_GETTING_READY)
     work_goes_on = bool(state.holders & state.wanted - state.servers)
     return getting_ready and not missing & state.servers and work_goes_on
 
@@ -170,7 +186,7 @@ def _can_do_without(state: State, now: float) -> bool:
 def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
     bound, holders = state.those(IN_A_GROUP), state.holders
     together = state.changing and state.left
-    chosen = state.needed & state.ready | bound
+    chosen = state.whole(state.needed & state.ready).union(*map(state.fellows, bound))
     if not together or not holders & chosen:
         chosen |= holders  # one may have committed what no other member has
     elif state.drains:
@@ -200,7 +216,19 @@ def _next_generation(state: State, now: float) -> tuple[State, list[Action]]:
         sends += _stops(after)
     fields = {"generation": generation, "members": list(after.group)}
     log = Log("generation_started", {**fields, "reason": state.why, "seconds": now - state.since})
-    return after, [log, *sends]
+    return after, [log, *_waiting(after), *sends]
+
+
+def _waiting(state: State) -> list[Action]:
+    """Say which processes wait, since some of their fellows are not there."""
+    out, there = state.wanted - set(state.group), state.living - state.those(KILLED)
+    logs: list[Action] = []
+    for first in sorted(n for n in out if n % state.ranks == 0):
+        fellows = state.fellows(first)
+        if (waits := fellows & there) and (missing := fellows - there):
+            fields = {"workers": sorted(waits), "missing": sorted(missing)}
+            logs.append(Log("replica_waits", {"replica": first // state.ranks, **fields}))
+    return logs
 
 
 def _form(state: State, worker: int) -> Form:
@@ -248,7 +276,7 @@ def _release(state: State) -> tuple[State, list[Action]]:
         unneeded = state.living - state.needed - set(state.group)
     else:
         return state, []
-    unneeded -= state.those(frozenset({Phase.RELEASED}))
+    unneeded -= state.those(frozenset({Phase.RELEASED, Phase.KILLED}))
     for worker in unneeded:
         state = state.move(worker, Phase.RELEASED)
     return state, [Send(worker, Release()) for worker in sorted(unneeded)]
@@ -301,8 +329,9 @@ def _restarted(state: State, now: float) -> tuple[State, list[Action]]:
     if state.phase in ("releasing", "ending"):
         kill: list[Action] = [KillAll()] if state.phase == "ending" else []
         return replace(state, deadline=now + endings.EXIT_S), kill
-    hung = sorted(n for n, member in state.members.items() if member.hung)
-    again: list[Action] = [*_starts(state), *[Kill(worker) for worker in hung]]
+    hung = {n for n, member in state.members.items() if member.hung}
+    kills = [Kill(worker) for worker in sorted(hung | state.those(KILLED))]
+    again: list[Action] = [*_starts(state), *kills]
     actions: list[Action] = []
     if state.phase == "gathering":
         state, actions = _advance(state, now)
@@ -342,12 +371,15 @@ def _starts(state: State) -> list[Action]:
 
 def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
     """Why a run cannot have so many workers; empty if it can."""
-    most = job.per_commit.micro_batches
+    portions = job.per_commit.micro_batches
+    most = job.mesh.most_workers(portions)
     key = "sync.participants" if job.sync.participants else "train.micro_batches"
+    if wrong := job.mesh.refusal(workers):
+        return wrong
     if not 1 <= workers <= most:
         return (
             f"workers = {workers}: a run needs 1 or more, and this one has work for {most} at "
-            f"most, since {key} = {most}."
+            f"most, since {key} = {portions}."
         )
     if not state.recovers:
         return "the workers of this run cannot change: it computes on GPUs."
@@ -374,10 +406,13 @@ def _noticed(state: State, worker: int, now: float) -> tuple[State, list[Action]
         return state, []  # it stays as long as it can
     if worker in state.servers:
         return state, []  # it too: what it holds stays in the memory of its host, for its number
-    (successor,) = _unused(state, 1)
+    fellows, more = sorted(state.fellows(worker)), _unused(state, state.ranks)
+    successor = more[fellows.index(worker)]
     why = f"worker {worker} was asked to leave; worker {successor} takes its place"
-    log = Log("worker_leaving", {"worker": worker, "successor": successor})
-    return _want(state, [successor], [worker], why, log, now)
+    fields: dict[str, Any] = {"worker": worker, "successor": successor}
+    if others := [n for n in fellows if n != worker]:
+        fields["fellows"] = others
+    return _want(state, more, fellows, why, Log("worker_leaving", fields), now)
 
 
 def _want(
@@ -399,9 +434,11 @@ def _want(
 
 
 def _unused(state: State, count: int) -> list[int]:
-    """The lowest numbers that no member has, or had in this generation."""
-    taken = state.members.keys() | set(state.group)
-    return [n for n in range(len(taken) + max(count, 0)) if n not in taken][: max(count, 0)]
+    """The numbers of the lowest replicas of which no member is there, or was in this generation."""
+    ranks, taken = state.ranks, {n // state.ranks for n in [*state.members, *state.group]}
+    free = [each for each in range(len(taken) + max(count, 0)) if each not in taken]
+    numbers = [each * ranks + place for each in free for place in range(ranks)]
+    return numbers[: max(count, 0)]
 
 
 # ---- who is lost
@@ -409,6 +446,8 @@ def _unused(state: State, count: int) -> list[int]:
 
 def _ended(state: State, event: Ended, now: float) -> tuple[State, list[Action]]:
     worker, code, member = event.worker, event.code, state.member(event.worker)
+    if member.phase is Phase.KILLED and state.phase in ("gathering", "training"):
+        return _ended_with_fellow(state, worker, now)
     if worker in state.done and state.phase == "training":
         return state.move(worker, Phase.ENDED), []  # it had finished
     replaced = member.phase is Phase.ABSENT or (state.recovers and member.last_message is None)
@@ -438,12 +477,16 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
     state, failure, ends = crash_loop.judge(state, event)
     if ends:
         return endings.fail(state.move(worker, Phase.ENDED), Blame(worker, failure), now)
-    log = Log("worker_lost", {"worker": worker, "step": failure.step, "cause": failure.cause})
+    before, state = state, _lose(state, worker)
+    fields: dict[str, Any] = {"worker": worker, "step": failure.step, "cause": failure.cause}
+    if killed := state.those(KILLED) - before.those(KILLED):
+        fields["restarted"] = sorted(killed)
+    log = Log("worker_lost", fields)
     if state.phase == "training" and worker not in state.group and not state.changing:
-        return _lose(state, worker), [log, Start(worker)]  # the others train on
+        return state, [log, Start(worker)]  # the others train on
     waiting = state.phase == "gathering" or not state.course
     state = replace(
-        _lose(state, worker),
+        state,
         phase="gathering",
         since=state.since if waiting else now,
         why=f"{state.member(worker).role} {worker} was lost: {failure.cause}",
@@ -460,11 +503,41 @@ def _replace(state: State, event: Ended, now: float) -> tuple[State, list[Action
 
 
 def _lose(state: State, worker: int) -> State:
-    """Forget a process; if it was in a group, it may have begun what others must not repeat."""
-    alone = state.member(worker).phase in IN_A_GROUP
-    return replace(
-        state.move(worker, Phase.ABSENT), from_checkpoint=state.from_checkpoint and not alone
-    )
+    """Forget a process; if it was in a group, it may have begun what others must not repeat.
+
+    Without it its fellows are of no use: they are killed, and the replica starts again. A
+    process that never joined has met none of them.
+    """
+    lost = frozenset({worker})
+    if state.member(worker).phase is not Phase.ABSENT:
+        replica, times = worker // state.ranks, state.restarts_of(worker)
+        state = replace(state, restarts=state.restarts | {replica: times + 1})
+        lost |= state.fellows(worker) & state.those(LIVING - KILLED - {Phase.RELEASED})
+    in_a_group = bool(lost & state.those(IN_A_GROUP))
+    state = state.move(worker, Phase.ABSENT)
+    for fellow in lost - {worker}:
+        state = state.move(fellow, Phase.KILLED).note(fellow, last_message=None)
+    if state.suspect is not None and state.suspect.worker in lost - {worker}:
+        apart = any(state.member(n).phase is Phase.LEFT for n in state.group)
+        state = replace(state, suspect=None, deadline=state.deadline if apart else None)
+    return replace(state, from_checkpoint=state.from_checkpoint and not in_a_group)
+
+
+def _ended_with_fellow(state: State, worker: int, now: float) -> tuple[State, list[Action]]:
+    """A process has ended that was killed because of a fellow, which is the cause."""
+    state = state.move(worker, Phase.ABSENT)
+    if worker in state.needed:
+        return state, [Start(worker)]
+    return _advance(state, now)
+
+
+def _ends_of_replicas(before: State, after: State) -> list[Action]:
+    """Where a replica starts again, its processes are killed, and their keys are of no use."""
+    if after.ranks == 1:
+        return []
+    killed = after.those(KILLED) - before.those(KILLED)
+    again = (r for r, times in after.restarts.items() if times != before.restarts.get(r, 0))
+    return [*[Kill(worker) for worker in sorted(killed)], *map(Forget, again)]
 
 
 def _recall(state: State) -> tuple[State, list[Action]]:
@@ -472,7 +545,7 @@ def _recall(state: State) -> tuple[State, list[Action]]:
     starts: list[Action] = []
     for worker in sorted(state.done):
         if state.member(worker).phase is Phase.ENDED:
-            state = state.move(worker, Phase.ABSENT)
+            state = _lose(state, worker)
             starts += [Start(worker)] if worker in state.wanted else []
         else:
             state = state.note(worker, last_message=None)
@@ -508,8 +581,10 @@ def _last_message(
     state: State, worker: int, message: Done | Failed, now: float
 ) -> tuple[State, list[Action]]:
     if isinstance(message, Failed):
-        state, blame = state.note(worker, last_message=message), Blame(worker, message)
         may_follow = message.kind == PeerError.__name__  # from another worker's failure
+        if may_follow and state.member(worker).phase is Phase.RELEASED:
+            return state, []  # or from the end of a fellow, which was released too
+        state, blame = state.note(worker, last_message=message), Blame(worker, message)
         return (endings.suspect if may_follow else endings.fail)(state, blame, now)
     if message.generation != state.generation or state.member(worker).phase is Phase.RELEASED:
         return state, []  # it has to finish again with the others, or sends it again

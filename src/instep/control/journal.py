@@ -2,7 +2,7 @@
 
 Each decision that changes the state is a row: the time, the event, and the whole state
 after it. It is written before any action is taken. The next master continues from the
-last row. Beside them: the keys of the present generation (`keys.py`).
+last row. Beside them: keys that another master must know (`keys.py`).
 """
 
 from __future__ import annotations
@@ -96,14 +96,16 @@ class Journal:
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
-    def forget(self) -> None:
-        """Remove all keys, for another generation.
+    def forget(self, prefix: str) -> None:
+        """Remove all keys that begin like this.
 
         Raises:
             RunError: it cannot be written.
         """
         try:
-            self._rows.execute("DELETE FROM keys")
+            self._rows.execute(
+                "DELETE FROM keys WHERE substr(key, 1, ?) = ?", (len(prefix), prefix)
+            )
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 

@@ -1,6 +1,7 @@
-"""The keys under which the members of one generation exchange their addresses.
+"""The keys under which the members of a group exchange their addresses.
 
-The master's half of `comm/channel_store.py`.
+The group is a generation's, or the one inside a replica. The master's half of
+`comm/channel_store.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Keys:
             self._waiting.setdefault(key, []).append(peer)
         return value
 
-    def clear(self) -> None:
-        """Forget all keys, for another generation."""
-        self._values.clear()
-        self._waiting.clear()
+    def forget(self, prefix: str) -> None:
+        """Forget all keys that begin like this, for another group."""
+        for known in (self._values, self._waiting):
+            for key in [key for key in known if key.startswith(prefix)]:
+                del known[key]

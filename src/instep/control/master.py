@@ -139,7 +139,7 @@ class Master:
         self._machine = machine()
         self._recorder, self._verdicts = Recorder(run, views), Verdicts(job, start_point.figures)
         self._keys, self._stack_requests = Keys(), StackRequests(run)
-        self._watch = Watch()
+        self._watch = Watch(ranks=job.mesh.ranks)
         self._connections: dict[Peer, _Connection] = {}
         # of workers, by number
         self._peers: dict[int, Peer] = {}
@@ -171,6 +171,7 @@ class Master:
         servers = servers_of(self._job.sync)
         self._state = s.State(
             members=s.first_members(self._job.workers, servers),
+            ranks=self._job.mesh.ranks,
             drains=self._job.sync.own_state,
             recovers=self._hosted,
             parted=self._hosts.several,
@@ -191,7 +192,7 @@ class Master:
         """Continue where a master was lost; the processes are about to connect again."""
         assert self._journal is not None
         self._state, now = known, time.monotonic()
-        for key, value in [] if known.recovers else self._journal.kept():
+        for key, value in self._journal.kept():
             self._keys.leave(key, value)
         checkpoint = Path(known.checkpoint) if known.checkpoint else None
         self._start_point = replace(self._start_point, checkpoint=checkpoint)
@@ -303,6 +304,10 @@ class Master:
             self._hub.drop(peer)
             return
         self._connections[peer] = _Connection(hello.role, hello.number, hello.resends)
+        if (
+            hello.role == "worker"
+        ):  # first: who knows of a start of its replica is known to be of it
+            self._welcome_worker(peer, hello)
         checkpoint = self._start_point.checkpoint
         self._hub.send(
             peer,
@@ -315,12 +320,11 @@ class Master:
                 marks=crash_loop.marks(self._state),
                 others_have_state=bool(self._state.holders),
                 role=self._state.member(hello.number).role,
+                restarts=self._state.restarts_of(hello.number),
             ),
         )
         if hello.role == "host":
             self._welcome_host(peer, hello)
-        elif hello.role == "worker":
-            self._welcome_worker(peer, hello)
 
     def _welcome_host(self, peer: Peer, hello: m.Hello) -> None:
         number, now = hello.number, time.monotonic()
@@ -451,8 +455,9 @@ class Master:
             case m.Heartbeat():
                 self._handle_heartbeat(peer, connection, message)
             case m.StoreSet(key=key, value=value):
-                if self._journal is not None and not self._state.recovers:
-                    self._journal.keep(key, value)  # else another master forms another group
+                forms_again = self._state.recovers and key.startswith(m.keys_of_generation())
+                if self._journal is not None and not forms_again:  # another master needs it
+                    self._journal.keep(key, value)
                 for waiting in self._keys.leave(key, value):
                     self._hub.send(waiting, m.StoreValue(key=key, value=value))
             case m.StoreGet(key=key):
@@ -706,19 +711,25 @@ class Master:
             self._exited(worker, process.pid, None, process.host)
 
     def _is_another_holder(self, worker: int, now: float) -> bool:
-        """Whether another worker that holds the run's state can be reached."""
-        return any(
-            now - self._last_heartbeat[other][0] < FLOOR_S
-            for other in self._state.holders - {worker}
+        """Whether another replica that holds the run's state can be reached."""
+        state = self._state
+        reached = frozenset(
+            other
+            for other in state.holders - state.fellows(worker)
             if other in self._peers and other in self._last_heartbeat
+            if now - self._last_heartbeat[other][0] < FLOOR_S
         )
+        return bool(state.whole(reached))
 
     def _spread(self) -> None:
-        """Move a worker to a host that has come back, when nothing else changes."""
+        """Move a worker to a host that has come back, when nothing else changes.
+
+        Not one that shares its replica: all of them would move, and crowd the other host.
+        """
         state, members = self._state, set(self._state.group)
         calm = state.phase == "training" and not (state.changing or state.stop or state.done)
         settled = members == state.wanted == state.joined == self._processes.keys()
-        if calm and settled and state.complete:
+        if calm and settled and state.complete and state.ranks == 1:
             placed = {w: self._processes[w].host for w in members}
             worker = self._hosts.crowded(placed, stay=state.servers)
             if worker is not None:
@@ -800,13 +811,13 @@ class Master:
                 self._send(worker, message)
             case s.Log(name, fields):
                 if name == "generation_started":  # the keys of the one before are not needed
-                    self._keys.clear()
-                    if self._journal is not None and not self._state.recovers:
-                        self._journal.forget()
+                    self._forget(m.keys_of_generation())
                 self._recorder.emit(name, fields)
             case s.Kill(worker):
                 if worker in self._processes:
                     self._processes[worker].signal(signal.SIGKILL)
+            case s.Forget(replica):
+                self._forget(m.keys_of_replica(replica))
             case s.KillAll():
                 self._kill_all()
             case s.GoBack():
@@ -815,6 +826,11 @@ class Master:
                 self._start_worker(worker)
             case s.Finish():
                 raise Outcome(action, self._state.blame)
+
+    def _forget(self, prefix: str) -> None:
+        self._keys.forget(prefix)
+        if self._journal is not None:
+            self._journal.forget(prefix)
 
     def _send(self, worker: int, message: m.AnyMessage) -> None:
         if worker not in self._peers:

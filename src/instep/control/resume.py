@@ -39,7 +39,6 @@ FIXED = {
     "seed": "the order of the data and every random draw follow from it",
     "arguments": "the recipe would build something else",
     "sync": "what a strategy remembers is in the checkpoint",
-    "mesh": "the checkpoint is cut along it",
     "start.model": "the checkpoint has the model by now",
     "start.partial": "the checkpoint has the model by now",
     "start.freeze": "the optimizer's state is of the parameters that were trained",
@@ -54,6 +53,7 @@ FIXED = {
 """What may not change when a run is resumed, and why."""
 
 FIXED_BITS = {
+    "mesh": "sums within a replica are cut along it, and round otherwise",
     "train.threads": "sums are cut among threads, and round otherwise",
     "train.device": "another kind of device rounds otherwise",
 }

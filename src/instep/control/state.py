@@ -7,6 +7,10 @@ anything; the state only knows which phases a member may go through:
     FORMING, INSIDE -Broke-> LEFT -Form-> FORMING      INSIDE -Form g+1-> FORMING
     BUILDING, READY, LEFT, at the end all -Release-> RELEASED
     any -Ended-> ABSENT (can be replaced) or ENDED
+    BUILDING to LEFT -Ended of a fellow-> KILLED
+
+Several processes may share one replica (copy) of the model: the *fellows* of a member. They live
+and die together, and a group has all of them or none.
 
 The state is written to the run's journal as it is, so it holds only plain values.
 """
@@ -254,6 +258,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Forget:
+    """Forget what the processes of a replica have told each other: others take their place."""
+
+    replica: int
+
+
+@dataclass(frozen=True)
 class KillAll:
     """Kill every process that is left."""
 
@@ -281,7 +292,7 @@ class Finish:
     exit_code: int
 
 
-Action: TypeAlias = Send | Log | Kill | KillAll | GoBack | Start | Finish
+Action: TypeAlias = Send | Log | Kill | Forget | KillAll | GoBack | Start | Finish
 
 # ---- one member
 
@@ -300,6 +311,8 @@ class Phase(StrEnum):
     """It is in the group of the present generation."""
     LEFT = "left"
     """It has left its last group, and waits for the next `Form`."""
+    KILLED = "killed"
+    """It is being killed, since a fellow was lost; what it still sends is ignored."""
     RELEASED = "released"
     """It was sent `Release`, and its process may still be there."""
     ENDED = "ended"
@@ -308,16 +321,19 @@ class Phase(StrEnum):
 
 IN_A_GROUP = frozenset({Phase.FORMING, Phase.INSIDE})
 READY = IN_A_GROUP | {Phase.READY, Phase.LEFT}
-LIVING = READY | {Phase.BUILDING, Phase.RELEASED}
+KILLED = frozenset({Phase.KILLED})
+LIVING = READY | {Phase.BUILDING, Phase.KILLED, Phase.RELEASED}
 
 _GONE = frozenset({Phase.ABSENT, Phase.ENDED})
+_LOST = _GONE | {Phase.KILLED}
 NEXT = {
     Phase.ABSENT: _GONE | {Phase.BUILDING},
-    Phase.BUILDING: _GONE | {Phase.READY, Phase.RELEASED},
-    Phase.READY: _GONE | {Phase.FORMING, Phase.RELEASED},
-    Phase.FORMING: _GONE | {Phase.INSIDE, Phase.LEFT, Phase.FORMING, Phase.RELEASED},
-    Phase.INSIDE: _GONE | {Phase.LEFT, Phase.FORMING, Phase.RELEASED},
-    Phase.LEFT: _GONE | {Phase.FORMING, Phase.RELEASED},
+    Phase.BUILDING: _LOST | {Phase.READY, Phase.RELEASED},
+    Phase.READY: _LOST | {Phase.FORMING, Phase.RELEASED},
+    Phase.FORMING: _LOST | {Phase.INSIDE, Phase.LEFT, Phase.FORMING, Phase.RELEASED},
+    Phase.INSIDE: _LOST | {Phase.LEFT, Phase.FORMING, Phase.RELEASED},
+    Phase.LEFT: _LOST | {Phase.FORMING, Phase.RELEASED},
+    Phase.KILLED: _GONE,
     Phase.RELEASED: _GONE,
     Phase.ENDED: _GONE,
 }
@@ -394,6 +410,10 @@ class State:
 
     members: dict[int, Member] = field(default_factory=dict)
     """By number: who is wanted, and who is there."""
+    ranks: int = 1
+    """How many processes share a replica; their numbers follow each other."""
+    restarts: dict[int, int] = field(default_factory=dict)
+    """By replica: how often its processes were started again."""
     recovers: bool = False
     """Whether a member that is lost is replaced."""
     drains: bool = False
@@ -503,6 +523,19 @@ class State:
         """Numbers of the members in one of these phases."""
         return frozenset(n for n, member in self.members.items() if member.phase in phases)
 
+    def fellows(self, number: int) -> frozenset[int]:
+        """The members that share a replica with this one, itself included."""
+        first = number - number % self.ranks
+        return frozenset(range(first, first + self.ranks))
+
+    def whole(self, numbers: frozenset[int]) -> frozenset[int]:
+        """Those of them whose fellows are all among them."""
+        return frozenset(n for n in numbers if self.fellows(n) <= numbers)
+
+    def restarts_of(self, number: int) -> int:
+        """How often a member's replica was started again."""
+        return self.restarts.get(number // self.ranks, 0)
+
     @property
     def wanted(self) -> frozenset[int]:
         """Members that the next generation shall have."""
@@ -535,10 +568,11 @@ class State:
 
     @property
     def holders(self) -> frozenset[int]:
-        """Members that hold the state of the run."""
+        """Members that hold the state of the run, as all their fellows do."""
         since = max(self.course, 1)
         records = ((n, self.members[n]) for n in self.ready)
-        return frozenset(n for n, each in records if max(each.formed, each.held) >= since)
+        held = frozenset(n for n, each in records if max(each.formed, each.held) >= since)
+        return self.whole(held)
 
     @property
     def done(self) -> dict[int, Done]:

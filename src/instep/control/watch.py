@@ -5,7 +5,8 @@ for how long a processor was busy with it. A worker hangs when its heartbeats st
 inside native code), or when its heartbeats show no progress (an endless loop, a read that
 never ends). The timeouts follow from how long steps take, and how long the same activity
 took before. A worker that waits for others, or for a disk, does not hang; a read that keeps
-a processor busy does not wait for a disk.
+a processor busy does not wait for a disk. Processes that share a replica wait for each other
+inside a pass: of these the one that holds up the others hangs.
 
 Under `instep.join`, and on GPUs, workers cannot be replaced, and one that hangs ends the run:
 the others would wait for it without end. There the timeouts are longer, and only silence
@@ -29,8 +30,11 @@ from instep.units import readable_seconds
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
 
-WAITING = frozenset(["joining", "exchange", "saving"])
+WAITING = frozenset(["meeting", "joining", "exchange", "saving"])
 """Activities in which a worker waits for others, and is not to blame."""
+
+AFTER_A_PASS = frozenset(["joining", "exchange"])
+"""Where a worker of a replica is after the passes of a step, or when it has left its group."""
 
 OF_A_STEP = frozenset(["forward", "backward", "update"])
 """Activities of every step in which a worker computes. A read is none: a store may stall."""
@@ -140,6 +144,10 @@ class _Seen:
         """How long a processor has been busy with it since its last progress."""
         return max(0.0, self.heartbeat.cpu_s - self.cpu_s) if self.heartbeat else 0.0
 
+    def is_busy(self, now: float) -> bool:
+        """Whether it has just made progress, or a processor has been busy with it since then."""
+        return self.busy_s >= BUSY * (now - self.since)
+
     @property
     def has_read(self) -> bool:
         """Whether it has finished the reads of a step, though it may not have reported it."""
@@ -153,7 +161,7 @@ class _Seen:
             or self.heartbeat.phase in WAITING
         ):
             return False
-        return self.busy_s >= BUSY * (now - self.since)
+        return self.is_busy(now)
 
 
 @dataclass
@@ -162,6 +170,8 @@ class Watch:
 
     step_s: float | None = None
     """How long a step takes in total; None before the first."""
+    ranks: int = 1
+    """Processes of a replica; their numbers follow each other."""
     load_s: float = 0.0
     """How long a worker waits for the data of a step."""
     _stretches: dict[str, float] = field(default_factory=dict)
@@ -291,6 +301,8 @@ class Watch:
                 how = f"gave no sign of life for {silent:.1f} s"
                 among = excused if seen.ready and silent <= UNKNOWN_S else found
             elif self._may_hang(seen, at) and idle > self.limit_s(worker, now, often):
+                if self._waits_for_fellow(worker, now):
+                    continue
                 how = f"got nothing done for {idle:.1f} s"
                 loops |= {worker: idle} if seen.reads_busily(now) else {}
                 among = found if idle > UNKNOWN_S else excused
@@ -305,9 +317,36 @@ class Watch:
             longest = max(loops, key=loops.__getitem__, default=None)
             named = [hang for hang in all_of_them if hang in found or hang.worker == longest]
         self._all_still = bool(all_of_them) and not named
+        named = self._one_of_each_replica(named)
         for worker in loops.keys() & {hang.worker for hang in named}:
             self._seen[worker].blamed_s = now - self._seen[worker].since
         return named
+
+    def _waits_for_fellow(self, worker: int, now: float) -> bool:
+        """Whether another process of its replica holds it up, inside a pass that all run at once.
+
+        That is one that is silent, that has not come as far, or that computes meanwhile.
+        """
+        seen, first = self._seen[worker], worker - worker % self.ranks
+        others = [self._seen.get(n) for n in range(first, first + self.ranks) if n != worker]
+        if seen.heartbeat is None or seen.heartbeat.phase == READING:
+            return False
+        return any(other and self._holds_up(other, seen, seen.heartbeat, now) for other in others)
+
+    def _holds_up(self, one: _Seen, other: _Seen, at: Heartbeat, now: float) -> bool:
+        if one.heartbeat is None or now - one.last_heartbeat > STILL_S:
+            return True
+        in_a_pass = one.heartbeat.phase in OF_A_STEP or one.heartbeat.phase in AFTER_A_PASS
+        if one.heartbeat.step < at.step or not (in_a_pass or one.heartbeat.phase == at.phase):
+            return True
+        return one.is_busy(now) and not other.is_busy(now)
+
+    def _one_of_each_replica(self, hangs: list[Hang]) -> list[Hang]:
+        """Of those that share a replica, the one that has got nothing done for longest."""
+        longest: dict[int, Hang] = {}
+        for hang in sorted(hangs, key=lambda hang: self._seen[hang.worker].since):
+            longest.setdefault(hang.worker // self.ranks, hang)
+        return [hang for hang in hangs if hang in longest.values()]
 
     def _may_hang(self, seen: _Seen, at: Heartbeat) -> bool:
         """Whether it must make progress; before it is ready that holds for its reads only."""

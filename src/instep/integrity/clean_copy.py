@@ -6,6 +6,8 @@ checks themselves are in `corruption.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from instep.state.snapshot import Snapshot, tied_names
@@ -37,7 +39,7 @@ class CleanCopy:
             group: _copied(tensors, before.get(group, {}))
             for group, tensors in live.tensors.items()
         }
-        self._kept = Snapshot(step=live.step, tensors=tensors, facts=live.facts)
+        self._kept = replace(live, tensors=tensors)
         self._last = self._state.last
 
     def give_back(self) -> None:
@@ -47,7 +49,7 @@ class CleanCopy:
         """
         assert self._kept is not None, "there is no copy"
         tensors = {group: _copied(kept, {}) for group, kept in self._kept.tensors.items()}
-        fresh = Snapshot(step=self._kept.step, tensors=tensors, facts=self._kept.facts)
+        fresh = replace(self._kept, tensors=tensors)
         state, course = self._state, self._state.progress.course + 1
         state.restore(fresh, "the copy in memory")
         state.progress = state.progress._replace(course=course)

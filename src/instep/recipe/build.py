@@ -158,31 +158,31 @@ def _check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any])
             )
 
 
-def build(
+def build_model(
     recipe: Recipe,
     seed: int,
     device: torch.device,
-    steps: int,
     start: StartSpec | None = None,
     *,
     load: bool = True,
-) -> Built:
-    """Make and check the model on `device`, its optimizer and its scheduler.
+) -> tuple[nn.Module, tuning.Loaded | None]:
+    """Make and check the model on `device`.
 
     Args:
         recipe: of the user.
         seed: of the job.
         device: where the model will be.
-        steps: of the whole run, for a scheduler that needs it.
-        start: the file to load, what to freeze, and learning rates.
+        start: the file to load, and what to freeze.
         load: whether to load the file of `start`; not if a checkpoint has the values.
 
+    Returns:
+        The model, and the file that it was loaded from, if any.
+
     Raises:
-        RecipeError: the model has nothing to train, or a part is of the wrong type.
+        RecipeError: the model has nothing to train, or is of the wrong type.
         SpecError: `start` does not fit the recipe.
         CheckpointError: the file of `start` does not fit the model.
     """
-    start = start or StartSpec()
     model = recipe.model
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -194,9 +194,33 @@ def build(
                 f"Recipe.model() returned {a_or_an(model)}, but an nn.Module is wanted."
             )
     _check_parameters(model)
-    loaded = tuning.begin(start, model, load=load)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    loaded = tuning.begin(start or StartSpec(), model, load=load)
     model.to(device)
+    return model, loaded
+
+
+def build_optimizer(
+    recipe: Recipe,
+    model: nn.Module,
+    steps: int,
+    start: StartSpec | None = None,
+    loaded: tuning.Loaded | None = None,
+) -> Built:
+    """Make and check the optimizer and the scheduler of a model.
+
+    Args:
+        recipe: of the user.
+        model: as `build_model` made it, or split over a mesh since.
+        steps: of the whole run, for a scheduler that needs it.
+        start: learning rates.
+        loaded: the file that the model was loaded from, if any.
+
+    Raises:
+        RecipeError: the optimizer has nothing to train, or is of the wrong type.
+        SpecError: `start` does not fit the recipe.
+    """
+    start = start or StartSpec()
+    parameters = [p for p in model.parameters() if p.requires_grad]
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
         first = turns[0]
@@ -206,6 +230,20 @@ def build(
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
     return Built(recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded)
+
+
+def build(
+    recipe: Recipe,
+    seed: int,
+    device: torch.device,
+    steps: int,
+    start: StartSpec | None = None,
+    *,
+    load: bool = True,
+) -> Built:
+    """`build_model`, then `build_optimizer`."""
+    model, loaded = build_model(recipe, seed, device, start, load=load)
+    return build_optimizer(recipe, model, steps, start, loaded)
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:

@@ -84,6 +84,8 @@ class Forward:
         self.trained: frozenset[str] | None = None
         """Names of the parameters that the loss is for; None for all."""
         self.take_turn(-1)
+        self.run: Callable[..., Any] = _call
+        """Calls a function that uses the model, with its arguments."""
         self.phase = "forward"
         """The present activity: `forward`, `loss` or a metric's name."""
         self.batches = 0
@@ -165,7 +167,7 @@ class Forward:
         weight = self._weight(batch, samples)
         if not weight and not always:
             return None
-        loss, own, _, _ = self._outputs(batch)
+        loss, own, _, _ = self.run(self._outputs, batch)
         if own is None and not weight:  # a mean over nothing
             loss = loss * 0.0
         found = Found(loss, weight if own is None else own)
@@ -203,13 +205,17 @@ class Forward:
         """Loss and metrics of one batch, in the order of the recipe."""
         weight = self._weight(batch, samples)
         with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
-            loss, own, outputs, target = self._outputs(batch)
+            loss, own, outputs, target = self.run(self._outputs, batch)
         found = Found(loss.detach(), weight if own is None else own)
         values = {"loss": float(found.loss) * found.factor if found.counts else 0.0}
         for name, metric in self.recipe.metrics.items():
             self.phase = f"metric {name}"
             values[name] = _number(metric(outputs, target), name)
         return Measured(values, found.weight)
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

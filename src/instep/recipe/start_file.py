@@ -13,6 +13,7 @@ from instep.spec import StartSpec
 from instep.state.manifest import FOLDER, read_manifest
 from instep.state.model_file import check_header
 from instep.store.folder import ID
+from instep.words import command
 
 IN_A_FOLDER = "model.safetensors"
 """Name of the model's file in the folder of a run, and in that of a checkpoint."""
@@ -31,6 +32,15 @@ def start_file(start: StartSpec) -> Path | None:
     path = Path(start.model)
     if path.is_dir():
         if not (path / IN_A_FOLDER).is_file():
+            if any(path.glob("part-*.safetensors")):
+                step = path.name.removeprefix("step-").lstrip("0")
+                again = command(
+                    "export", path.parent.parent, f"--step {step} --to FILE.safetensors"
+                )
+                raise SpecError(
+                    f"start.model = {start.model!r}: the ranks of a mesh saved this checkpoint in "
+                    f"parts. Make one file of its model, and give that: {again}"
+                )
             raise SpecError(
                 f"start.model = {start.model!r}: this folder holds no {IN_A_FOLDER}. "
                 "Give the folder of a run that has ended, or a safetensors file."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.comm.base import Comm
+from instep.state.boxes import read_cut
 from instep.state.snapshot import DTYPES, Snapshot, tied_names
 
 CHUNK_BYTES = 1 << 25
@@ -61,7 +62,8 @@ def broadcast_snapshot(
         return mine
     for group, ties in header["ties"].items():
         groups[group].update({name: groups[group][kept] for name, kept in ties.items()})
-    return Snapshot(step=header["step"], tensors=groups, facts=header["facts"])
+    cuts = {name: read_cut(*row) for name, row in header["cuts"].items()}
+    return Snapshot(step=header["step"], tensors=groups, facts=header["facts"], cuts=cuts)
 
 
 def _broadcast_header(
@@ -84,6 +86,7 @@ def _header(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "step": snapshot.step,
         "facts": snapshot.facts,
+        "cuts": snapshot.cuts,
         "groups": list(snapshot.tensors),
         "ties": ties,
         "tensors": [

@@ -1,19 +1,22 @@
 """Compare two checkpoints, tensor by tensor and byte by byte.
 
-It reads whole files and imports no torch. It does not check that they are intact:
-`intact.py` does. Way in: `differences`.
+It reads whole files and imports no torch, unless a mesh saved one of them: then whole tensors are
+put together, one by one. It does not check that they are intact: `intact.py` does. Way in:
+`differences`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from instep.errors import CheckpointError
-from instep.state.manifest import SUFFIX, folder_name, read_manifest
+from instep.state.manifest import SUFFIX, folder_name, is_meshed, read_manifest
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
@@ -27,7 +30,11 @@ def differences(one: Path, other: Path) -> Iterator[tuple[str, str, str]]:
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    ours, others = (read_manifest(each).files for each in (one, other))
+    manifests = [read_manifest(each) for each in (one, other)]
+    if any(map(is_meshed, manifests)):
+        yield from _differences_of_tensors(one, other)
+        return
+    ours, others = (manifest.files for manifest in manifests)
     for file in sorted({*ours, *others}):
         mine = _read(one / file) if file in ours else {}
         theirs = _read(other / file) if file in others else {}
@@ -44,8 +51,54 @@ Kept = dict[str, tuple[str, bytes]]
 
 def saved(checkpoint: Path) -> Iterator[tuple[str, Kept]]:
     """Each group of tensors of a checkpoint, the model first."""
-    for name in sorted(read_manifest(checkpoint).files):  # model, optimizer, scheduler, strategy
+    manifest = read_manifest(checkpoint)
+    if is_meshed(manifest):
+        groups: defaultdict[str, Kept] = defaultdict(dict)
+        for name, (_, read) in _tensors(checkpoint).items():
+            group, _, own = name.partition("/")
+            groups[group][own] = read()
+        yield from sorted(groups.items())
+        return
+    for name in sorted(manifest.files):  # model, optimizer, scheduler, strategy
         yield name.removesuffix(SUFFIX), _read(checkpoint / name)
+
+
+Reader = tuple[object, Callable[[], tuple[str, bytes]]]
+
+
+def _differences_of_tensors(one: Path, other: Path) -> Iterator[tuple[str, str, str]]:
+    mine, theirs = _tensors(one), _tensors(other)
+    for name in sorted({*mine, *theirs}):
+        group, _, own = name.partition("/")
+        if name not in mine or name not in theirs:
+            yield group, own, "only one of the runs has it"
+            continue
+        (shape, read), (other_shape, read_other) = mine[name], theirs[name]
+        a, b = read(), read_other()
+        if a != b or shape != other_shape:
+            yield group, own, _how(a, b)
+
+
+def _tensors(checkpoint: Path) -> dict[str, Reader]:
+    """The whole tensors of a checkpoint, as `GROUP/NAME`; each is read when it is asked for."""
+    import torch
+
+    from instep.state.pieces import open_pieces
+    from instep.state.snapshot import DTYPES
+
+    def kept(read: Callable[[], torch.Tensor]) -> tuple[str, bytes]:
+        tensor = read()
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        return DTYPES[tensor.dtype], flat.numpy().tobytes()
+
+    snapshot = open_pieces(checkpoint, {})
+    pieces, found = snapshot.pieces, dict[str, Reader]()
+    for name in pieces:
+        found[name] = pieces.shape(name), partial(kept, partial(pieces.read, name))
+    for group, tensors in snapshot.tensors.items():
+        for name, tensor in tensors.items():
+            found[f"{group}/{name}"] = tuple(tensor.shape), partial(kept, tensor.detach)
+    return found
 
 
 def _read(file: Path) -> Kept:

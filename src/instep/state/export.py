@@ -1,8 +1,8 @@
 """Copy the model out of a checkpoint, and check every byte of it.
 
-It imports no torch. Way in: `choose`, then `copy_model`; `copy_own` for the final model of a
-run. Before that `check_target`, or `check_page` for a report: what the user names with `--to`
-must not overwrite anything that a run needs.
+It imports no torch, unless a mesh saved the model in parts. Way in: `choose`, then `copy_model`;
+`copy_own` for the final model of a run. Before that `check_target`, or `check_page` for a report:
+what the user names with `--to` must not overwrite anything that a run needs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from instep.errors import CheckpointError, RunError, SpecError
 from instep.state.manifest import (
     check_file,
     file_name,
+    is_meshed,
     published,
     read_manifest,
 )
@@ -126,8 +127,12 @@ def copy_model(checkpoint: Path, target: Path) -> int:
             was saved; nothing is written.
         OSError: `target` cannot be written.
     """
-    name = file_name("model")
-    entry = read_manifest(checkpoint).files.get(name)
+    name, manifest = file_name("model"), read_manifest(checkpoint)
+    if is_meshed(manifest):
+        from instep.state.whole import extract  # which imports torch
+
+        return extract(checkpoint, target)
+    entry = manifest.files.get(name)
     if entry is None:
         raise CheckpointError(f"{checkpoint} has no {name}: it is the checkpoint of no model.")
     source = checkpoint / name

@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
+from instep.state.boxes import Cut, cut_of, inside, local, whole
 from instep.state.intact import check
 from instep.state.manifest import SUFFIX
 from instep.state.model_file import HASH_KEY, check_hash, open_tensors
-from instep.state.snapshot import Snapshot, model_tensors, tied_names
+from instep.state.snapshot import Snapshot, model_tensors, model_ties
 
 FACTS = ("format", "step", "job", "parameters_sha256", HASH_KEY)
 """Entries of a model file's header that are no ties: a parameter may be named like their values.
@@ -82,8 +83,8 @@ class LoadReport:
 def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadReport:
     """Copy the tensors of any safetensors file into a model, for fine-tuning.
 
-    Types of floating point convert into one another. The file needs
-    only one name of a tied weight.
+    Types of floating point convert into one another. The file needs only one name of a tied
+    weight. Where the model's parameters are DTensors, a rank reads its parts of them.
 
     Args:
         strict: every name must match; else those that do are loaded.
@@ -95,13 +96,14 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
     path, targets = Path(path), model_tensors(model)
     check_hash(path)
     with _OpenFile(path, facts=FACTS) as file:
-        file_names, sources = [*file.names, *file.tied], _sources(file, targets)
+        file_names, tied = [*file.names, *file.tied], model_ties(model, targets)
+        sources = _sources(file, targets, tied)
         wrong = {
             name: why
             for name, source in sources.items()
             if (why := mismatch(file.tensor(source), targets[name], "in the file", convert=True))
         }
-        wrong |= _broken_ties(file, targets, sources)
+        wrong |= _broken_ties(file, tied, sources)
         report = LoadReport(
             matched=tuple(name for name in sources if name not in wrong),
             missing=tuple(name for name in targets if name not in sources),
@@ -120,13 +122,15 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
             )
         with torch.no_grad():
             for name in report.matched:
-                targets[name].copy_(file.tensor(sources[name]))
+                cut = cut_of(targets[name], name)
+                local(targets[name]).copy_(file.tensor(sources[name], cut))
     return report
 
 
-def _sources(file: _OpenFile, targets: Mapping[str, Tensor]) -> dict[str, str]:
+def _sources(
+    file: _OpenFile, targets: Mapping[str, Tensor], tied: Mapping[str, str]
+) -> dict[str, str]:
     """Name in the model to name in the file; a tied weight is found by any of its names."""
-    tied = tied_names(targets)
     by_tie: dict[str, str] = {}
     for name in targets:
         if source := file.find(name):
@@ -153,12 +157,12 @@ def mismatch(found: Tensor, wanted: Tensor, where: str, *, convert: bool) -> str
 
 
 def _broken_ties(
-    file: _OpenFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]
+    file: _OpenFile, tied: Mapping[str, str], sources: Mapping[str, str]
 ) -> dict[str, str]:
     """Names that are one tensor in the model and have two different ones in the file."""
     return {
         name: f"tied to {first} in the model, different from it in the file"
-        for name, first in tied_names(targets).items()
+        for name, first in tied.items()
         if name in sources
         and sources[name] != sources[first]
         and not torch.equal(file.tensor(sources[name]), file.tensor(sources[first]))
@@ -196,9 +200,15 @@ class _OpenFile:
         """The file's own name for `name`, or None."""
         return name if name in self.names else self.tied.get(name)
 
-    def tensor(self, name: str) -> Tensor:
-        """A view of the file, read when it is accessed: for copying from at once."""
+    def tensor(self, name: str, cut: Cut | None = None) -> Tensor:
+        """A view of the file, read when it is accessed: for copying from at once.
+
+        With a cut, a copy of that part.
+        """
         try:
+            if cut is not None and cut.box != whole(cut.shape):
+                part: Tensor = self._file.get_slice(name)[inside(cut.box, whole(cut.shape))]
+                return part
             tensor: Tensor = self._file.get_tensor(name)
         except (SafetensorError, ValueError, KeyError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{self._path}: {name} cannot be read: {error}.") from error

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-00000123` with one safetensors file for each
 group of tensors and `manifest.json`: step, versions, facts, and of every file
-its size and SHA-256. The last entry, `seal`, is the SHA-256 of all the bytes
+its size and SHA-256. Where a replica is a mesh, `part-N` has what its rank N wrote of model and
+optimizer state. The last entry, `seal`, is the SHA-256 of all the bytes
 before it, so that no bit of the folder can change unnoticed. Files that the
 manifest does not list are not read. It imports no torch.
 """
@@ -38,6 +39,7 @@ FOLDER = re.compile(r"step-(\d{8,})(\.old)?", re.ASCII)
 """What the folder of a checkpoint is called."""
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", re.ASCII)
+_PART = re.compile(r"part-\d+\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"\n}\n\Z')
 
@@ -83,6 +85,11 @@ def file_name(group: str) -> str:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has the name of a checkpoint."""
     return FOLDER.fullmatch(folder.name) is not None
+
+
+def is_meshed(manifest: Manifest) -> bool:
+    """Whether ranks of a mesh have saved parts of the tensors."""
+    return any(_PART.fullmatch(name) for name in manifest.files)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
+from instep.state.boxes import Cut, is_split, local
 
 DTYPES = {
     torch.float64: "F64",
@@ -46,6 +47,13 @@ DTYPES = {
 RESERVED = "__metadata__"
 """A name that safetensors reserves."""
 
+PART = "part"
+"""Group of a rank of a mesh: its parts of model and optimizer state, as `model/NAME` and
+`optimizer/PARAMETER/NAME`. In a checkpoint each rank's is a group of its own, `part-NUMBER`."""
+
+COPIES = "copies"
+"""The same, of what another rank of its replica writes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
@@ -59,6 +67,13 @@ class Snapshot:
 
     facts: dict[str, Any]
     """Everything else, plain JSON: data position, skeletons of packed states, versions."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """Of the tensors in the groups `PART` and `COPIES`, which part they are; others are whole."""
+
+    pieces: Any = None
+    """A checkpoint from which tensors are read one by one (`pieces.Pieces`), where they are not
+    in `tensors`."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -104,8 +119,11 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Returns:
         Later name to first name, for tensors with the same memory, shape and
-        strides; mere overlap does not count.
+        strides; mere overlap does not count. Of DTensors the parts that this rank has
+        count, unless they are empty (see `model_ties`).
     """
+    if any(map(is_split, tensors.values())):
+        tensors = {name: local(tensor) for name, tensor in tensors.items()}
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
     addresses = Counter(map(Tensor.data_ptr, tensors.values()))
@@ -116,6 +134,21 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             memory = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
             if (original := first.setdefault(memory, name)) != name:
                 tied[name] = original
+    return tied
+
+
+def model_ties(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """As `tied_names` of a model's own tensors, also where this rank has nothing of a weight.
+
+    Args:
+        model: whose state dict `tensors` is.
+        tensors: as `model_tensors` gave them.
+    """
+    tied, first = tied_names(tensors), dict[int, str]()
+    own = dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    for name in tensors:
+        if name in own and (original := first.setdefault(id(own[name]), name)) != name:
+            tied[name] = original
     return tied
 
 

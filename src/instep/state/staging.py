@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import torch
@@ -68,13 +69,15 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
     return entry.size_bytes
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = MappingProxyType({})
+) -> FileEntry:
     """Write a safetensors file, whose name says that it is not complete, and sync it.
 
     Raises:
         CheckpointError: a tensor cannot be kept, or the file not be written; then there is none.
     """
-    staged = StagedFile(tensors, {})
+    staged = StagedFile(tensors, dict(metadata))
     staged.copy(tensors)
     try:
         check_room(path.parent, staged.size_bytes)
@@ -101,8 +104,8 @@ class StagedFile:
         self._layout = _layout_of(tensors)
         tied = tied_names(tensors)
         kept = {name: tensor for name, tensor in tensors.items() if name not in tied}
-        spans = _spans(kept)
-        self.header = _header(kept, spans, metadata | tied)
+        spans = spans_of(kept)
+        self.header = file_header(kept, spans, metadata | tied)
         self._devices = {tensor.device for tensor in kept.values() if tensor.is_cuda}
         size = max((stop for _, stop in spans.values()), default=0)
         # pinned memory lets a GPU copy by itself, at the full rate of the bus
@@ -154,19 +157,25 @@ def _layout_of(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return kinds, tied_names(tensors)
 
 
-def _spans(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names in the order of a file's data: wider types first, then by name."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
+
+def spans_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     """Name to [start, stop) in bytes of the data, in the order of the data."""
     spans: dict[str, tuple[int, int]] = {}
     stop = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+    for name in in_file_order(tensors):
         start, stop = stop, stop + tensors[name].nbytes
         spans[name] = (start, stop)
     return spans
 
 
-def _header(
+def file_header(
     tensors: Mapping[str, Tensor], spans: Mapping[str, tuple[int, int]], metadata: dict[str, str]
 ) -> bytes:
+    """What a file begins with, up to its data."""
     header: dict[str, Any] = {RESERVED: metadata} if metadata else {}
     for name, span in spans.items():
         header[name] = {

@@ -8,15 +8,20 @@ at any number of workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.data.balance import deal
 from instep.data.loader import Loader, Skipped, Slice
 from instep.errors import DataError, RecipeError
+from instep.parallel.nested import on_tensors
 from instep.recipe.forward import Forward
+
+ATTEMPTS = 64
+"""Samples that a worker without work tries to read, to find one for its pass."""
 
 
 class Evaluation(NamedTuple):
@@ -39,6 +44,7 @@ def evaluate(
     speeds: Sequence[float] | None = None,
     workers: int | None = None,
     arrived: Callable[[], None] = lambda: None,
+    lockstep: bool = False,
 ) -> Evaluation:
     """Mean loss and metrics over `samples` samples, in eval mode; every worker calls it.
 
@@ -53,6 +59,7 @@ def evaluate(
         speeds: of each worker, if they differ; a slow one gets fewer batches.
         workers: how many ranks share the work, from rank 0 on; all, if left out.
         arrived: called when this worker has finished and waits for the others.
+        lockstep: whether ranks compute a batch together, so that all must run equally many.
 
     Raises:
         DataError: no sample could be read.
@@ -65,6 +72,7 @@ def evaluate(
     skipped: list[Skipped] = []
     dealt = deal(count, workers or comm.size, speeds)
     own = list(dealt[comm.rank]) if comm.rank < len(dealt) else []
+    beside = max(map(len, dealt)) - len(own) if lockstep else 0
     was_training = forward.model.training
     forward.model.eval()
     try:
@@ -75,6 +83,12 @@ def evaluate(
                 values, weight = forward.measure(read.batch, read.size)
                 row = [*(values[name] for name in names), read.size, weight]
                 table[number] = torch.tensor(row, dtype=torch.float64)
+            else:
+                beside += lockstep
+        if beside:
+            spare = first_readable(loader, samples)
+            for _ in range(beside):
+                forward.measure(on_tensors(spare, Tensor.clone), 1)
     finally:
         forward.model.train(was_training)
     shared = table.to(forward.device)
@@ -93,6 +107,20 @@ def evaluate(
     means = (table * sizes).sum(0) / read_in_all
     means[0] = table[:, 0].sum() / weights.sum()  # the loss of each batch is its total
     return Evaluation(dict(zip(names, means.tolist(), strict=True)), read_in_all, skipped)
+
+
+def first_readable(loader: Loader, samples: int) -> Any:
+    """A batch of one sample, for a worker that takes part in a pass and has no work in it.
+
+    Raises:
+        DataError: none of the first ones can be read.
+    """
+    tried = min(ATTEMPTS, samples)
+    for index in range(tried):
+        (read,) = loader.read([Slice(0, index, index + 1)])
+        if read.size:
+            return read.batch
+    raise DataError(f"none of the first {tried} samples of an epoch can be read.")
 
 
 def _slices(numbers: list[int], batch: int, samples: int) -> Iterator[Slice]:

@@ -28,15 +28,16 @@ from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
+from instep.parallel.slots import Split
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
-from instep.worker.saving import Saver, write_shards
+from instep.worker.saving import Saver, lend_model, write_shards
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
-from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comm
+from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comms
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -88,6 +89,7 @@ class Loop(ABC):
         last_step: of the job; None if the user's loop decides.
         more: passes of a step in addition to one for each micro-batch.
         turns: the updates of a step, instead of `update`, if it has several.
+        split: how the parameters lie on the ranks of this replica; None where it is one rank.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Loop(ABC):
         last_step: int | None,
         more: int = 0,
         turns: Sequence[TurnState] = (),
+        split: Split | None = None,
     ) -> None:
         self.member, self.job, self.samples, self.last_step = member, member.job, samples, last_step
         self.device = parameters[0].device
@@ -110,9 +113,11 @@ class Loop(ABC):
         turns = turns or [
             TurnState("", parameters, update, make_strategy(sync.name, sync.options, sync.codec))
         ]
-        self.engine = Engine(member, model, parameters, turns, ends=self._ends, more=more)
+        self.engine = Engine(
+            member, model, parameters, turns, ends=self._ends, more=more, split=split
+        )
         self.rule = "steps" if self.job.train.steps else "epochs"
-        self._comm: Comm | None = None  # of the present group, or of one that is forming
+        self._comms: tuple[Comm, ...] = ()  # of the present groups, or of ones that are forming
         self._regroups = False
         self._stopping: Stopping | None = None
         self._saver: Saver | None = None
@@ -215,8 +220,7 @@ class Loop(ABC):
 
     def _interrupt(self) -> None:
         """Abort the exchange, or the forming of a group; called by another thread."""
-        comm = self._comm
-        if comm is not None:
+        for comm in self._comms:
             comm.interrupt()
 
     def _leave(self, error: PeerError | None = None) -> None:
@@ -230,7 +234,7 @@ class Loop(ABC):
             with suppress(OSError):  # a full disk must not end the run
                 print(f"instep: the group came apart: {error}", file=sys.stderr, flush=True)
         self.engine.leave()
-        self._comm, self._regroups = None, False
+        self._comms, self._regroups = (), False
         went_back = [observer.go_back() for observer in self.observers.values()]
         if any(went_back) and self._stopping is not None:
             self._stopping.go_back(self.state.progress.step)
@@ -244,28 +248,31 @@ class Loop(ABC):
             PeerError: a member was lost meanwhile.
         """
         member, engine = self.member, self.engine
-        comm = make_comm(member, self.device, address_towards(member.master_host))
-        self._comm = comm
+        self._comms = make_comms(member, self.device, address_towards(member.master_host))
+        comm, column = self._comms
         try:
             if member.superseded:  # the message came before there was anything to interrupt
                 raise PeerError("the members changed while the group was forming.")
             check_lengths(comm, self.device, **self._lengths())
-            given = engine.begin(comm)
+            given = engine.begin(comm, column)
             self._before_steps(comm)
             assert member.form is not None, "no generation yet"
             engine.start(
                 comm,
+                column,
                 Lockstep(
                     member.form,
                     self.job.per_commit,
                     self.samples,
                     by_speed=self._by_speed,
                     finished=self._finished(comm),
+                    mesh=self.job.mesh,
                 ),
                 compare=not given,
             )
         except PeerError:
-            comm.close()
+            for each in self._comms:
+                each.close()
             raise
         self.step = self.state.progress.step
         last_read.set_step(self.step)
@@ -435,7 +442,8 @@ class Loop(ABC):
         due = due or (saver is not None and saver.is_best(done.step, metrics))
         own, since = dict[str, Tensor](), time.perf_counter()
         shards: dict[str, Shard] | CheckpointError = {}
-        if self.engine.strategy.laws and (due or metrics is not None):
+        written_by_many = bool(self.engine.strategy.laws) or self.job.mesh.ranks > 1
+        if written_by_many and (due or metrics is not None):
             # only the worker that saves knows which are the best
             save = torch.tensor([float(due and not self.stopping.diverged)], device=self.device)
             self.engine.comm.broadcast(save)
@@ -511,15 +519,29 @@ class Loop(ABC):
         Returns:
             False if a member was lost before all had ended: continue training, then finish again.
         """
-        self.phase = "saving"
-        if self._saver is not None and not self.member.fenced:
-            self._saver.finish(self.step)
-        if self.member.fenced or not self.member.done(self.step, self.rule, finite=self._finite):
-            self._leave()
+        self.phase, broken = "saving", None
+        try:
+            if not self.member.fenced:
+                self._finish_saving()
+        except PeerError as error:
+            if not self.member.recovers:
+                raise
+            broken = error
+        fenced = self.member.fenced or broken is not None
+        if fenced or not self.member.done(self.step, self.rule, finite=self._finite):
+            self._leave(broken)
             self._regroup()
             return False
         self.close()
         return True
+
+    def _finish_saving(self) -> None:
+        """Write the model; where a replica is a mesh, each rank of the first lends its part."""
+        comm = self.engine.comm
+        if self._saver is not None:
+            self._saver.finish(self.step, comm)
+        elif self.job.mesh.ranks > 1:
+            lend_model(comm, self.member, self._model)
 
     @property
     def _finite(self) -> bool:

@@ -13,7 +13,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -43,6 +43,8 @@ from instep.comm.messages import (
     Stop,
     StoreValue,
     Verdict,
+    keys_of_generation,
+    keys_of_replica,
 )
 from instep.comm.metered import tcp_traffic
 from instep.errors import PeerError
@@ -61,8 +63,16 @@ LAST_WORD_S = 20.0
 less."""
 
 
+KILL_S = 2.0
+"""How long a worker whose replica came apart waits for the master to kill it."""
+
+
 class Released(Exception):
     """The run does not need this worker any more; no error."""
+
+
+class ReplicaBroken(Exception):
+    """The group inside this worker's replica came apart, which lives as long as its processes."""
 
 
 class Member:
@@ -106,6 +116,8 @@ class Member:
         self.recovers, self.complete = welcome.recovers, welcome.complete
         self.others_have_state = welcome.others_have_state
         """Whether other workers have the state of the run."""
+        self.restarts = welcome.restarts
+        """How often the replica of this worker was started again."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
@@ -246,10 +258,44 @@ class Member:
         generation = self.form.generation
         self._connection.send(Broken(generation=generation, cause=cause, mine=mine, holds=holds))
 
-    def store(self) -> ChannelStore:
-        """The store by which the members of the present generation connect."""
+    def store(self, group: str = "") -> ChannelStore:
+        """The store by which the members of the present generation connect, or a group of them."""
         assert self.form is not None, "no generation yet"
-        return ChannelStore(self._connection, f"generation-{self.form.generation}/")
+        return ChannelStore(self._connection, keys_of_generation(self.form.generation) + group)
+
+    def replica_store(self, group: str = "") -> ChannelStore:
+        """The store by which the processes of this worker's replica connect, or make a group of
+        their own, before the first generation. None of an earlier start of it is met there.
+
+        Set `phase` to `meeting` around it: a worker in that phase waits, and does not hang. A wait
+        in the store raises Released once the run does not need this worker, and PeerError if there
+        is no master any more.
+        """
+        replica = self.job.mesh.coordinate(self.number).replica
+        return ChannelStore(
+            self._connection, keys_of_replica(replica, self.restarts), released=Released
+        )
+
+    def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:
+        """The group inside this worker's replica came apart: usually another process was lost.
+
+        Then the master kills this one as well, and starts the replica again. If it does not, or if
+        it tells this worker to form another group, this process has to end by itself.
+
+        Raises:
+            ReplicaBroken: end now, with the exit code of PeerError and no last message.
+            Released: the run does not need this worker.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self._next is None:
+            message = self._connection.poll()
+            if isinstance(message, Release):
+                raise Released
+            if isinstance(message, Form):
+                break
+            if message is None:
+                time.sleep(0.01)
+        raise ReplicaBroken
 
     def stop_rule(self, step: int) -> str | None:
         """The rule by which the run is to stop with this step, if it is; does not wait."""

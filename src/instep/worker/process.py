@@ -25,7 +25,7 @@ from instep.system import causes
 from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
-from instep.worker.member import Member, Released
+from instep.worker.member import Member, Released, ReplicaBroken
 from instep.worker.training import Training, choose_device
 
 
@@ -57,6 +57,8 @@ def main(endpoint: Endpoint, number: int, local_rank: int, phases: Mapping[str, 
         work.run()
     except Released:
         work.released()
+    except ReplicaBroken:
+        return PeerError.exit_code
     except BaseException as error:
         with suppress(OSError):  # a full disk must not hide the cause
             traceback.print_exc()  # to the log, and first: once it has reported, it is killed

@@ -5,6 +5,7 @@ The writing itself is in `state/save.py`.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -12,27 +13,34 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.errors import CheckpointError, RunError
 from instep.spec_file import dump
+from instep.state.boxes import Cut, MeshRank
 from instep.state.intact import discard_after
 from instep.state.manifest import MANIFEST, FileEntry, published, reason
+from instep.state.pieces import CUTS, SHARD
 from instep.state.retention import Best, facts_of
 from instep.state.save import CheckpointWriter, Saved, Shard
 from instep.state.snapshot import (
+    COPIES,
+    PART,
     Snapshot,
     model_tensors,
     parameters_sha256,
 )
 from instep.state.staging import SAVING, save_model, write_tensors
+from instep.state.whole import Lent, lend, save_whole
 from instep.store.folder import run_id
 from instep.worker.member import Member
-from instep.worker.step.capture import SHARD
 from instep.worker.step.engine import Engine
+from instep.worker.step.parts import captured_parts
 
 RESUMED_FROM = ("job.toml", "run.id", "events.jsonl", "ledger.bin", "steps.bin")
 """Files that resuming reads in addition to the checkpoint; they are synced to disk before it."""
@@ -104,7 +112,7 @@ class Saver:
             last: whether it is the last of this session.
             metrics: of the validation that followed this step, if one did.
             own: state that single workers have, summed.
-            shards: what servers have written; or the error of one that could not.
+            shards: what servers and ranks have written; or the error of one that could not.
             since: the `perf_counter` at which training paused for it; now, if left out.
         """
         step = engine.state.progress.step
@@ -130,6 +138,8 @@ class Saver:
 
     def _snapshot(self, engine: Engine, where: Position) -> Snapshot:
         snapshot = engine.state.capture(engine.buffers.moved)
+        for group in (PART, COPIES):  # `write_shards` has written them
+            snapshot.tensors.pop(group, None)
         snapshot.facts.update(
             epoch=where.epoch,
             next_position=where.stop,
@@ -182,19 +192,25 @@ class Saver:
             self._newest = max((left for left, _ in published(folder)), default=0)
         self._last = 0 if self._last > step else self._last
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, comm: Comm | None = None) -> None:
         """Wait for the last checkpoint and write `model.safetensors`.
+
+        Args:
+            step: the last.
+            comm: the members of the run, of which the other ranks of this replica call
+                `lend_model`; needed where a replica is a mesh.
 
         Raises:
             RunError: one of the two cannot be written; the text says what was saved.
             CheckpointError: the model cannot be stored in the format.
+            PeerError: a rank of this replica was lost.
         """
         self._writer.finish()
         self._tell()
         missing = [] if self._newest >= self._last else ["its checkpoint"]
         cause = self._unsaved and (self._unsaved.__cause__ or self._unsaved)
         try:
-            self._save_model(step)
+            self._save_model(step, comm)
         except CheckpointError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError):
@@ -212,24 +228,65 @@ class Saver:
                 "Make room, or get access, then resume the run."
             )
 
-    def _save_model(self, step: int) -> None:
-        digest = parameters_sha256(self._model)
-        path = self._member.run / "model.safetensors"
-        facts = {"step": str(step), "job": self._member.job.name, "parameters_sha256": digest}
-        size = save_model(path, self._model, facts)
-        self._member.emit(
+    def _save_model(self, step: int, comm: Comm | None) -> None:
+        member, path = self._member, self._member.run / "model.safetensors"
+        facts = {"step": str(step), "job": member.job.name}
+        if member.job.mesh.ranks > 1:
+            assert comm is not None, "the ranks of a mesh send what they have"
+            lent = Lent(comm, member.job.mesh.ranks, *_own_model(member, self._model))
+            size, digest = save_whole(path, lent.entries, lent.tied, lent.gather, facts)
+        else:
+            digest = parameters_sha256(self._model)
+            size = save_model(path, self._model, facts | {"parameters_sha256": digest})
+        member.emit(
             "model_saved", step=step, path=str(path), parameters_sha256=digest, size_bytes=size
         )
 
 
+def lend_model(comm: Comm, member: Member, model: nn.Module) -> None:
+    """Send rank 0 what it writes of the model while it is in `Saver.finish`; every member but
+    rank 0 calls it, and those that are not in rank 0's replica have nothing to send.
+
+    Args:
+        comm: the members of the run, replica by replica.
+        member: this one.
+        model: of this worker.
+
+    Raises:
+        CheckpointError: the model cannot be stored in the format.
+        PeerError: a member was lost.
+    """
+    if 0 < comm.rank < member.job.mesh.ranks:
+        lend(comm, *_own_model(member, model))
+
+
+def _own_model(member: Member, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Cut]]:
+    """What this rank writes of the model, by name, and which parts they are."""
+    rank = MeshRank(member.job.mesh, member.number)
+    parts = captured_parts(model_tensors(model), {}, {}, model, rank)
+    own = {name.removeprefix("model/"): tensor for name, tensor in parts.own.items()}
+    return own, {name.removeprefix("model/"): cut for name, cut in parts.cuts.items()}
+
+
+class _File(NamedTuple):
+    """A file of a checkpoint that one member writes."""
+
+    path: Path
+    writer: int
+    """Its rank among the members."""
+    who: str
+    """For messages."""
+
+
 def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | CheckpointError:
-    """Have every server write its part of the last commit; all members call it.
+    """Have servers, and the ranks of the first replica if it is a mesh, write what they alone have
+    of the last commit; all members call it.
 
     Training pauses until all files are written.
 
     Returns:
         By the name of the group, the files that the checkpoint will contain; or the error, if a
-        server could not write its part.
+        member could not write its part.
 
     Raises:
         PeerError: a member went away meanwhile.
@@ -237,41 +294,64 @@ def write_shards(engine: Engine, member: Member) -> dict[str, Shard] | Checkpoin
     comm, form, step = engine.comm, member.form, engine.state.progress.step
     assert form is not None, "no generation yet"
     folder = member.run / "checkpoints"
-    paths = {
-        f"{SHARD}{number}": folder / f"{SAVING}{step}-{SHARD}{number}-{form.generation}"
-        for number in range(len(form.servers))
-    }
-    first = comm.size - len(paths)
-    told = torch.zeros(len(paths), _ROW, dtype=torch.int64)
+    files, mine = dict[str, _File](), dict[str, tuple[Mapping[str, Tensor], dict[str, str]]]()
+    parts = member.job.mesh.ranks if member.job.mesh.ranks > 1 else 0
+    for kind, first, workers in (
+        (f"{PART}-", 0, form.members[:parts] if parts else ()),
+        (SHARD, comm.size - len(form.servers), form.servers),
+    ):
+        for number, worker in enumerate(workers):
+            path = folder / f"{SAVING}{step}-{kind}{number}-{form.generation}"
+            who = f"{'server' if kind == SHARD else 'worker'} {worker}"
+            files[f"{kind}{number}"] = _File(path, first + number, who)
+    if comm.rank < parts:
+        snapshot = engine.state.capture(engine.buffers.moved)
+        own = snapshot.tensors[PART]
+        cuts = {name: cut for name, cut in snapshot.cuts.items() if name in own}
+        mine[f"{PART}-{comm.rank}"] = own, {CUTS: json.dumps(cuts)}
     if shard := engine.shard():
-        number = comm.rank - first
+        mine[f"{SHARD}{comm.rank - comm.size + len(form.servers)}"] = shard, {}
+    return _write_files(comm, member, step, files, mine)
+
+
+def _write_files(
+    comm: Comm,
+    member: Member,
+    step: int,
+    files: Mapping[str, _File],
+    mine: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]],
+) -> dict[str, Shard] | CheckpointError:
+    """Each member writes its own; all learn whether all could. As `write_shards`."""
+    told = torch.zeros(len(files), _ROW, dtype=torch.int64)
+    for row, (group, file) in enumerate(files.items()):
+        if group not in mine:
+            continue
         try:
-            entry = write_tensors(paths[f"{SHARD}{number}"], shard)
+            entry = write_tensors(file.path, *mine[group])
         except CheckpointError as error:
             cause = error.__cause__
-            told[number, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
-            if int(told[number, 0]) == -1:  # the error has no number
+            told[row, 0] = -1 - ((cause.errno or 0) if isinstance(cause, OSError) else 0)
+            if int(told[row, 0]) == -1:  # the error has no number
                 member.emit("warning", text=f"no checkpoint of step {step}: {error}")
         else:
-            row = [entry.size_bytes, *bytes.fromhex(entry.sha256)]
-            told[number] = torch.tensor(row)
+            told[row] = torch.tensor([entry.size_bytes, *bytes.fromhex(entry.sha256)])
     comm.all_reduce(told).wait()
     written = {
-        group: Shard(path, FileEntry(size, bytes(digest).hex()))
-        for (group, path), (size, *digest) in zip(paths.items(), told.tolist(), strict=True)
+        group: Shard(file.path, FileEntry(size, bytes(digest).hex()))
+        for (group, file), (size, *digest) in zip(files.items(), told.tolist(), strict=True)
         if size > 0
     }
-    failed = [number for number, size in enumerate(told[:, 0].tolist()) if size < 0]
+    failed = [file for file, row in zip(files.values(), told.tolist(), strict=True) if row[0] < 0]
     if not failed:
         return written
     for shard_file in written.values() if comm.rank == 0 else ():
         shard_file.path.unlink(missing_ok=True)
-    code = -1 - int(told[failed[0], 0])
+    code = next(-1 - size for size in told[:, 0].tolist() if size < 0)
     cause = OSError(code, os.strerror(code)) if code else None
     why = reason(cause) if cause else "its log says why"
     unsaved = CheckpointError(
-        f"no checkpoint of step {step}: server {form.servers[failed[0]]} could not write its part "
-        f"in {folder}: {why}. Earlier ones are untouched."
+        f"no checkpoint of step {step}: {failed[0].who} could not write its part "
+        f"in {failed[0].path.parent}: {why}. Earlier ones are untouched."
     )
     unsaved.__cause__ = cause
     return unsaved

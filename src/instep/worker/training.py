@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.comm.messages import Heartbeat
@@ -22,7 +22,7 @@ from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
 from instep.parallel.nested import on_tensors
-from instep.recipe.build import build, set_generators
+from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
@@ -36,7 +36,9 @@ from instep.worker.evaluate import evaluate
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
+from instep.worker.mesh_check import MeshCheck
 from instep.worker.observed import Observed, make_observers
+from instep.worker.replica import Replica, check_mesh
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
@@ -77,10 +79,6 @@ class Training(Loop):
         averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
         if averages:
             rounds.check(self.job, recipe)
-        built = build(
-            recipe, self.job.seed, device, last_step * local_steps, self.job.start, load=fresh
-        )
-        self._built = built
         embeds = recipe.batch_loss is not None
         if embeds and self.job.check.corruption:
             raise SpecError(
@@ -88,8 +86,22 @@ class Training(Loop):
                 "with Recipe.batch_loss, whose gradients follow from the whole global batch. Leave "
                 "one of them out."
             )
-        reads = make_global(built.model) if self.job.train.batch_norm == "global" else None
-        self._reads = reads
+        check_mesh(self.job, recipe)
+        model, loaded = build_model(recipe, self.job.seed, device, self.job.start, load=fresh)
+        self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
+        self._forward = Forward(recipe, model, device, self.job.train.precision)
+        self._loader = loader = self._make_loader("train")  # forks before groups exist
+        if recipe.validate is not None:
+            self._validation = self._make_loader("validate")
+        self._loaders = [loader, *([self._validation] if self._validation else [])]
+        for each in self._loaders:
+            each.begin()
+        self.samples, self._replica, trial = samples, None, None
+        if self.job.mesh.ranks > 1:
+            trial = self._try()  # on the whole model, and so before it is split
+            self._replica = self._split(model, merge=trial.merge)
+        built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, loaded)
+        self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
@@ -104,10 +116,9 @@ class Training(Loop):
             measure=self.job.stop.by_norm,
             scaler=scaler,
         )
-        loader = self._make_loader("train")  # forks before groups exist
         super().__init__(
             member,
-            built.model,
+            model,
             built.parameters,
             update,
             loader,
@@ -115,13 +126,10 @@ class Training(Loop):
             last_step,
             int(embeds),
             turns,
+            self._replica,
         )
+        self.state.trial = trial
         self._best()  # refuses a metric that does not exist, before anything is trained
-        if recipe.validate is not None:
-            self._validation = self._make_loader("validate")
-        self._loaders = [loader, *([self._validation] if self._validation else [])]
-        for each in self._loaders:
-            each.begin()
         if self.job.check.content != "off" and member.run.is_dir():
             # contents of samples as steps use them, for the audit
             self._record = Record(member.run / f"contents-{member.number}.bin")
@@ -129,10 +137,18 @@ class Training(Loop):
         """A training sample that was different when worker 0 read it again."""
         if not member.others_have_state and member.number == 0:
             self._unrepeatable = dataset_check.check_datasets(member, loader, self._validation)
-        self._forward = Forward(recipe, built.model, device, self.job.train.precision)
         self._whole_batch = (
-            WholeBatch(self.engine, self._forward, loader, self.job, samples, reads, device)
-            if embeds or reads is not None
+            WholeBatch(
+                self.engine,
+                self._forward,
+                loader,
+                self.job,
+                samples,
+                self._reads,
+                device,
+                self._replica,
+            )
+            if embeds or self._reads is not None or self._replica is not None
             else None
         )
         self._rounds = (
@@ -152,7 +168,7 @@ class Training(Loop):
         self.engine.observers = make_observers(
             Observed(
                 member=member,
-                model=built.model,
+                model=model,
                 update=update,
                 state=self.state,
                 run_pass=self._repeat,
@@ -160,6 +176,29 @@ class Training(Loop):
                 drop_after=self._drop_after,
             )
         )
+
+    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+        """Have this process keep its part of the model, once the replica's others are here; where
+        nobody trains it yet, compare them with one process."""
+        trains = self.member.others_have_state
+        check = MeshCheck(
+            self._forward,
+            self._loader,
+            self.job,
+            self.samples,
+            first=self.member.number % self.job.mesh.ranks == 0,
+            why="other replicas train already" if trains else "",
+        )
+        self.phase = "meeting"
+        replica = Replica(self.member, model, self.device)
+        self._forward.run = replica.run
+        with closing(replica.own_comm()) as comm:
+            found, why = check.run(replica, comm, self._reads, merge=merge)
+        self.phase = "building"
+        if self.member.number == 0 and not trains:
+            fields = found._asdict() if found is not None else {"why": why}
+            self.member.emit("mesh_checked", **fields)
+        return replica
 
     def _make_loader(self, name: str) -> Loader:
         member, recipe = self.member, self.recipe
@@ -186,11 +225,8 @@ class Training(Loop):
             self.device.type == "cpu"
         )  # NCCL takes long to notice a lost process
         self.member.interrupt, self.member.hold = self._interrupt, self.engine.hold
-        if not self.member.others_have_state:  # else the others send the result
-            self.state.trial = self._try()
-            if self._validation is not None and self.member.number == 0:
-                samples = min(self._validation_batch, self._validation_samples)
-                try_validation(self._forward, self._validation, samples)
+        if not self.member.others_have_state and self._replica is None:
+            self.state.trial = self._try()  # else the others send the result
         self.member.at = self._heartbeat
         self._regroup()
         self.member.phases["group"] = time.time() - began
@@ -280,7 +316,10 @@ class Training(Loop):
     def _try(self) -> Trial:
         self.phase = "trying a batch"
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
-        if self._rounds is None:
+        if self._validation is not None and self.member.number == 0:
+            samples = min(self._validation_batch, self._validation_samples)
+            try_validation(self._forward, self._validation, samples)
+        if not self.job.sync.participants:
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
@@ -442,6 +481,7 @@ class Training(Loop):
             assignment.dealing.speeds,
             len(assignment.workers),
             self._waits,
+            lockstep=self._replica is not None,
         )
         left_out = found.skipped
         self._skips.report(left_out, dataset="validation", step=self.step, epoch=where.epoch)
@@ -463,6 +503,8 @@ class Training(Loop):
         super().close()
         if self._validation is not None:
             self._validation.close()
+        if self._replica is not None:
+            self._replica.close()
 
 
 def choose_device(job: JobSpec, local_rank: int, local_size: int) -> torch.device:

@@ -1,14 +1,16 @@
-"""The passes of a worker in a step that depends on the whole global batch.
+"""The passes of a worker that asks others for something while it computes.
 
-There are two kinds: one pass over all micro-batches of the worker, with batch normalisation over
-the global batch (`parallel/batch_norm.py`), and passes that embed, with a loss over the global
-batch (`parallel/cached.py`). A job may need both. Ordinary passes are in `training.py`.
+There are three kinds: one pass over all micro-batches of the worker, with batch normalisation over
+the global batch (`parallel/batch_norm.py`); passes that embed, with a loss over the global batch
+(`parallel/cached.py`); and passes of a replica that is a mesh, which all its ranks run at the same
+time. A job may need several. A worker without samples takes part with one that does not count.
+Ordinary passes are in `training.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,18 +19,16 @@ from torch import Tensor
 
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Order, Position, key, micro_batch
-from instep.errors import DataError
 from instep.parallel.draws import ByMicroBatch
 from instep.parallel.nested import on_tensors
 from instep.parallel.reads import Reads
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
+from instep.worker.evaluate import first_readable
+from instep.worker.replica import Replica
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of
-
-_ATTEMPTS = 64
-"""Samples that a worker without work tries to read, to find one for its pass."""
 
 
 class _Work(NamedTuple):
@@ -51,6 +51,7 @@ class WholeBatch:
         samples: of the training dataset.
         reads: of the model, if its layers see the global batch.
         device: where the model is.
+        replica: if it is a mesh.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class WholeBatch:
         samples: int,
         reads: Reads | None,
         device: torch.device,
+        replica: Replica | None = None,
     ) -> None:
         self._engine, self._forward, self._loader = engine, forward, loader
         self._job, self._reads, self._device = job, reads, device
         self._order, self._borrowed = Order(samples, job.seed), None
         self._samples = samples
+        self._replica = replica
 
     def run(
         self, where: Position, share: Share, loads: Iterator[Read], step: int
@@ -76,21 +79,37 @@ class WholeBatch:
         Returns:
             The loss by number of the pass, and the samples that could not be read.
         """
-        clock = self._engine.clock
-        since = time.perf_counter()
-        skipped: list[Skipped] = []
-        works: list[_Work] = []
-        for part, read in zip(share.passes, loads, strict=False):
-            skipped += read.skipped
+        skipped = list[Skipped]()
+        works = self._works(where, share, loads, step, skipped)
+        if self._forward.recipe.batch_loss is not None:
+            return self._embed(where, list(works), step), skipped
+        last = len(share.passes) - 1 if self._reads is None else -1  # else layers communicate
+        return self._plain(where, works, last), skipped
+
+    def _works(
+        self,
+        where: Position,
+        share: Share,
+        loads: Iterator[Read],
+        step: int,
+        skipped: list[Skipped],
+    ) -> Iterator[_Work]:
+        """What there is to run; adds to `skipped`."""
+        clock, idle = self._engine.clock, self._reads is not None
+        for part in share.passes:
+            since = time.perf_counter()
+            read = next(loads)
+            skipped += [] if part.repeats else read.skipped
+            clock.lap(since, "load")
             if read.size:
                 keys, sizes = self._micro_batches(where, part, read.skipped, step)
-                works.append(_Work(part, read.batch, read.size, keys, sizes, True))
-        if not works and self._reads is not None:
-            works.append(self._borrow())
-        clock.lap(since, "load")
-        embeds = self._forward.recipe.batch_loss is not None
-        losses = self._embed(where, works, step) if embeds else self._plain(where, works)
-        return losses, skipped
+                yield _Work(part, read.batch, read.size, keys, sizes, not part.repeats)
+                idle = False
+            elif self._replica is not None:  # the other ranks of the replica have the pass too
+                yield self._borrow(part)
+                idle = False
+        if idle:
+            yield self._borrow(Pass(Slice(0, 0, 1), 0, repeats=True))
 
     def _micro_batches(
         self, where: Position, part: Pass, skipped: Sequence[Skipped], step: int
@@ -105,51 +124,55 @@ class WholeBatch:
             sizes.append(sum(index not in lost for index in indices))
         return keys, sizes
 
-    def _borrow(self) -> _Work:
-        """A sample for a worker without work, which takes part only in the reads of the layers."""
+    def _borrow(self, part: Pass) -> _Work:
+        """A sample for a worker without work, which takes part in a pass and counts nothing."""
         if self._borrowed is None:
-            for index in range(min(_ATTEMPTS, self._samples)):
-                (read,) = self._loader.read([Slice(0, index, index + 1)])
-                if read.size:
-                    self._borrowed = read.batch
-                    break
-            else:
-                raise DataError(f"none of the first {_ATTEMPTS} samples of an epoch can be read.")
+            self._borrowed = first_readable(self._loader, self._samples)
         batch = on_tensors(self._borrowed, Tensor.clone)
-        return _Work(Pass(Slice(0, 0, 1), 0, repeats=True), batch, 1, [0], [1], False)
+        return _Work(part, batch, 1, [0], [1], False)
 
     @contextmanager
     def _pass(self, work: _Work) -> Iterator[None]:
         """The context of a pass: its random draws, its reads, and what it leaves."""
         set_generators(work.keys[0])
         with ExitStack() as stack:
-            if not work.counts:
+            if not (work.counts or self._replica):
                 stack.enter_context(self._engine.aside())
-            if len(work.keys) > 1:
+            if len(work.keys) > 1 and self._reads is not None:
                 stack.enter_context(ByMicroBatch(work.keys, work.sizes))
             if self._reads is not None:
                 stack.enter_context(self._reads.one_pass(counts=work.counts))
             yield
 
-    def _plain(self, where: Position, works: list[_Work]) -> dict[int, Weighed]:
-        (work,), losses = works, {}
+    def _plain(self, where: Position, works: Iterable[_Work], last: int) -> dict[int, Weighed]:
+        """Run passes one after the other; gradients are complete with the `last`."""
         engine, reads, batch_size = self._engine, self._reads, where.stop - where.first
-        assert reads is not None, "a pass over several micro-batches without global layers"
-        since, waited = time.perf_counter(), reads.waited_s
-        with self._pass(work):
-            found = self._forward.loss(work.batch, work.size, always=True)
-            assert found is not None
-            factor = found.factor if work.counts and found.counts else 0.0
-            if work.counts:
-                total = float(found.loss.detach()) * factor if factor else 0.0
-                losses[work.part.number] = Weighed(total, found.weight)
-            since = engine.clock.lap(since, "forward")
-            engine.begin_pass(work.part, 1.0, last=False)  # meanwhile only layers communicate
-            scaled = engine.update.scaler.scale(found.loss)
-            reads.backward(scaled, factor / batch_size)
-        if work.counts:
-            engine.end_pass(work.part, work.size / batch_size)
-        engine.clock.lap(since + reads.waited_s - waited, "backward")
+        assert reads is not None or self._replica is not None, "an ordinary pass"
+        losses = dict[int, Weighed]()
+        for number, work in enumerate(works):
+            since, waited = time.perf_counter(), reads.waited_s if reads is not None else 0.0
+            with self._pass(work):
+                found = self._forward.loss(work.batch, work.size, always=True)
+                assert found is not None
+                factor = found.factor if work.counts and found.counts else 0.0
+                if self._replica is not None:
+                    self._replica.set_counts(factor != 0.0)
+                if work.counts:
+                    total = float(found.loss.detach()) * factor if factor else 0.0
+                    losses[work.part.number] = Weighed(total, found.weight)
+                since = engine.clock.lap(since, "forward")
+                engine.begin_pass(work.part, 1.0, last=number == last)
+                scaled = engine.update.scaler.scale(found.loss)
+                if reads is not None:
+                    reads.backward(scaled, factor / batch_size)
+                else:
+                    (scaled * (factor / batch_size)).backward()
+                if self._replica is not None:
+                    self._replica.finish_pass()
+            if work.counts or self._replica is not None:
+                engine.end_pass(work.part, work.size / batch_size if work.counts else 0.0)
+            waited = reads.waited_s - waited if reads is not None else 0.0
+            engine.clock.lap(since + waited, "backward")
         return losses
 
     def _embed(self, where: Position, works: list[_Work], step: int) -> dict[int, Weighed]:

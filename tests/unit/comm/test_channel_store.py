@@ -26,7 +26,7 @@ from instep.comm.messages import (
 from instep.comm.torch_comm import TorchComm
 from instep.control.master import Master
 from instep.errors import PeerError
-from instep.worker.member import Member
+from instep.worker.member import Member, Released, ReplicaBroken
 
 HELLO = Hello(token="", role="worker", number=0, pid=1)
 
@@ -173,4 +173,87 @@ def test_who_meets_while_its_master_is_lost_meets_with_the_help_of_the_next(mast
     asking.join(TIMEOUT_S)
     assert got == [b"one"]
     assert not member.superseded
+    member.close()
+
+
+# ---- the processes of a replica, before the first generation
+
+
+@pytest.fixture
+def mesh(run, monkeypatch):
+    """Start a master for so many workers, two to a replica."""
+    build = spec_file.build
+    both = {"mesh": {"shard": 2}}
+    monkeypatch.setattr(spec_file, "build", lambda table, **how: build(table | both, **how))
+    return run
+
+
+def test_the_processes_of_a_replica_meet_before_they_are_built(mesh):
+    endpoint = mesh(4)
+
+    def one(number):
+        member = Member(endpoint, number)
+        member.phase = "meeting"
+        member.show_itself()
+        comm = TorchComm(member.replica_store(), number % 2, 2)
+        tensor = torch.full((3,), float(10**number))
+        comm.all_reduce(tensor).wait()
+        return member, comm, tensor.tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        there = list(pool.map(one, range(4)))
+    assert [each for *_, each in there] == [[11.0] * 3, [11.0] * 3, [1100.0] * 3, [1100.0] * 3]
+    with ThreadPoolExecutor(4) as pool:
+        forms = list(pool.map(lambda each: each[0].wait_for_group(), there))
+    assert [form.members for form in forms] == [[0, 1, 2, 3]] * 4
+    first, second = there[0][0], there[1][0]
+    first.replica_store().set("later", b"kept")  # as for another group inside the replica
+    assert second.replica_store().get("later") == b"kept"
+    for member, comm, _ in there:
+        member.close()
+        comm.close()
+
+
+@pytest.mark.parametrize(("word", "kind"), [(Release(), Released), (None, PeerError)])
+def test_a_process_that_waits_for_its_fellows_hears_of_the_end(masters, word, kind):
+    job = 'recipe = "a.py:f"\n[mesh]\nshard = 2\n'
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(Member, Endpoint(masters.address, "t"), 3)
+        masters.heard(1)
+        welcome = Welcome(job=job, run="", started=0.0, restarts=7)
+        masters.hub.send(masters.last, welcome)
+        member = waiting.result()
+        member.phase = "meeting"
+        meets = pool.submit(TorchComm, member.replica_store(), 1, 2)  # gloo's own thread of control
+        key = ""
+        while not key:
+            messages, peer = masters.heard(1)
+            key = next((m.key for m in messages if isinstance(m, StoreGet)), "")
+        assert key.startswith("replica-1-7/")
+        if word is None:
+            masters.lose()
+            masters.close()
+        else:
+            masters.hub.send(peer, word)
+        with pytest.raises(kind):
+            meets.result(TIMEOUT_S)
+        member.close()
+
+
+def test_a_process_that_has_lost_its_replica_ends_when_it_is_told_to_form_a_group(masters):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Member, Endpoint(masters.address, "t"), 0)
+        masters.heard(1)
+        masters.hub.send(masters.last, Welcome(job='recipe = "a.py:f"', run="", started=0.0))
+        member = waiting.result()
+        with pytest.raises(ReplicaBroken):
+            member.wait_to_be_killed(0.0)
+        lost = pool.submit(member.wait_to_be_killed, TIMEOUT_S)
+        masters.hub.send(masters.last, Form(generation=1, rank=0, members=[0, 1]))
+        with pytest.raises(ReplicaBroken):
+            lost.result(TIMEOUT_S)
+        lost = pool.submit(member.wait_to_be_killed, TIMEOUT_S)
+        masters.hub.send(masters.last, Release())
+        with pytest.raises(Released):
+            lost.result(TIMEOUT_S)
     member.close()

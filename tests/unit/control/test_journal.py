@@ -75,15 +75,15 @@ def test_a_new_session_begins_with_an_empty_journal(tmp_path, begun):
     again.close()
 
 
-def test_keys_of_a_generation_are_kept_until_the_next(begun, tmp_path):
+def test_keys_are_kept_until_those_with_a_prefix_are_forgotten(begun, tmp_path):
     begun.keep("a/b", b"\x00 first")
     begun.keep("a/b", b"\x00 second")
     begun.keep("c", b"")
     begun.close()
     another = Journal(tmp_path)
     assert sorted(another.kept()) == [("a/b", b"\x00 second"), ("c", b"")]
-    another.forget()
-    assert another.kept() == []
+    another.forget("a")
+    assert another.kept() == [("c", b"")]
     another.close()
 
 

@@ -517,3 +517,78 @@ def test_a_worker_that_does_not_leave_its_group_hangs_in_the_end_though_others_w
     assert shown.hangs() == []
     shown.goes_on(beats(UNKNOWN_S / 2), frozen=[0, 1])
     assert shown.hangs() == [(1, "leaving")]
+
+
+# ---- replicas of several processes
+
+
+def of_two_replicas():
+    """Workers 0 and 1 share a replica, and 2 and 3 another."""
+    shown = Shown(0, 1, 2, 3)
+    shown.watch.ranks = 2
+    return shown
+
+
+def until_named(shown, **how):
+    """Who is named first, and after how many seconds; nobody within `UNKNOWN_S`: []."""
+    began = shown.now
+    while shown.now - began < UNKNOWN_S - 1:
+        shown.goes_on(1, **how)
+        if found := shown.hangs():
+            return found
+    return []
+
+
+def test_a_silent_process_hangs_and_not_the_fellow_that_waits_for_it_inside_a_pass():
+    shown = of_two_replicas()
+    for worker in (2, 3):
+        shown.at(worker, "exchange")
+    assert until_named(shown, frozen=(1, 2, 3), silent=(0,)) == [(0, "forward")]
+
+
+def test_a_silent_process_of_the_only_replica_hangs_though_all_get_nothing_done():
+    shown = Shown(0, 1)
+    shown.watch.ranks = 2
+    assert until_named(shown, frozen=(1,), silent=(0,)) == [(0, "forward")]
+    alone = Shown(0, 1)  # two replicas: a machine that stalls, as far as anybody can tell
+    assert until_named(alone, frozen=(1,), silent=(0,)) == []
+
+
+def test_a_process_that_waits_for_a_fellow_that_reads_or_saves_does_not_hang():
+    for phase in ("loading", "saving", "validation"):
+        shown = of_two_replicas()
+        shown.at(0, phase)
+        for worker in (2, 3):
+            shown.at(worker, "exchange")
+        assert until_named(shown, frozen=(0, 1, 2, 3)) == [], phase
+
+
+def test_of_two_fellows_the_one_that_computes_hangs():
+    shown = of_two_replicas()
+    for worker in (2, 3):
+        shown.at(worker, "exchange")
+    busy = msgspec.structs.replace
+    for _ in range(int(UNKNOWN_S / BEAT_S)):
+        shown.workers[1] = busy(shown.workers[1], cpu_s=shown.workers[1].cpu_s + BEAT_S)
+        shown.goes_on(1, frozen=(0, 1, 2, 3))
+        if found := shown.hangs():
+            break
+    assert found == [(1, "forward")]
+
+
+def test_of_fellows_that_all_hang_one_is_named():
+    shown = of_two_replicas()
+    for worker in (2, 3):
+        shown.at(worker, "exchange")
+    shown.goes_on(1, but=(0,))
+    assert until_named(shown, frozen=(0, 1, 2, 3)) == [(0, "forward")]
+
+
+def test_a_process_that_waits_for_its_fellows_before_it_is_built_does_not_hang():
+    watch = Watch(ranks=2)
+    watch.begins(0, 100.0, ready=False)
+    for beat in range(2000):
+        now = 100.0 + beat * BEAT_S
+        watch.turn(now)
+        watch.heartbeat(0, Heartbeat(phase="meeting"), now)
+        assert watch.hangs(now, {}) == []

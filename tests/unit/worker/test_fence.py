@@ -104,7 +104,9 @@ class Worker:
             turn = TurnState("", self.parameters, self.update, strategy)
             self.engine = Engine(self.member, self.model, self.parameters, [turn])
         form = self.member.form
-        self.engine.start(AloneComm(), Lockstep(form, self.member.job.train, 640, by_speed=False))
+        self.engine.start(
+            AloneComm(), AloneComm(), Lockstep(form, self.member.job.train, 640, by_speed=False)
+        )
 
     def advance(self, step):
         self.pass_and_agree(step)

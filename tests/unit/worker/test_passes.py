@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from instep.comm.messages import Form
 from instep.data.order import Position
-from instep.spec import TrainSpec
+from instep.spec import MeshSpec, TrainSpec
 from instep.worker.step.assignment import Finished, Lockstep
 from instep.worker.step.passes import parts_of, ranges_of, share_of
 
@@ -134,3 +134,53 @@ def test_a_smaller_last_batch_is_cut_into_fewer_parts_of_about_the_same_size(sam
     passes = share_of(where, parts_of(where, train), 1, 0, merge=False).passes
     assert sum(part.size for part in passes) == samples
     assert all(min(samples, 4) <= part.size <= 8 for part in passes)
+
+
+@given(
+    size=st.integers(1, 40),
+    micro_batches=st.integers(1, 16),
+    shard=st.integers(1, 4),
+    replicas=st.integers(1, 3),
+    merge=st.booleans(),
+    whole=st.booleans(),
+)
+def test_the_ranks_that_split_a_replica_s_samples_run_in_lockstep_and_cover_each_once(
+    size, micro_batches, shard, replicas, merge, whole
+):
+    train = TrainSpec(global_batch=40, micro_batches=micro_batches)
+    mesh, workers = MeshSpec(shard=shard), list(range(replicas * shard))
+    covered, ledger, counts = [], [], []
+    for rank in workers:
+        form = Form(generation=1, rank=rank, members=workers)
+        lockstep = Lockstep(form, train, size, by_speed=True, mesh=mesh)
+        ((where, share),) = lockstep.plan(1, 1, merge=merge, whole=whole)
+        counts.append(len(share.passes))
+        for part in share.passes:
+            if part.repeats:
+                assert part.size == 1
+                assert share.first <= part.samples.first < share.stop
+            else:
+                covered += range(part.samples.first, part.samples.stop)
+        lockstep.prepared(0, 1, where)
+        ledger = lockstep.records()
+    assert sorted(covered) == list(range(size))
+    for replica in range(replicas):
+        assert len(set(counts[replica * shard : (replica + 1) * shard])) == 1
+    assert sorted(i for row in ledger for i in range(*row[-2:])) == list(range(size))
+    assert [row[4] for row in ledger] == workers
+
+
+@given(micro_batches=st.integers(1, 16), shard=st.integers(1, 4), size=st.integers(1, 40))
+def test_a_unit_of_a_mesh_is_cut_alike_at_any_number_of_replicas(micro_batches, shard, size):
+    train = TrainSpec(global_batch=40, micro_batches=micro_batches)
+
+    def passes(replicas):
+        found = []
+        for rank in range(replicas * shard):
+            form = Form(generation=1, rank=rank, members=list(range(replicas * shard)))
+            lockstep = Lockstep(form, train, size, by_speed=False, mesh=MeshSpec(shard=shard))
+            ((_, share),) = lockstep.plan(1, 1, merge=False)
+            found += [(rank % shard, part) for part in share.passes]
+        return sorted(found)
+
+    assert passes(1) == passes(2) == passes(3)

@@ -6,6 +6,7 @@ import torch
 
 from instep.comm.memory import run_ranks
 from instep.errors import CheckpointError
+from instep.spec import MeshSpec
 from instep.state.load import load
 from instep.state.manifest import published
 from instep.state.save import CheckpointWriter, Saved
@@ -23,6 +24,7 @@ def written(comm, run, parts):
     warnings = []
     member = SimpleNamespace(
         run=run,
+        job=SimpleNamespace(mesh=MeshSpec()),
         form=SimpleNamespace(servers=(2, 3), generation=5),
         emit=lambda name, **fields: warnings.append(fields["text"]),
     )

@@ -71,6 +71,9 @@ def notice(
         return f"{who} {event['how']} in {event['phase']}{where}"
     if what == "worker_leaving":
         return f"{who} leaves; {who.split()[0]} {event['successor']} replaces it"
+    if what == "replica_waits":
+        lack = f"and lacks {some_members(event['missing'], servers)}"
+        return f"replica {event['replica']} has {len(event['workers'])} processes {lack}: it waits"
     if what == "scaled":
         before, after = event["before"], event["workers"]
         return f"changing from {before} to {after} workers at one of the next steps"

@@ -15,16 +15,21 @@ from instep.comm.messages import Form
 from instep.data.balance import deal
 from instep.data.order import Position, position
 from instep.events import Kind
-from instep.spec import TrainSpec
+from instep.spec import MeshSpec, TrainSpec
 from instep.worker.step.dealing import Dealing, Speeds
 from instep.worker.step.passes import (
     Share,
+    deal_units,
+    part_of,
     parts_of,
     positions_of,
     ranges_of,
     share_of,
     share_of_these,
 )
+
+ONE_RANK = MeshSpec()
+"""A replica in one process."""
 
 
 class Finished(NamedTuple):
@@ -58,6 +63,8 @@ class Lockstep:
         samples: of the dataset.
         by_speed: whether a slow worker is dealt less.
         finished: what is computed already.
+        mesh: of a replica. Work is dealt to replicas, and each is known by its first rank; the
+            ranks of one compute at the same time.
     """
 
     def __init__(
@@ -68,13 +75,20 @@ class Lockstep:
         *,
         by_speed: bool,
         finished: Finished = NOTHING_FINISHED,
+        mesh: MeshSpec = ONE_RANK,
     ) -> None:
         self._form, self._train, self._samples, self._finished = form, train, samples, finished
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         self._ranks = len(self.workers)
-        self._working = [n for n, worker in enumerate(self.workers) if worker not in form.draining]
-        self.dealing = Dealing(self._ranks, by_speed=by_speed and not form.draining)
+        self._mesh = mesh
+        self._working = [
+            n
+            for n, worker in enumerate(self.workers)
+            if worker not in form.draining and n % mesh.ranks == 0
+        ]
+        even = bool(form.draining) or mesh.ranks > 1
+        self.dealing = Dealing(self._ranks, by_speed=by_speed and not even)
         self._done: tuple[int, int, Position, Speeds | None] | None = None
 
     def plan(
@@ -97,19 +111,29 @@ class Lockstep:
                     share_of_these(where, parts, self._around_finished(parts, speeds)[rank]),
                 )
                 continue
-            if rank not in self._working:
+            first = rank - rank % self._mesh.ranks
+            if first not in self._working:
                 yield where, Share([], where.stop, where.stop)
                 continue
             share = share_of(
                 where,
                 parts,
                 len(self._working),
-                self._working.index(rank),
+                self._working.index(first),
                 merge=merge,
                 speeds=speeds,
                 whole=whole,
+                shard=self._mesh.shard,
             )
-            yield where, share
+            yield where, self._within_replica(where, parts, share)
+
+    def _within_replica(self, where: Position, parts: int, share: Share) -> Share:
+        """This rank's part of each pass of its replica."""
+        if self._mesh.shard == 1:
+            return share
+        place = self._mesh.coordinate(self._form.rank).shard
+        passes = [part_of(where, parts, each, self._mesh.shard, place) for each in share.passes]
+        return share._replace(passes=passes)
 
     def _around_finished(self, parts: int, speeds: Speeds | None) -> list[list[int]]:
         """The units of each rank: those that it holds, and its share of those that nobody does."""
@@ -141,7 +165,7 @@ class Lockstep:
                 )
                 for unit, *range_ in _stretches(where, parts, units)
             ]
-        dealt = deal(parts, len(self._working), speeds)
+        dealt = deal_units(parts, len(self._working), speeds, self._mesh.shard)
         first = dict(zip(self._working, dealt, strict=True))
         return [
             (
@@ -161,7 +185,7 @@ class Lockstep:
 
     def _ranges(self, where: Position, parts: int, speeds: Speeds | None) -> list[tuple[int, int]]:
         """Positions [first, stop) of each rank; empty for one that drains."""
-        ranges = ranges_of(where, parts, len(self._working), speeds)
+        ranges = ranges_of(where, parts, len(self._working), speeds, self._mesh.shard)
         working = dict(zip(self._working, ranges, strict=True))
         return [working.get(rank, (where.stop, where.stop)) for rank in range(self._ranks)]
 

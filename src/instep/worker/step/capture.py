@@ -16,17 +16,23 @@ from torch import Tensor, nn
 
 from instep.comm.buckets import laid_out_like
 from instep.errors import CheckpointError
+from instep.state.boxes import MeshRank
 from instep.state.load import load
+from instep.state.manifest import is_meshed, read_manifest
 from instep.state.packing import pack_state, unpack_state
+from instep.state.pieces import SHARD, held_pieces, open_pieces
 from instep.state.restore import restore as restore_model
-from instep.state.snapshot import Snapshot, model_tensors
+from instep.state.restore import restore_pieces
+from instep.state.snapshot import COPIES, PART, Snapshot, model_tensors
 from instep.system.causes import sentence
+from instep.worker.step.parts import (
+    captured_parts,
+    parameter_order,
+    restore_aside,
+    restore_optimizer,
+)
 from instep.worker.step.served import put_together
 from instep.worker.step.update import Update
-
-SHARD = "shard-"
-"""Begins the name of a group of tensors that one server has written: its part of the optimizer's
-state."""
 
 
 class Progress(NamedTuple):
@@ -76,8 +82,9 @@ def capture(
     turns: Sequence[Moved],
     *,
     moved: Container[int] | None = None,
+    rank: MeshRank | None = None,
 ) -> Snapshot:
-    """Everything of the last commit that the next step builds on.
+    """Everything of the last commit that the next step builds on, as far as this process has it.
 
     Args:
         progress: the counters.
@@ -85,6 +92,11 @@ def capture(
         turns: the updates of a step, with optimizer, scheduler, scaler and strategy.
         moved: identities (`id`) of the buffers that are taken although the state dict leaves
             them out; None takes every such buffer.
+        rank: of a replica that is a mesh; None where one process has all of it.
+
+    Returns:
+        Tensors in the memory of model and optimizer. A rank of a mesh has its parts of them in
+        the groups `PART` (what it writes to a checkpoint) and `COPIES`, and no DTensor.
 
     Raises:
         CheckpointError: something in it cannot be kept.
@@ -99,20 +111,32 @@ def capture(
         facts["turns"] = pack_state(list(progress.turns))[1]
     if update.between.done:
         facts["between"] = dict(update.between.done)
-    tensors = {"model": model_tensors(model)}
+    model_state = model_tensors(model)
+    others = _outside(model, model_state)
+    aside = {name: b for name, b in others.items() if moved is None or id(b) in moved}
+    tensors = {"model": model_state} if rank is None else {}
     for each in turns:
         own, of = each.update, _of(each)
-        packed, facts[f"optimizer{of}"] = pack_state(own.optimizer.state_dict())
+        state = own.optimizer.state_dict()
+        if rank is None:
+            facts[f"parameters{of}"] = parameter_order(own.optimizer, model)
+        else:
+            state["state"] = {}
+        packed, facts[f"optimizer{of}"] = pack_state(state)
         tensors[f"optimizer{of}"] = packed
         if own.scheduler is not None:
             packed, facts[f"scheduler{of}"] = pack_state(own.scheduler.state_dict())
             tensors[f"scheduler{of}"] = packed
         if remembered := each.strategy.state():
             tensors[f"strategy{of}"] = remembered
-    others = _outside(model, tensors["model"])
-    if kept := {name: b for name, b in others.items() if moved is None or id(b) in moved}:
-        tensors["aside"] = kept
-    return Snapshot(step=progress.step, tensors=tensors, facts=facts)
+    if rank is None:
+        if aside:
+            tensors["aside"] = aside
+        return Snapshot(step=progress.step, tensors=tensors, facts=facts)
+    optimizers = {f"optimizer{_of(each)}": each.update.optimizer for each in turns}
+    parts = captured_parts(model_state, aside, optimizers, model, rank)
+    tensors |= {PART: parts.own, COPIES: parts.copies}
+    return Snapshot(step=progress.step, tensors=tensors, facts=facts, cuts=parts.cuts)
 
 
 def _of(turn: Moved) -> str:
@@ -130,39 +154,53 @@ def restore(
     source: object,
     model: nn.Module,
     turns: Sequence[Moved],
+    *,
+    rank: MeshRank | None = None,
 ) -> Progress:
     """Give model, optimizer, scheduler, scaler and strategy the state of a snapshot.
 
     Args:
-        snapshot: as `capture` made it.
+        snapshot: as `capture` made it, here or on a rank of the same place in another replica;
+            or as `read_checkpoint` did.
         source: where it is from, for messages.
         model: as the recipe builds it.
         turns: with optimizers and schedulers as the recipe makes them, and strategies of the
             same name and options.
+        rank: of a replica that is a mesh.
 
     Raises:
         CheckpointError: it is of another model or optimizer.
     """
     tensors, facts, update = snapshot.tensors, snapshot.facts, turns[0].update
+    pieces = snapshot.pieces
+    if PART in tensors:
+        pieces = held_pieces(snapshot, source)
     shards = {
         name: tensor
         for group, named in tensors.items()
         if group.startswith(SHARD)
         for name, tensor in named.items()
     }
-    restore_model(tensors["model"], model)
-    others = _outside(model, tensors["model"])
-    with torch.no_grad():
-        for name, tensor in tensors.get("aside", {}).items():
-            if name in others:
-                others[name].copy_(tensor)
+    if pieces is not None:
+        restore_pieces(pieces, model, all_names=rank is None or rank.has_all_names)
+        restore_aside(pieces, _outside(model, model_tensors(model)))
+    else:
+        restore_model(tensors["model"], model)
+        others = _outside(model, tensors["model"])
+        with torch.no_grad():
+            for name, tensor in tensors.get("aside", {}).items():
+                if name in others:
+                    others[name].copy_(tensor)
     try:
         for each in turns:
             own, of = each.update, _of(each)
             group = f"optimizer{of}"
-            own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
-            lay_out_state(own.optimizer.state)
-            own.optimizer.state.update(put_together(shards, model))
+            if pieces is not None:
+                restore_optimizer(pieces, group, own.optimizer, model)
+            else:
+                own.optimizer.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
+                lay_out_state(own.optimizer.state)
+                own.optimizer.state.update(put_together(shards, model))
             if own.scheduler is not None:
                 group = f"scheduler{of}"
                 own.scheduler.load_state_dict(unpack_state(tensors.get(group, {}), facts[group]))
@@ -190,12 +228,32 @@ def lay_out_state(state: Mapping[Any, Any]) -> None:
                     kept[name] = laid_out_like(value, parameter)
 
 
-def read_checkpoint(checkpoint: Path | None, model: nn.Module) -> Snapshot | None:
+def read_checkpoint(
+    checkpoint: Path | None,
+    model: nn.Module,
+    turns: Sequence[Moved] = (),
+    *,
+    rank: MeshRank | None = None,
+) -> Snapshot | None:
     """What a checkpoint on disk holds; None without one, for the state of a run's beginning.
+
+    Where either was saved or is loaded on a mesh, `restore` reads from the folder what this rank
+    needs, tensor by tensor.
+
+    Args:
+        checkpoint: the folder; saved on any mesh.
+        model: its first parameter says on which device tensors are wanted.
+        turns: with the optimizers.
+        rank: of a replica that is a mesh.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     if checkpoint is None:
         return None
-    return load(checkpoint, next(model.parameters()).device)
+    if rank is None and not (checkpoint.is_dir() and is_meshed(read_manifest(checkpoint))):
+        return load(checkpoint, next(model.parameters()).device)
+    order = {
+        f"optimizer{_of(each)}": parameter_order(each.update.optimizer, model) for each in turns
+    }
+    return open_pieces(checkpoint, order)

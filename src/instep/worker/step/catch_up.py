@@ -53,6 +53,8 @@ class Beginning(NamedTuple):
     """The highest commit that one of them has, or that those in doubt now apply."""
     root: int
     """The lowest rank that holds it, and gives it to the others."""
+    holders: tuple[int, ...]
+    """The ranks that hold it, in their order."""
     shared: bool
     """Whether some member lacks it."""
     told: bool
@@ -82,19 +84,21 @@ def beginning(places: Sequence[Place]) -> Beginning:
         newest += 1  # nobody can have abandoned it, and one who is gone may have committed it
     tried = max(place.tried for place in held)
     begun = all(place.start_in_doubt == tried for place in held if place.tried == tried)
-    there = [
-        p
-        for p in places
+    holders = tuple(
+        rank
+        for rank, p in enumerate(places)
         if p.course == course
         and (p.number == newest or (p.prepared == newest and p.generation == latest))
-    ]
+    )
+    there = [places[rank] for rank in holders]
     # the lowest rank saves and reports; if it is new, nobody knows how far it had come
     new = places[0].number < 0
     settled = newest - 1 if new else min(p.settled for p in places if p.number >= 0)
     return Beginning(
         course=course,
         number=newest,
-        root=places.index(there[0]),
+        root=holders[0],
+        holders=holders,
         shared=len(there) < len(places),
         told=any(place.told for place in there if place.number == newest),
         ends=any(place.ends for place in there if place.number == newest),

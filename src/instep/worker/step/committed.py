@@ -18,6 +18,7 @@ from instep.comm.base import Comm
 from instep.data.order import Position
 from instep.records import Attempt
 from instep.state import broadcast
+from instep.state.boxes import MeshRank
 from instep.state.packing import pack_state, unpack_state
 from instep.state.snapshot import Snapshot
 from instep.worker.step.capture import Moved, Progress, capture, read_checkpoint, restore
@@ -54,10 +55,14 @@ class CommittedState:
     Args:
         model: as the recipe builds it.
         turns: the updates of a step, with optimizers as the recipe makes them.
+        rank: of a replica that is a mesh; None where one process has all of it.
     """
 
-    def __init__(self, model: nn.Module, turns: Sequence[Moved]) -> None:
+    def __init__(
+        self, model: nn.Module, turns: Sequence[Moved], rank: MeshRank | None = None
+    ) -> None:
         self._model, self._turns, self._each = model, list(turns), len(turns)
+        self._rank = rank
         self._device = next(model.parameters()).device
         self.trial: Trial | None = None
         """Whether cutting a batch changes the result; a newcomer is given it by its peers."""
@@ -91,7 +96,7 @@ class CommittedState:
 
     def capture(self, moved: Container[int] | None = None) -> Snapshot:
         """Everything of the last commit that the next step builds on; see `capture.capture`."""
-        return capture(self.progress, self._model, self._turns, moved=moved)
+        return capture(self.progress, self._model, self._turns, moved=moved, rank=self._rank)
 
     def restore(self, snapshot: Snapshot, source: object) -> None:
         """Be at another commit, as `capture` gave it.
@@ -103,7 +108,7 @@ class CommittedState:
         Raises:
             CheckpointError: it is of another model or optimizer.
         """
-        self.progress = restore(snapshot, source, self._model, self._turns)
+        self.progress = restore(snapshot, source, self._model, self._turns, rank=self._rank)
 
     def load(self, checkpoint: Path | None, *, ends: bool = False) -> None:
         """Take the state of a checkpoint, or of a beginning.
@@ -111,7 +116,7 @@ class CommittedState:
         Raises:
             CheckpointError: it cannot be read, or is of another model or optimizer.
         """
-        snapshot = read_checkpoint(checkpoint, self._model)
+        snapshot = read_checkpoint(checkpoint, self._model, self._turns, rank=self._rank)
         self.progress, self.own = Progress(), {}
         if snapshot is not None:
             self.restore(snapshot, checkpoint)

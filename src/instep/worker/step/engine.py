@@ -35,16 +35,21 @@ from torch import Tensor, nn
 
 from instep.comm.alone import AloneComm
 from instep.comm.base import Comm
+from instep.comm.late_errors import LateErrors
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
-from instep.errors import RecipeError, SpecError, Unrepeatable, WorkerError
+from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
+from instep.parallel.slots import Split, give, local
 from instep.records import Attempt, Law
+from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Mover, Servers, Strategy
+from instep.sync.norm import norm, squares
 from instep.system.host_memory import HostMemory
 from instep.worker.member import Member
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.buffers import Buffers
+from instep.worker.step.catch_up import Beginning
 from instep.worker.step.clock import Clock
 from instep.worker.step.committed import Commit, CommittedState
 from instep.worker.step.gradients import Gradients
@@ -80,6 +85,8 @@ class Agreement(NamedTuple):
     """Whether it is time for a checkpoint."""
     scale: float = 1.0
     """What the agreed gradient is still to be multiplied by."""
+    norm: float | None = None
+    """Of the agreed gradient, where it lies on several ranks, and is wanted."""
 
 
 class _Staged(NamedTuple):
@@ -108,6 +115,7 @@ class Engine:
         observers: by name; they watch the steps, and may object to one.
         votes: whether every commit is voted for; else only where the strategy needs it.
         more: passes of a step beside those of its micro-batches.
+        split: how the parameters lie on the ranks of this replica; None where it is one rank.
     """
 
     def __init__(
@@ -121,14 +129,19 @@ class Engine:
         observers: Mapping[str, Observer] = MappingProxyType({}),
         votes: bool = False,
         more: int = 0,
+        split: Split | None = None,
     ) -> None:
         self.member, self.model = member, model
         self.turns = list(turns)
-        self.state = CommittedState(model, turns)
+        mesh = member.job.mesh
+        rank = MeshRank(mesh, member.number) if split is not None else None
+        self.state = CommittedState(model, turns, rank)
         self.observers = observers
         self.parameters, self._ends = parameters, ends
+        self._mesh, self._split = mesh, split
         own = any(turn.strategy.laws for turn in turns)
-        self._votes = votes or own
+        # what one rank of a mesh has staged, no other of its replica has
+        self._votes = votes or own or self._mesh.ranks > 1
         self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self._device = parameters[0].device
@@ -140,11 +153,15 @@ class Engine:
         self.applies_staged = True
         """Whether a step in doubt can be applied later; not where the user's code belongs to it."""
         self._staged: _Staged | None = None
-        self._handed_out = self._in_doubt = False
+        self._handed_out = self._slots_filled = self._in_doubt = False
         self._half_moved = False  # the update began, and has not ended
         self._records: list[tuple[int, ...]] = []  # of the last step of a generation that is over
         self._ledger: Ledger | None = None
         self._comm: Comm | None = None
+        self._column: Comm = AloneComm()
+        self._slots = [turn.parameters for turn in turns]
+        if split is not None:
+            self._slots = [split.slots(turn.parameters) for turn in turns]
         self.memory = HostMemory() if own else None
         """Keeps what this worker alone has, should it be killed."""
         self.clock = Clock(begin=time.time())
@@ -178,8 +195,12 @@ class Engine:
 
     # ---- generations
 
-    def begin(self, comm: Comm) -> bool:
+    def begin(self, comm: Comm, column: Comm) -> bool:
         """A generation begins: all members come to the same commit; every member calls it.
+
+        Args:
+            comm: the members.
+            column: those that have the same place in their replicas; all, without a mesh.
 
         Returns:
             Whether a peer gave its state to somebody.
@@ -217,11 +238,22 @@ class Engine:
             step = self.state.progress.step
             mend(ledger, step, self._records, wait=self.member.waits_for_writer)
         fresh = not self.state.held
-        self.state.share(comm, there)
+        self.state.share(column, self._within_column(there))
         if fresh:
             self._take_what_was_left()
         self.state.tried = form.generation
         return there.shared
+
+    def _within_column(self, there: Beginning) -> Beginning:
+        """The same, by ranks of the column."""
+        form, ranks = self.member.form, self._mesh.ranks
+        assert form is not None, "no generation yet"
+        if ranks == 1:
+            return there
+        own = [rank // ranks for rank in there.holders if (rank - form.rank) % ranks == 0]
+        if not own:
+            raise PeerError("no member holds this part of the model.")
+        return there._replace(root=own[0], shared=len(own) < len(form.members) // ranks)
 
     def _take_what_was_left(self) -> None:
         """This process takes the place of another: what that one alone had lies in memory."""
@@ -289,11 +321,14 @@ class Engine:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in self.parameters]
 
-    def start(self, comm: Comm, assignment: Lockstep, *, compare: bool = True) -> None:
+    def start(
+        self, comm: Comm, column: Comm, assignment: Lockstep, *, compare: bool = True
+    ) -> None:
         """The steps of the generation are about to begin.
 
         Args:
             comm: its members.
+            column: as for `begin`.
             assignment: who computes what.
             compare: whether to make sure that all hold the same; not where they have just been
                 given it.
@@ -303,7 +338,7 @@ class Engine:
             PeerError: a member went away meanwhile.
         """
         if compare:
-            _check_equal(self.model, comm)
+            _check_equal(self.model, column)
         member, form = self.member, self.member.form
         assert form is not None, "no generation yet"
         self.assignment = assignment
@@ -321,6 +356,10 @@ class Engine:
             losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
             weights=self._parts,
             buffers=len(self.buffers),  # who moved each
+            squares=self._mesh.ranks
+            if self._measures
+            else 0,  # of each rank's part of the gradient
+            again=1,  # whose gradients did not fit; with a mesh
             **{name: observer.size for name, observer in self.observers.items()},
         )
         self._base = member.started  # Unix seconds, the same in every worker
@@ -330,19 +369,20 @@ class Engine:
         if form.servers:
             assert isinstance(self.update, Mover), "the optimizer of servers"
             servers = Servers([form.members.index(n) for n in form.servers], self.update)
-        for turn in self.turns:
+        meshed = self._mesh.ranks > 1
+        for turn, slots in zip(self.turns, self._slots, strict=True):
             turn.strategy.start(
-                turn.parameters,
-                comm,
-                notes=self._notes.size,
+                slots,
+                LateErrors(column) if meshed else column,
+                notes=0 if meshed else self._notes.size,
                 parts=self._exact,
                 memory=self.memory,
                 at=Attempt(self.state.progress.course, self.state.number, form.generation),
                 draining=[form.members.index(worker) for worker in form.draining],
                 servers=servers,
             )
-        self.gradients = [Gradients(turn.parameters, self.take) for turn in self.turns]
-        self._comm = comm
+        self.gradients = [Gradients(slots, self.take) for slots in self._slots]
+        self._comm, self._column = comm, column
         self.state.inside(form.generation)
         self.state.owners = tuple(worker for worker in form.members if worker not in form.draining)
         if comm.rank == 0:
@@ -372,13 +412,14 @@ class Engine:
         self._records = self.assignment.records() or self._records
         if not self._in_doubt:
             self._drop()
-        comm, self._comm = self._comm, None
+        comms, self._comm = (self._comm, self._column), None
         for gradients, turn in zip(self.gradients, self.turns, strict=True):
             gradients.close()
             turn.strategy.stop()
         for observer in self.observers.values():
             observer.over()
-        comm.close()
+        for comm in comms:
+            comm.close()
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
@@ -394,7 +435,8 @@ class Engine:
         if self._comm is not None or self._staged is not None:
             self.buffers.undo()
             self.strategy.abandon()
-        self._staged, self._in_doubt, self._handed_out = None, False, False
+        self._staged, self._in_doubt = None, False
+        self._handed_out = self._slots_filled = False
 
     # ---- passes
 
@@ -499,7 +541,7 @@ class Engine:
         notes = self._own_notes(passes, stop=stop, skipped=skipped, leaving=leaving)
         notes["arrived"][self.comm.rank] = arrived - self._base
         try:
-            summed = self.strategy.exchange(self._notes.pack(notes))
+            summed = self._exchange(notes)
         except Unrepeatable as error:
             for observer in self.observers.values():
                 observer.unrepeatable(error)
@@ -527,6 +569,45 @@ class Engine:
         self.clock.wire += blocked - wait
         self._computing = said["computing"]
         return agreed
+
+    def _exchange(self, notes: dict[str, list[float]]) -> Tensor | None:
+        """Exchange gradients and notes; what the strategy's `exchange` returns.
+
+        On a mesh the strategy knows one rank of each replica. Notes are for all ranks, and each
+        adds what it has of the norm.
+        """
+        if self._mesh.ranks == 1:
+            return self.strategy.exchange(self._notes.pack(notes))
+        fits = self.strategy.exchange(torch.zeros(0, dtype=torch.float64)) is not None
+        place = divmod(self.comm.rank, self._mesh.ranks)
+        if not fits:
+            notes["again"] = [1.0]
+        elif self._measures:
+            self._fill_slots()
+        if fits and self._measures and place[0] == 0:
+            assert self._split is not None, "a mesh"
+            counted = [s.grad for s in self._slots[self.turn] if self._split.counts(s)]
+            gradients = [gradient for gradient in counted if gradient is not None]
+            notes["squares"][place[1]] = math.fsum(squares(gradients).tolist())
+        summed = self._notes.pack(notes)
+        self.comm.all_reduce(summed).wait()
+        if not self._notes.unpack(summed)["again"][0]:
+            return summed
+        if fits:  # elsewhere they did not, so that this step begins again
+            self.strategy.abandon()
+        self._slots_filled = False
+        return None
+
+    def _fill_slots(self) -> None:
+        """Give each slot its agreed gradient, once."""
+        if not self._slots_filled:
+            self.strategy.hand_out()
+            self._slots_filled = True
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the norm of a gradient that lies on several ranks is wanted."""
+        return self._mesh.ranks > 1 and any(turn.update.clips for turn in self.turns)
 
     def _passes_done(self) -> float:
         """The time now (of `perf_counter`), once a GPU is done with what it was given."""
@@ -572,13 +653,15 @@ class Engine:
                 "in it that the loss could be a mean of (all targets are ignored, say). Leave such "
                 "samples out of the dataset, or use a larger train.global_batch."
             )
+        scale = samples / weight if weight and weight != samples else 1.0
         return Agreement(
             sum(said["losses"]) / (weight or 1.0),
             said["stop"][0] > 0,
             regroups=said["regroups"][0] > 0,
             skipped=missed,
             saves=said["saves"][0] > 0,
-            scale=samples / weight if weight and weight != samples else 1.0,
+            scale=scale,
+            norm=norm(said["squares"]) * scale if self._measures else None,
         )
 
     def _prepare(self, staged: _Staged) -> None:
@@ -598,9 +681,12 @@ class Engine:
     def hand_out(self) -> None:
         """Give each parameter its agreed gradient, for those who look at it before `commit`."""
         assert self._staged is not None, "agree() comes first"
-        self.strategy.hand_out()
-        if self._staged.agreed.scale != 1.0:
-            scale_gradients(self.parameters, self._staged.agreed.scale)
+        self._fill_slots()
+        agreed, turn = self._staged.agreed, self.turns[self.turn]
+        if agreed.scale != 1.0:
+            scale_gradients(self._slots[self.turn], agreed.scale)
+        give(self._slots[self.turn], turn.parameters)
+        turn.update.known_norm = agreed.norm
         self._handed_out = True
 
     def commit(self, move: Callable[[int], float | None] | None = None) -> Commit:
@@ -651,19 +737,21 @@ class Engine:
         self.buffers.apply()
         if not self._handed_out:
             self.hand_out()
-        norm = self.strategy.apply(lambda: move(step))
+        found = self.strategy.apply(lambda: move(step))
+        give(self._slots[self.turn], self.turns[self.turn].parameters)
         self.buffers.after_update()
         losses = (*self.state.progress.turns, agreed.loss)
         not_finite = [loss for loss in losses if not math.isfinite(loss)]
         agreed = agreed._replace(loss=[*losses, *not_finite[:1]][-1])
         told = counts and agreed.stop
-        ends = told or (counts and self._ends(step, agreed, norm))
+        ends = told or (counts and self._ends(step, agreed, found))
         losses = losses if len(self.turns) > 1 else ()
         done = Commit(
-            step, agreed.loss, norm, told, ends, agreed.skipped, saves=agreed.saves, losses=losses
+            step, agreed.loss, found, told, ends, agreed.skipped, saves=agreed.saves, losses=losses
         )
         self.state.commit(done, staged.where)
-        self._staged, self._in_doubt, self._handed_out = None, False, False
+        self._staged, self._in_doubt = None, False
+        self._handed_out = self._slots_filled = False
         self._half_moved = False
         return done
 
@@ -695,20 +783,36 @@ def _as_recorded(norm: float | None) -> float:
     return norm if math.isfinite(norm) else math.inf
 
 
-def make_comm(member: Member, device: torch.device, address: str = "127.0.0.1") -> Comm:
-    """The group of this generation, listening on a local address; alone, one that moves nothing."""
-    form = member.form
+def make_comms(
+    member: Member, device: torch.device, address: str = "127.0.0.1"
+) -> tuple[Comm, Comm]:
+    """The groups of this generation, listening on a local address: all members, and those that
+    have this one's place in their replicas; the same group, where a replica is one rank."""
+    form, mesh = member.form, member.job.mesh
     assert form is not None
-    if len(form.members) == 1:
-        return AloneComm()
-    return TorchComm(
-        member.store(),
-        form.rank,
-        len(form.members),
-        device=device,
-        address=address,
-        timeout_s=form.timeout_s,
-    )
+
+    def among(members: list[int], prefix: str) -> Comm:
+        if len(members) == 1:  # it moves nothing
+            return AloneComm()
+        return TorchComm(
+            member.store(prefix),
+            members.index(form.members[form.rank]),
+            len(members),
+            device=device,
+            address=address,
+            timeout_s=form.timeout_s,
+        )
+
+    everyone = among(form.members, "")
+    if mesh.ranks == 1:
+        return everyone, everyone
+    worker = form.members[form.rank]
+    try:
+        column = among(mesh.column(form.members, worker), f"column {worker % mesh.ranks} ")
+    except PeerError:
+        everyone.close()
+        raise
+    return everyone, column
 
 
 def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
@@ -755,5 +859,5 @@ def _check_equal(model: nn.Module, comm: Comm) -> None:
 
 
 def _checksum(tensor: Tensor) -> float:
-    plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+    plain = local(tensor.detach()).to("cpu").contiguous().reshape(-1)
     return float(zlib.crc32(plain.view(torch.uint8).numpy().data)) if plain.numel() else 0.0

@@ -63,22 +63,29 @@ def share_of(
     merge: bool,
     speeds: Sequence[float] | None = None,
     whole: bool = False,
+    shard: int = 1,
 ) -> Share:
     """The passes of one worker in the step at `position`, cut into `micro_batches`.
 
     Micro-batches without samples are left out; a worker may have no pass at all.
     Merged ones are one pass, or several where a worker is dealt more than an even
     share: none is larger than that, as memory may not hold it. Unless `whole`: then all are one.
+
+    Where a replica is a mesh whose ranks split the samples, `workers` are replicas, and what is
+    dealt are units of `shard` micro-batches that its ranks compute at once. The share is that of
+    the replica, as if it were one worker; `part_of` says what each of its ranks has of a pass.
     """
-    dealt = deal(micro_batches, workers, speeds)[rank]
-    first, stop = positions_of(position, dealt, micro_batches)
-    parts = [range(number, number + 1) for number in dealt]
+    dealt = deal_units(micro_batches, workers, speeds, shard)[rank]
+    units = [dealt[n : n + shard] for n in range(0, len(dealt), shard)]
     if whole:
         parts = [dealt] if dealt else []
-    elif merge:
-        largest = -(-micro_batches // workers)
-        merged = deal(len(dealt), -(-len(dealt) // largest)) if dealt else []
-        parts = [dealt[part.start : part.stop] for part in merged]
+    elif merge and dealt:
+        largest = -(-micro_batches // (shard * workers))
+        merged = deal(len(units), -(-len(units) // largest))
+        parts = [dealt[part.start * shard : part.stop * shard] for part in merged]
+    else:
+        parts = units
+    first, stop = positions_of(position, dealt, micro_batches)
     cuts = [positions_of(position, part, micro_batches) for part in parts]
     passes = [
         Pass(Slice(position.epoch, low, high), part.start, micro_batches=len(part))
@@ -86,6 +93,22 @@ def share_of(
         if high > low
     ]
     return Share(passes, first, stop)
+
+
+def part_of(position: Position, micro_batches: int, whole: Pass, shard: int, rank: int) -> Pass:
+    """What one of the `shard` ranks that split a replica's samples has of a pass.
+
+    All run their part at the same time. One that has no samples runs the pass's first sample, and
+    counts nothing.
+    """
+    mine = deal(whole.micro_batches, shard)[rank]
+    part = range(whole.number + mine.start, whole.number + mine.stop)
+    low, high = positions_of(position, part, micro_batches)
+    if low < high:
+        return Pass(whole.samples._replace(first=low, stop=high), part.start, False, len(part))
+    first = whole.samples.first
+    samples = whole.samples._replace(first=first, stop=first + 1)
+    return Pass(samples, whole.number, repeats=True)
 
 
 def share_of_these(position: Position, micro_batches: int, numbers: Sequence[int]) -> Share:
@@ -101,11 +124,24 @@ def share_of_these(position: Position, micro_batches: int, numbers: Sequence[int
     )
 
 
+def deal_units(
+    micro_batches: int, workers: int, speeds: Sequence[float] | None = None, shard: int = 1
+) -> list[range]:
+    """The micro-batches of each worker, where `shard` are dealt as one; the last may be fewer."""
+    dealt = deal(-(-micro_batches // shard), workers, speeds)
+    every = range(micro_batches)
+    return [every[part.start * shard : part.stop * shard] for part in dealt]
+
+
 def ranges_of(
-    position: Position, micro_batches: int, workers: int, speeds: Sequence[float] | None = None
+    position: Position,
+    micro_batches: int,
+    workers: int,
+    speeds: Sequence[float] | None = None,
+    shard: int = 1,
 ) -> list[tuple[int, int]]:
     """Positions [first, stop) of each worker in the step at `position`; some may be empty."""
-    dealt = deal(micro_batches, workers, speeds)
+    dealt = deal_units(micro_batches, workers, speeds, shard)
     return [positions_of(position, part, micro_batches) for part in dealt]
 
 

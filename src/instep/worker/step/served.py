@@ -213,18 +213,7 @@ class ServedUpdate(Update):
         found: dict[str, Tensor] = {}
         for piece, state in self._states.items():
             for name, value in state.items():
-                kind = type(value)
-                if kind in NUMBERS:
-                    name, value = (
-                        f"{name}:{kind.__name__}",
-                        torch.tensor(value, dtype=NUMBERS[kind]),
-                    )
-                if type(value) is not Tensor or type(name) is not str or "/" in name:
-                    raise RecipeError(
-                        f"the optimizer {type(self.optimizer).__name__} keeps {name!r} as "
-                        f"{kind.__name__} in its state: with sync.name = 'server_sync' it can keep "
-                        "tensors and numbers. Use an optimizer of torch.optim, or all_reduce."
-                    )
+                name, value = kept_as(name, value, self.optimizer, "sync.name = 'server_sync'")
                 found[f"{piece.slot}/{name}/{piece.start}:{piece.stop}"] = value
         return found
 
@@ -235,11 +224,34 @@ class ServedUpdate(Update):
             slot, kept, elements = name.split("/")
             start, stop = elements.split(":")
             piece = Piece(int(slot), int(start), int(stop))
-            kept, taken = _taken(kept, value)
-            self._states[piece][kept] = _fitting(taken, self.held[piece])
+            kept, own = taken(kept, value)
+            self._states[piece][kept] = _fitting(own, self.held[piece])
 
 
-def _taken(name: str, value: Tensor) -> tuple[str, Any]:
+def kept_as(name: Any, value: Any, optimizer: object, where: str) -> tuple[str, Tensor]:
+    """What an optimizer keeps for a parameter, as a tensor with a name; `taken` is the inverse.
+
+    Args:
+        name, value: as in its state.
+        optimizer: whose it is, for the message.
+        where: the setting that has parameters in parts, for the message.
+
+    Raises:
+        RecipeError: it is neither a tensor nor a number.
+    """
+    kind = type(value)
+    if kind in NUMBERS:
+        name, value = f"{name}:{kind.__name__}", torch.tensor(value, dtype=NUMBERS[kind])
+    if not isinstance(value, Tensor) or type(name) is not str or "/" in name:
+        raise RecipeError(
+            f"the optimizer {type(optimizer).__name__} keeps {name!r} as "
+            f"{kind.__name__} in its state: with {where} it can keep "
+            "tensors and numbers. Use an optimizer of torch.optim, or all_reduce."
+        )
+    return name, value
+
+
+def taken(name: str, value: Tensor) -> tuple[str, Any]:
     """What an optimizer kept, and by which name; a tensor is copied."""
     name, _, kind = name.partition(":")
     numbers: dict[str, Any] = {number.__name__: number for number in NUMBERS}
@@ -295,6 +307,6 @@ def put_together(shards: Mapping[str, Tensor], model: nn.Module) -> dict[Tensor,
         joined = found[0][2]  # a number is the same in all pieces
         if len(found) > 1 and joined.dim():
             joined = torch.cat([tensor for *_, tensor in found]).view(own.shape)
-        kept, value = _taken(kept, joined)
+        kept, value = taken(kept, joined)
         whole[own][kept] = value
     return whole

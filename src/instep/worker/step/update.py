@@ -56,6 +56,8 @@ class Update:
         self.parameters, self._seed = list(parameters), seed
         self._max_grad_norm, self._measure = max_grad_norm, measure
         self._turn = (turn,) if turn else ()
+        self.known_norm: float | None = None
+        """Of the gradient that `apply` finds, where other ranks have parts of it."""
         self.between = SchedulerSteps()
 
     def apply(self, step: int) -> float | None:
@@ -90,7 +92,9 @@ class Update:
         if not self.clips:
             return None
         self.scaler.unscale_(self.optimizer)
-        found = global_norm(self.parameters)
+        found = self.known_norm
+        if found is None:
+            found = global_norm(self.parameters)
         if self.scaler.is_enabled() and not math.isfinite(found):
             return None
         by = self.factor(found)

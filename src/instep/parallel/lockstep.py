@@ -1,0 +1,210 @@
+"""Collectives inside a replica, checked: all ranks must be at the same block of the model.
+
+FSDP2 gathers a block's parameters when its `forward` begins. A model that uses other blocks on
+one rank than on another (routing, dropped layers) would gather one block's rows into another, and
+compute wrong numbers without an error. So a few integers go along with each collective: which
+block, which operation, and which parameters have a gradient. They travel at the same time, so
+they cost little; who differs gets an error, and nobody waits.
+
+Sums are taken in rank order over what an all-to-all brings: the same bits each time, and half of
+what gloo's own reduce-scatter sends, which moves the bytes of an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from instep.comm.torch_comm import broken
+from instep.errors import RecipeError
+
+GATHER, SUM, END = range(3)
+_DOING = ("gathers", "sums the gradients of", "has ended a pass of")
+_BITS = 62
+"""Parameters in one int64."""
+
+
+class Unit:
+    """Parameters that are gathered, and whose gradients are summed, together.
+
+    Args:
+        number: its place among the model's units, the same on all ranks.
+        name: what a person calls it.
+        parameters: how many take part in a sum.
+    """
+
+    def __init__(self, number: int, name: str, parameters: int) -> None:
+        self.number, self.name = number, name
+        self.used = [False] * parameters
+        """Whether a parameter has a gradient: on this rank during a pass, on any after the sum."""
+        self.runs = 0
+        """How often it ran forward in this pass."""
+        self.inside = 0
+        """Above 0 while it runs."""
+        self._counts = False
+
+    def begin_pass(self) -> None:
+        """Forget the last pass."""
+        self.used = [False] * len(self.used)
+        self.runs, self._counts = 0, True
+
+    def end_forward(self) -> None:
+        """What runs from now on runs again, for checkpointed activations."""
+        self._counts = False
+
+    def enter(self) -> None:
+        """It begins to run."""
+        self.inside += 1
+        self.runs += self._counts
+
+    def leave(self, *_: Any) -> None:
+        """It has run."""
+        self.inside -= 1
+
+
+class Lockstep:
+    """A few integers that go along with each collective of a group.
+
+    Args:
+        group: the ranks that share the model.
+        units: all of them, in order.
+    """
+
+    def __init__(self, group: ProcessGroup, units: Sequence[Unit]) -> None:
+        self.group, self._units = group, units
+        self.counts = True
+        """Whether this rank's gradients are added; in a pass without samples they are not."""
+        most = max((len(unit.used) for unit in units), default=0)
+        self._words = 1 + -(-most // _BITS)
+
+    def begin(self, unit: Unit, doing: int) -> _Check:
+        """Send what this rank does; `end` of what is returned compares it with the others."""
+        words = [unit.number * 3 + doing]
+        for first in range(0, _BITS * (self._words - 1), _BITS):
+            bits = unit.used[first : first + _BITS] if doing == SUM and self.counts else []
+            words.append(sum(1 << place for place, used in enumerate(bits) if used))
+        own = torch.tensor(words)
+        every = torch.empty(self.group.size() * len(words), dtype=torch.int64)
+        work = all_gather(self.group, every, own)
+        return _Check(work, every.view(-1, len(words)), unit, doing, self._units)
+
+
+class _Check:
+    def __init__(
+        self, work: Any, every: Tensor, unit: Unit, doing: int, units: Sequence[Unit]
+    ) -> None:
+        self._work, self._every, self._unit, self._doing = work, every, unit, doing
+        self._units = units
+
+    def end(self) -> None:
+        """Wait for the others.
+
+        Raises:
+            RecipeError: another rank does something else.
+            PeerError: another rank has ended.
+        """
+        wait(self._work)
+        own, ranks = self._unit.number * 3 + self._doing, self._every.tolist()
+        for rank, (theirs, *_) in enumerate(ranks):
+            if theirs != own:
+                other, doing = divmod(theirs, 3)
+                raise RecipeError(
+                    f"a rank {_DOING[self._doing]} {self._unit.name!r} while rank {rank} of its "
+                    f"replica {_DOING[doing]} {self._units[other].name!r}: with [mesh] shard, "
+                    "every rank must use the same blocks of the model in the same order in each "
+                    "pass, whatever its samples are."
+                )
+        if self._doing == SUM:
+            used = self._unit.used
+            for place in range(len(used)):
+                word, bit = 1 + place // _BITS, 1 << place % _BITS
+                used[place] = any(words[word] & bit for words in ranks)
+
+
+class Gather:
+    """FSDP2's all-gather (its hook `set_custom_all_gather`), checked."""
+
+    def __init__(self, lockstep: Lockstep, unit: Unit) -> None:
+        self._lockstep, self._unit = lockstep, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the parameters of all ranks."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Collect [n] of each rank in [ranks * n]."""
+        check = self._lockstep.begin(self._unit, GATHER)
+        work = all_gather(group, output_tensor, input_tensor)
+        check.end()
+        if async_op:
+            return work
+        wait(work)
+        return None
+
+
+class ReduceScatter:
+    """FSDP2's reduce-scatter (`set_custom_reduce_scatter`): a sum in rank order, checked."""
+
+    def __init__(self, lockstep: Lockstep, unit: Unit) -> None:
+        self._lockstep, self._unit = lockstep, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum [ranks * n] of each rank to [n], this rank's part."""
+        check = self._lockstep.begin(self._unit, SUM)
+        if not self._lockstep.counts:  # they may be anything, also NaN
+            input_tensor.zero_()
+        got = torch.empty_like(input_tensor)
+        work = _begun(lambda: group.alltoall_base(got, input_tensor, [], []))
+        check.end()
+        wait(work)
+        in_rank_order(got.view(group.size(), -1), output_tensor)
+
+
+def all_gather(group: ProcessGroup, out: Tensor, part: Tensor) -> Any:
+    """Begin to collect the ranks' parts, [n] each, in [ranks * n]; for `wait`."""
+    return _begun(lambda: group._allgather_base(out, part))
+
+
+def in_rank_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum [n] of [ranks, n], each rank's part added to those before it: the same bits."""
+    total = parts[0].clone() if out is None else out.copy_(parts[0])
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _begun(start: Callable[[], Any]) -> Any:
+    try:
+        return start()
+    except RuntimeError as error:
+        raise broken(error) from error
+
+
+def wait(work: Any) -> None:
+    """Return when a collective has ended; PeerError if a rank has."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise broken(error) from error

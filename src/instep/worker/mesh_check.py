@@ -1,0 +1,182 @@
+"""Before a replica of several processes trains: does it compute the gradients of one process?
+
+Runs the first global batch through the model as it is split, with parameters moved off their
+start, and has it compared with the same batch on the whole model (`trial/gate.py`). Nothing stays
+of it. Steps and other replicas are not known here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.comm.messages import Form
+from instep.data.loader import Loader
+from instep.data.order import position
+from instep.data.reading.generators import preserved
+from instep.parallel.gate import Box, Verdict
+from instep.parallel.reads import Reads
+from instep.recipe.forward import Forward
+from instep.spec import JobSpec
+from instep.state.boxes import cut_of, whole
+from instep.worker.replica import Replica
+from instep.worker.step.assignment import Lockstep
+from instep.worker.step.clock import Clock
+from instep.worker.step.passes import Pass
+from instep.worker.trial.gate import STEP, Gate, whole_passes
+from instep.worker.whole_batch import WholeBatch
+
+LARGEST = 200_000_000
+"""Parameters of a model that one process still computes whole."""
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+class MeshCheck:
+    """Compares a replica with one process.
+
+    Args:
+        forward: its model is still whole.
+        loader: of the training dataset.
+        job, samples: as of the run.
+        first: whether this process is the first of its replica: it computes the reference, and
+            what it knows decides.
+        why: there is no need to compare; empty if there is.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        loader: Loader,
+        job: JobSpec,
+        samples: int,
+        *,
+        first: bool,
+        why: str = "",
+    ) -> None:
+        self._forward, self._loader, self._job, self._samples = forward, loader, job, samples
+        self._names = {name: p.dtype for name, p in forward.model.named_parameters()}
+        self._gate, self._why = Gate(forward, job.seed), why or self._cannot()
+        if first and not self._why:
+            try:
+                self._gate.compute(whole_passes(loader, job, samples))
+            except Exception as error:  # a user's module may raise anything
+                self._why = f"the model cannot be copied to try it ({error})"
+
+    def _cannot(self) -> str:
+        """Why the two cannot be compared; empty if they can."""
+        size = sum(parameter.numel() for parameter in self._forward.model.parameters())
+        if size > LARGEST:
+            return f"the model has {size:,} parameters, too many to compute it on one process"
+        if short := [str(dtype) for dtype in self._names.values() if dtype in _SHORT]:
+            return f"it has parameters of {short[0]}, in which a difference does not show"
+        return ""
+
+    def run(
+        self, replica: Replica, comm: Comm, reads: Reads | None, *, merge: bool
+    ) -> tuple[Verdict | None, str]:
+        """Compare; all processes of the replica call it, after the model has been split.
+
+        Args:
+            replica: with the model.
+            comm: its processes.
+            reads: of the model, if its layers see the global batch.
+            merge: whether micro-batches that follow each other run as one pass.
+
+        Returns:
+            What was compared; or why nothing was.
+
+        Raises:
+            RecipeError: a gradient differs.
+        """
+        able = torch.tensor([float(not self._why)], device=self._forward.device)
+        comm.broadcast(able)
+        if not able.item():
+            return None, self._why or "the process that computes the reference could not"
+        model = self._forward.model.train()
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        slots = dict(zip(trained, replica.slots(list(trained.values())), strict=True))
+        boxes = {name: _box(parameter) for name, parameter in trained.items()}
+        if reads is not None:
+            reads.join(comm, nullcontext)
+        parts = [(name, boxes[name], slot.detach()) for name, slot in slots.items()]
+        with (
+            preserved(),
+            _kept(model),
+            self._forward.on(model, "float32"),
+            self._gate.moved(parts),
+        ):
+            weight = self._passes(replica, comm, reads, merge=merge)
+        held = {}
+        for name, slot in slots.items():
+            gradient, slot.grad = slot.grad, None
+            held[name] = boxes[name], None if gradient is None else gradient / weight
+        return self._gate.compare(held, comm, _axes(self._job)), ""
+
+    def _passes(self, replica: Replica, comm: Comm, reads: Reads | None, *, merge: bool) -> float:
+        """Run the batch; gradients add up in the slots.
+
+        Returns:
+            The weight of the batch, over its samples: what the gradients are still to be divided
+            by.
+        """
+        job, device = self._job, self._forward.device
+        passes: Any = _Passes(comm)
+        whole_batch = WholeBatch(
+            passes, self._forward, self._loader, job, self._samples, reads, device, replica
+        )
+        form = Form(generation=0, rank=comm.rank, members=list(range(comm.size)))
+        lockstep = Lockstep(form, job.train, self._samples, by_speed=False, mesh=job.mesh)
+        ((where, share),) = lockstep.plan(STEP, STEP, merge=merge, whole=reads is not None)
+        loads = self._loader.read([part.samples for part in share.passes])
+        losses, _ = whole_batch.run(where, share, loads, STEP)
+        own = sum(found.weight for found in losses.values())
+        total = torch.tensor([own], dtype=torch.float64, device=device)
+        comm.all_reduce(total).wait()
+        _, first, stop = position(STEP, self._samples, job.train.global_batch)
+        return float(total.item()) / (stop - first) or 1.0
+
+
+class _Passes:
+    """What passes need of an engine, where nothing is committed."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.clock = comm, Clock(begin=time.time())
+        self.update = SimpleNamespace(scaler=torch.amp.GradScaler("cuda", enabled=False))
+
+    def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
+        """Its gradients stay where they are."""
+
+    def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
+        """It is over."""
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Give buffers back what they had."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _box(parameter: Tensor) -> Box:
+    cut = cut_of(parameter)
+    return whole(parameter.shape) if cut is None else cut.box
+
+
+def _axes(job: JobSpec) -> str:
+    named: Sequence[tuple[str, int]] = [
+        (axis, getattr(job.mesh, axis)) for axis in ("shard", "tensor", "stages")
+    ]
+    return ", ".join(f"{axis} = {size}" for axis, size in named if size > 1)

@@ -1,0 +1,107 @@
+"""A replica that is a mesh of processes: what a job may have with one, and how this process enters.
+
+The group of a replica is formed once, when its processes build their models, and lives as long as
+they do: one that loses a process is started again whole. How the model is split is known to
+`parallel/`; steps are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.comm.torch_comm import TorchComm
+from instep.errors import SpecError
+from instep.recipe.recipe import Recipe
+from instep.spec import JobSpec
+from instep.system.addresses import address_towards
+from instep.worker.member import Member
+
+
+class Replica:
+    """This process's end of its replica, and its part of the model.
+
+    Args:
+        member: this worker's membership in the run.
+        model: built, whole; afterwards each process has its part of the parameters.
+        device: where it computes.
+
+    Raises:
+        RecipeError: the model cannot be split; or the program has made torch's default group.
+        PeerError: another process of the replica was lost meanwhile.
+    """
+
+    def __init__(self, member: Member, model: nn.Module, device: torch.device) -> None:
+        from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
+        from instep.parallel.sharded import shard
+
+        mesh = member.job.mesh
+        self._member, self._model, self._device = member, model, device
+        self._group = ReplicaGroup(
+            member.replica_store(),
+            member.number % mesh.ranks,
+            mesh,
+            device=device,
+            address=address_towards(member.master_host),
+        )
+        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
+
+    def own_comm(self) -> TorchComm:
+        """A group of the replica's processes, in rank order, to be closed by the caller."""
+        mesh, member = self._member.job.mesh, self._member
+        return TorchComm(
+            member.replica_store("comm "),
+            member.number % mesh.ranks,
+            mesh.ranks,
+            device=self._device,
+            address=address_towards(member.master_host),
+        )
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that uses the model; all processes of the replica do so together."""
+        result = self._sharded.run(function, *arguments)
+        if not self._model.training:  # nobody goes back from here
+            self._sharded.free()
+        return result
+
+    def set_counts(self, counts: bool) -> None:
+        """Whether the gradients of this process's next passes count."""
+        self._sharded.set_counts(counts)
+
+    def finish_pass(self) -> None:
+        """A backward pass is over."""
+        self._sharded.finish_pass()
+
+    def slots(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """For each parameter one that is this rank's part of it, on the same memory."""
+        return self._sharded.local_parameters(parameters)
+
+    def counts(self, slot: nn.Parameter) -> bool:
+        """Whether this rank adds its part to a sum over the replica."""
+        return self._sharded.counts(slot)
+
+    def close(self) -> None:
+        """Leave the group; a second call does nothing."""
+        self._group.close()
+
+
+def check_mesh(job: JobSpec, recipe: Recipe) -> None:
+    """Refuse what a recipe has that a replica of several processes cannot do.
+
+    Raises:
+        SpecError: naming it.
+    """
+    if job.mesh.ranks == 1:
+        return
+    for given, name, why in (
+        (recipe.turns, "Recipe.turns", "takes several updates in a step"),
+        (recipe.batch_loss, "Recipe.batch_loss", "computes each batch twice"),
+    ):
+        if given:
+            raise SpecError(
+                f"[mesh] asks for replicas of {job.mesh.ranks} processes, which cannot be used "
+                f"with {name}: it {why}. Leave one of the two out."
+            )

@@ -1,0 +1,76 @@
+"""Models that a mesh splits: repeated blocks, dropout, what does not divide, what is frozen."""
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import instep
+
+SAMPLES, WIDTH, CLASSES = 90, 12, 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.outer(self.drop(torch.tanh(self.inner(x))))
+
+
+class Net(nn.Module):
+    """Its head has fewer rows than four ranks, one parameter has no dimension, one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(5, WIDTH)
+        self.enter.bias.requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def samples(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x[:, :CLASSES].argmax(1))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0):
+    def loss(outputs, targets):
+        time.sleep(pause_s)
+        return functional.cross_entropy(outputs, targets)
+
+    return instep.Recipe(
+        model=Net().to(getattr(torch, dtype)),
+        loss=loss,
+        weight=lambda batch: len(batch[0]),
+        optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),
+        train=samples(1, SAMPLES),
+        validate=samples(2, 21),
+    )
+
+
+def sabotaged():
+    """Gradients of the replica's first rank alone, instead of their sum."""
+    from instep.parallel import lockstep
+
+    def first_rank_s(parts, out=None):
+        return parts[0].clone() if out is None else out.copy_(parts[0])
+
+    lockstep.in_rank_order = first_rank_s
+    return recipe()

@@ -1,0 +1,140 @@
+"""Replicas that are meshes of processes, against a plain loop in one process."""
+
+import random
+
+import pytest
+import splits
+import torch
+from safetensors.torch import load_file
+from started import Start, kill_members, slow
+from torch import nn
+from torch.nn import functional
+
+from instep.data.order import Order, key, micro_batch, position
+
+pytestmark = pytest.mark.process
+
+BATCH, MICRO_BATCHES, STEPS = 32, 8, 24
+QUICK = (
+    f"train.steps={STEPS}",
+    f"train.global_batch={BATCH}",  # the last batch of an epoch has 26 samples: 7 micro-batches
+    f"train.micro_batches={MICRO_BATCHES}",
+    "train.max_grad_norm=0.5",
+    "train.threads=1",
+    "check.strict=true",
+)
+
+
+def plain_loop(steps=STEPS):
+    """Whole global batches in one process, dropout drawn micro-batch by micro-batch."""
+    torch.manual_seed(0)
+    model = splits.recipe().model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, order = splits.sgd(trained), Order(splits.SAMPLES, 0)
+    x, y = splits.samples(1, splits.SAMPLES).tensors
+    for step in range(1, steps + 1):
+        epoch, first, stop = position(step, splits.SAMPLES, BATCH)
+        parts = -(-(stop - first) * MICRO_BATCHES // BATCH)
+        optimizer.zero_grad()
+        for number in range(parts):
+            low, high = micro_batch(first, stop, number, parts)
+            rows = torch.from_numpy(order.indices(epoch, low, high))
+            torch.manual_seed(key(0, 1, step, number))
+            loss = functional.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            (loss / (stop - first)).backward()
+        nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+    return model.state_dict()
+
+
+def check_equal(program, wanted, most=1e-10):
+    found = load_file(program.run / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert float((found[name] - tensor).abs().max()) <= most, name
+
+
+@pytest.mark.parametrize(
+    ("workers", "mesh"),
+    [
+        (2, {"shard": 2}),
+        slow(2, {"shard": 2, "zero": 2}),
+        slow(4, {"shard": 2}),
+        slow(3, {"shard": 3}),
+        slow(4, {"shard": 4}),
+    ],
+)
+def test_a_sharded_replica_trains_what_a_plain_loop_does(run: Start, workers, mesh):
+    keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
+    program = run("splits.py:recipe", *QUICK, f"workers={workers}", *keys)
+    assert program.end() == 0, program.stderr
+    check_equal(program, plain_loop())
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    (checked,) = program.events("mesh_checked")
+    assert checked["tensors"] == 16
+
+
+def test_a_mesh_that_computes_other_gradients_is_refused_before_its_first_step(run: Start):
+    program = run("splits.py:sabotaged", *QUICK, "workers=2", "mesh.shard=2")
+    assert program.end() == 3
+    assert "[mesh] shard = 2 would train another model than one process does" in program.stderr
+    assert "its gradient of 'scale' is off by" in program.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
+    run: Start, start: Start
+):
+    first = run("splits.py:recipe", *QUICK, "workers=2", "mesh.shard=2", "train.stop_after_steps=6")
+    assert first.end() == 0, first.stderr
+    for steps, workers, mesh in (
+        (11, 1, "shard=1"),
+        (13, 3, "shard=3"),
+        (17, 4, "shard=2"),
+        (STEPS, 2, "shard=2"),
+    ):
+        keys = [f"workers={workers}", f"mesh.{mesh}", f"train.stop_after_steps={steps}"]
+        sets = [part for key in keys for part in ("--set", key)]
+        program = start("-m", "instep", "resume", first.run, *sets)
+        assert program.end() == 0, program.stderr
+    check_equal(first, plain_loop())
+    assert first.summary["repeated_samples"] == first.summary["missing_samples"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4, 6])
+def test_bits_are_the_same_at_any_number_of_replicas_of_one_mesh(run: Start, workers):
+    hashes = set()
+    for each in (2, workers):
+        keys = ('train.determinism="bits"', f"workers={each}", "mesh.shard=2")
+        program = run("splits.py:recipe", *QUICK, *keys)
+        assert program.end() == 0, program.stderr
+        hashes.add(program.summary["parameters_sha256"])
+    assert len(hashes) == 1
+    check_equal(program, plain_loop(), 1e-6)
+
+
+LONG = 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "kills"), [(4, 25), (2, 12)])
+def test_ranks_that_are_killed_at_random_moments_leave_no_trace(run: Start, workers, kills):
+    """With one replica the run goes back to a checkpoint."""
+    keys = (*QUICK, "mesh.shard=2", 'train.determinism="bits"', "checkpoint.every=10")
+    keys = (*keys, f"train.steps={LONG}", "train.validate_every=50")
+    calm = run("splits.py:recipe", *keys, "workers=2")
+    assert calm.end() == 0, calm.stderr
+    program = run("splits.py:recipe", *keys, f"workers={workers}", "arguments.pause_s=0.005")
+    program.until(program.is_training, "training")
+    killed = kill_members(program, kills, random.Random(workers)).total()
+    assert program.end(300) == 0, program.stderr
+    assert killed == kills
+    assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    program.check_nothing_is_left()
+    lost = program.events("worker_lost")
+    assert any(each.get("restarted") for each in lost)
+    for generation in program.events("generation_started"):
+        members = generation["members"]
+        assert {n // 2 for n in members} == {n // 2 for n in members if n % 2}

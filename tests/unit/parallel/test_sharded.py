@@ -1,0 +1,218 @@
+"""A model shared out over ranks trains as plain PyTorch in one process on the whole batch."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.multiprocessing import start_processes
+
+from instep.errors import RecipeError
+from instep.parallel.replica_group import ReplicaGroup
+from instep.parallel.sharded import Sharded, shard
+from instep.spec import MeshSpec
+
+pytestmark = pytest.mark.process
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.tensor(0.5))  # no dimension
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.linear(x, self.up.weight, self.up.bias)  # read, not called
+        return (self.scale(x) + self.gain * self.down(torch.tanh(hidden))).view_as(x)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.up.bias.mean()
+
+
+class Net(nn.Module):
+    """Everything at once: tied, frozen, sparse, empty, unused, and rarely used parameters."""
+
+    def __init__(self, width: int = 6, blocks: int = 3) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, width)
+        self.places = nn.Embedding(11, width, sparse=True)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.layers[1].down.weight = self.layers[0].down.weight
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.one, self.empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0, 4))
+        self.sometimes = nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("seen", torch.zeros(3))
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            x += 1  # in place, on what a block returned
+        x = self.layers[2](x) + self.layers[0].scale(x)  # used again; a method that is not forward
+        return self.frozen(x) * self.one
+
+
+def compute_loss(model: Any, tokens: Tensor, weight: float) -> Tensor:
+    """Never the model's `forward`; parameters are read too."""
+    scores = model.head(model.encode(tokens))
+    loss = nn.functional.cross_entropy(scores, tokens.flip(0)) + (model.words.weight**2).sum()
+    if tokens[0] % 2 == 0:  # on some ranks, or on none
+        loss = loss + (model.sometimes**2).sum()
+    return loss * weight
+
+
+def replica(rank: int, ranks: int, folder: Path) -> ReplicaGroup:
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "meeting"), ranks)
+    return ReplicaGroup(store, rank, MeshSpec(shard=ranks), timeout_s=30)
+
+
+def gradients(sharded: Sharded, locals_: list[nn.Parameter]) -> dict[int, Tensor]:
+    """Adds up what the hooks give, and takes it away, as the engine does."""
+    taken: dict[int, Tensor] = {}
+
+    def listen(slot: int) -> Any:
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            taken[slot] = taken[slot] + parameter.grad if slot in taken else parameter.grad
+            parameter.grad = None
+
+        return take
+
+    for slot, local in enumerate(locals_):
+        if local.requires_grad:
+            local.register_post_accumulate_grad_hook(listen(slot))
+    return taken
+
+
+def equals_plain(
+    group: ReplicaGroup, zero: Any, steps: int, *, turns: int = 1, adam: bool = False
+) -> list[Tensor]:
+    """Trains both on uneven weights, clipped, and compares; returns what this rank holds.
+
+    By SGD in float64 the weights are compared, by AdamW in float32 the losses: where a gradient is
+    almost zero, AdamW turns rounding into whole steps.
+    """
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32 if adam else torch.float64)
+    model: Any = Net()
+    near, clip = (1e-5 if adam else 1e-10), 1.0
+    plain = copy.deepcopy(model)
+    sharded = shard(model, group.device_mesh, zero=zero)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in plain.named_parameters()]
+    mine = sharded.local_parameters(model.parameters())
+    taken = gradients(sharded, mine)
+    optimizer, reference = (
+        torch.optim.AdamW(each, lr=1e-3) if adam else torch.optim.SGD(each, lr=0.02)
+        for each in (mine, plain.parameters())
+    )
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        batches = torch.randint(0, 11, (turns * ranks, 4), generator=generator)
+        if step % 3:
+            batches[:, 0] = 1  # nobody uses `sometimes`
+        weights = torch.rand(turns * ranks, generator=generator).tolist()
+        weights[step % ranks] = 0.0
+        taken.clear()
+        total = torch.zeros(1)
+        for turn in range(turns):
+            own = turns * rank + turn
+            loss = sharded.run(compute_loss, model, batches[own], weights[own])
+            loss.backward()
+            sharded.finish_pass()
+            total += loss.detach()
+        squares = sum(
+            (taken[slot].to_dense().square().sum() for slot in taken if sharded.counts(mine[slot])),
+            torch.zeros(()),
+        )
+        distributed.all_reduce(squares)
+        scale = min(1.0, clip / (squares.sqrt().item() + 1e-6))  # as torch
+        for slot, each in enumerate(mine):
+            each.grad = taken[slot] * scale if slot in taken else None
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        whole = sum(
+            compute_loss(plain, batch, weight)
+            for batch, weight in zip(batches, weights, strict=True)
+        )
+        whole.backward()
+        assert set(taken) == {n for n, p in enumerate(plain.parameters()) if p.grad is not None}
+        for parameter in plain.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        torch.testing.assert_close(squares.sqrt(), norm, rtol=near, atol=0)
+        reference.step()
+        distributed.all_reduce(total)
+        torch.testing.assert_close(total[0], whole.detach(), rtol=near, atol=0)
+        if step == 2:  # without gradients, nothing stays gathered that could be stale
+            with torch.no_grad():
+                sharded.run(compute_loss, model, batches[0], 1.0)
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        whole = sharded.full(parameter)
+        if not adam:
+            torch.testing.assert_close(
+                whole, other, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    return mine
+
+
+def quickly(rank: int, ranks: int, folder: Path) -> None:
+    group = replica(rank, ranks, folder)
+    first = equals_plain(group, 3, 12)
+    assert all(map(torch.equal, first, equals_plain(group, 2, 12)))
+    group.close()
+
+
+def test_sharded_training_equals_plain_pytorch(tmp_path: Path) -> None:
+    """On three ranks, so that no parameter divides; the same bits with ZeRO 2 and 3."""
+    start_processes(quickly, (3, tmp_path), nprocs=3, start_method="forkserver")
+
+
+def thoroughly(rank: int, ranks: int, folder: Path) -> None:
+    group = replica(rank, ranks, folder)
+    for zero in (2, 3):
+        first = equals_plain(group, zero, 50, turns=2)
+        assert all(map(torch.equal, first, equals_plain(group, zero, 50, turns=2)))
+        equals_plain(group, zero, 50, adam=True)
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fifty_steps_equal_plain_pytorch_with_the_same_bits_twice(
+    tmp_path: Path, ranks: int
+) -> None:
+    start_processes(thoroughly, (ranks, tmp_path), nprocs=ranks, start_method="forkserver")
+
+
+class Chooser(nn.Module):
+    """Uses another block of the same shape on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return self.experts[choice](x)
+
+
+def other_blocks(rank: int, ranks: int, folder: Path) -> None:
+    group = replica(rank, ranks, folder)
+    model = Chooser()
+    sharded = shard(model, group.device_mesh)
+    with pytest.raises(RecipeError, match=r"'experts\.\d'.*same blocks"):
+        sharded.run(model, torch.ones(1, 4), rank)
+    group.close()
+
+
+def test_ranks_that_use_other_blocks_are_refused(tmp_path: Path) -> None:
+    start_processes(other_blocks, (2, tmp_path), nprocs=2, start_method="forkserver")
