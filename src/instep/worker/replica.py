@@ -7,7 +7,7 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,20 @@ class Replica:
         member: this worker's membership in the run.
         model: built, whole; afterwards each process has its part of the parameters.
         device: where it computes.
+        steady: names of the blocks that every pass runs; None: all.
 
     Raises:
         RecipeError: the model cannot be split; or the program has made torch's default group.
         PeerError: another process of the replica was lost meanwhile.
     """
 
-    def __init__(self, member: Member, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        device: torch.device,
+        steady: Container[str] | None = None,
+    ) -> None:
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.sharded import shard
 
@@ -47,7 +54,7 @@ class Replica:
             device=device,
             address=address_towards(member.master_host),
         )
-        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
+        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero, steady=steady)
 
     def own_comm(self) -> TorchComm:
         """A group of the replica's processes, in rank order, to be closed by the caller."""

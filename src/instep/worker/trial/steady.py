@@ -9,14 +9,31 @@ How blocks are found, and what is done with them, is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
+from instep.data.loader import Loader, Slice
 from instep.data.order import key
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.worker.trial.model import trial_model
+
+_TRIED = 32
+"""Samples that pass alone."""
+
+
+def single_samples(loader: Loader, samples: int) -> Iterator[Any]:
+    """Batches of one sample each, the first of the first epoch; those that cannot be read are not
+    among them.
+
+    Args:
+        loader: of the training dataset.
+        samples: length of the dataset.
+    """
+    slices = (Slice(0, at, at + 1) for at in range(min(_TRIED, samples)))
+    with closing(loader.read(slices)) as reads:
+        yield from (read.batch for read in reads if read.size)
 
 
 def steady_blocks(
