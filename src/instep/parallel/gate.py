@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     reference: Tensor | None
     """[box] what one process computes; None if the parameter gets no gradient there."""
     mesh: Tensor | None
-    """[box] what this rank computes; None as above."""
+    """[box] what this rank computes, dense or sparse; None as above."""
 
 
 class Verdict(NamedTuple):
@@ -151,6 +151,7 @@ def _row(piece: Piece) -> list[float]:
         return [-1.0] + [0.0] * (2 + 2 * _DIMS)
     assert len(whole) == len(box) <= _DIMS, f"{name!r} has {len(whole)} dimensions"
     shape = [stop - first for first, stop in box]
+    mesh = mesh.to_dense() if mesh is not None and mesh.is_sparse else mesh
     for given in (reference, mesh):
         assert given is None or list(given.shape) == shape, f"{name!r}: {given.shape}, not {shape}"
     gap = mesh if reference is None else reference

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -41,7 +41,13 @@ from instep.parallel.whole_sums import sum_gradients
 Answer = TypeVar("Answer")
 
 
-def shard(model: nn.Module, device_mesh: DeviceMesh, *, zero: Literal[2, 3] = 3) -> Sharded:
+def shard(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    *,
+    zero: Literal[2, 3] = 3,
+    steady: Container[str] | None = None,
+) -> Sharded:
     """Share out a model's parameters, in place; the parameters become DTensors, same names.
 
     Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled by
@@ -52,11 +58,13 @@ def shard(model: nn.Module, device_mesh: DeviceMesh, *, zero: Literal[2, 3] = 3)
         model: the same on all ranks, with the same values.
         device_mesh: one-dimensional, the ranks that share.
         zero: 3: a block's parameters are freed after its forward pass; 2: after the backward pass.
+        steady: names of blocks that every pass runs; others are gathered with the rest of the
+            model. None: all are.
 
     Raises:
         RecipeError: torch is too old.
     """
-    return Sharded(model, device_mesh, zero)
+    return Sharded(model, device_mesh, zero, steady)
 
 
 class Sharded:
@@ -65,7 +73,13 @@ class Sharded:
     The optimizer and the strategies move `local_parameters`, in place.
     """
 
-    def __init__(self, model: nn.Module, device_mesh: DeviceMesh, zero: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        zero: int,
+        steady: Container[str] | None = None,
+    ) -> None:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise RecipeError(
                 f"[mesh] shard needs torch 2.13 or later, and this is torch {torch.__version__}: "
@@ -73,6 +87,8 @@ class Sharded:
             )
         self.model, self._group = model, device_mesh.get_group()
         blocks = repeated_blocks(model)
+        if steady is not None:
+            blocks = {name: block for name, block in blocks.items() if name in steady}
         owners = owners_of(model, blocks)
         whole = unshardable(model, owners)
         stays = [p in whole for p in model.parameters()]

@@ -449,7 +449,7 @@ class Loop(ABC):
             self.engine.comm.broadcast(save)
             due = bool(save.item())
             own = self.engine.own_state() if due else {}
-            shards = write_shards(self.engine, self.member) if due else {}
+            shards = write_shards(self.engine, self.member, own) if due else {}
         if saver is not None and not self.stopping.diverged:
             saver.after_step(
                 self.engine,

@@ -107,6 +107,14 @@ def test_a_rank_may_hold_nothing_of_a_tensor():
     assert on(3, boxes=lambda rank: whole(rank) if rank else None).tensors == 4
 
 
+def test_a_sparse_gradient_is_compared():
+    def sparse(by):
+        return lambda rank, name, g: (by * g).to_sparse(1) if name == "embed" else g
+
+    assert on(2, sparse(1), whole).tensors == 4
+    assert "'embed' is off by 1 of its norm" in on(2, sparse(2), whole)
+
+
 def test_a_gradient_that_only_one_side_has_is_found():
     assert "'first' is off by 1 of its norm" in on(
         2, boxes=whole, spoil=lambda rank, name, g: None if name == "first" else g

@@ -1,5 +1,6 @@
-"""Moves parameters off their start, for tests of gradients: a layer that starts at zero hides the
-layers behind it.
+"""Moves parameters off their start, for tests of gradients.
+
+A layer that starts at zero hides the layers behind it.
 
 How far each is moved depends on the seed, its name and its values at the start. So whoever holds a
 part of it moves it as the holder of the whole does.
