@@ -252,13 +252,18 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy the model of a run into one safetensors file."""
-    from instep.state.export import check_target, choose, copy_model, writing_to
+    """Copy the model of a run into one safetensors file, or its LoRA adapter into a folder."""
+    from instep.state.export import check_target, choose, writing_to
     from instep.state.retention import Best
     from instep.store.run_folder import RunFolder
 
-    target = _safetensors(args.to)
     folder = RunFolder(Path(args.run))
+    if (args.adapter or args.merged) and not folder.spec.lora.modules:
+        raise SpecError(
+            f"{'--adapter' if args.adapter else '--merged'}: {args.run} was trained without LoRA. "
+            "Leave it out to export the model."
+        )
+    target = Path(args.to) if args.adapter else _safetensors(args.to)
     check_target(target, folder.path, folder.spec.start.model)
     model = Path(args.run) / "model.safetensors"
     kept = None
@@ -272,34 +277,55 @@ def export(args: argparse.Namespace) -> int:
         )
     with writing_to(target):
         if kept is not None:
-            copy_model(kept, target)
+            size = _write_model(kept / model.name, target, folder, args.adapter)
         else:
-            _copy_own(model, target, folder)
+            size = _write_own(model, target, folder, args.adapter)
+    what = "adapter" if args.adapter else "model"
     if args.json:
         source = str(kept) if kept else str(model)
-        said = {"model": str(target), "size_bytes": target.stat().st_size, "from": source}
-        print(json.dumps(said))
+        print(json.dumps({what: str(target), "size_bytes": size, "from": source}))
     else:
-        print(f"model  {target}")
+        print(f"{what:6} {target}")
         if kept is not None:
             print(f"from   {kept}")
-        print(f"next   safetensors.torch.load_file({str(target)!r})")
+        if args.adapter:
+            print(f"next   peft.PeftModel.from_pretrained(model, {str(target)!r})")
+        else:
+            print(f"next   safetensors.torch.load_file({str(target)!r})")
     return 0
 
 
-def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
-    """Copy the model of a run's end; if it is damaged, name the checkpoint with the same one."""
-    from instep.state.export import copy_own
+def _write_model(model: Path, target: Path, folder: RunFolder, adapter: bool) -> int:
+    """Write a model of a run: copied; or of LoRA, merged or the adapter alone. Returns its size."""
+    from instep.state.export import copy_model, copy_own
+
+    lora = folder.spec.lora
+    if lora.modules:
+        from instep.state.adapter import write_adapter, write_merged
+
+        if adapter:
+            return write_adapter(model, target, lora, folder.spec.start.model)
+        return write_merged(model, target, lora)
+    if model.parent != folder.path:
+        return copy_model(model.parent, target)
+    copy_own(model, target)
+    return target.stat().st_size
+
+
+def _write_own(model: Path, target: Path, folder: RunFolder, adapter: bool) -> int:
+    """The same of a run's end; if it is damaged, name the checkpoint with the same model."""
     from instep.state.manifest import published
     from instep.words import command
 
     try:
-        copy_own(model, target)
+        return _write_model(model, target, folder, adapter)
     except CheckpointError as error:
         step = folder.last("model_saved").get("step")
         if step not in [kept for kept, _ in published(folder.path / "checkpoints")]:
             raise
-        again = command("export", folder.path, f"--step {step} --to {shlex.quote(str(target))}")
+        option = " --adapter" if adapter else ""
+        again = f"--step {step}{option} --to {shlex.quote(str(target))}"
+        again = command("export", folder.path, again)
         raise CheckpointError(f"{error} Its checkpoint has the same model: {again}") from None
 
 
@@ -410,7 +436,12 @@ def _parser() -> argparse.ArgumentParser:
 
     export = _command(commands, "export")
     export.add_argument("run", help="run folder")
-    export.add_argument("--to", required=True, metavar="FILE.safetensors", help="file to write")
+    to = "file to write; with --adapter, a folder"
+    export.add_argument("--to", required=True, metavar="FILE.safetensors", help=to)
+    add = export.add_mutually_exclusive_group().add_argument
+    merged = "of a run with LoRA: the whole model, adapters added to its weights (default)"
+    add("--merged", action="store_true", help=merged)
+    add("--adapter", action="store_true", help="of a run with LoRA: the adapter, for peft")
     add = export.add_mutually_exclusive_group().add_argument
     add("--best", action="store_true", help="from the kept checkpoint with the best validation")
     add("--step", type=int, metavar="N", help="from the kept checkpoint of this step")

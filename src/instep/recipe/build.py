@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
+from instep.recipe.lora import Adapted
 from instep.recipe.recipe import Recipe, Turn, a_or_an
-from instep.spec import StartSpec
+from instep.spec import LoraSpec, StartSpec
 from instep.system.causes import sentence
 from instep.words import listed
 
@@ -53,6 +54,8 @@ class Built:
     """Parameters that need gradients, each once, in the order of the model."""
     loaded: tuning.Loaded | None = None
     """The file that the model was loaded from, if any."""
+    adapted: Adapted | None = None
+    """What has an adapter, if the job has LoRA."""
     turns: Sequence[BuiltTurn] = ()
     """If a step has several updates; `optimizer` and `scheduler` are then the first's."""
 
@@ -164,6 +167,7 @@ def build(
     device: torch.device,
     steps: int,
     start: StartSpec | None = None,
+    lora: LoraSpec | None = None,
     *,
     load: bool = True,
 ) -> Built:
@@ -175,14 +179,15 @@ def build(
         device: where the model will be.
         steps: of the whole run, for a scheduler that needs it.
         start: the file to load, what to freeze, and learning rates.
+        lora: which layers get an adapter.
         load: whether to load the file of `start`; not if a checkpoint has the values.
 
     Raises:
         RecipeError: the model has nothing to train, or a part is of the wrong type.
-        SpecError: `start` does not fit the recipe.
+        SpecError: `start` or `lora` does not fit the recipe.
         CheckpointError: the file of `start` does not fit the model.
     """
-    start = start or StartSpec()
+    start, lora = start or StartSpec(), lora or LoraSpec()
     model = recipe.model
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -193,19 +198,23 @@ def build(
             raise RecipeError(
                 f"Recipe.model() returned {a_or_an(model)}, but an nn.Module is wanted."
             )
-    _check_parameters(model)
-    loaded = tuning.begin(start, model, load=load)
+    _check_parameters(model, frozen=bool(lora.modules))
+    loaded, adapted = tuning.begin(start, lora, model, seed, load=load)
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.to(device)
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
         first = turns[0]
-        return Built(recipe, model, first.optimizer, first.scheduler, parameters, loaded, turns)
+        return Built(
+            recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
+        )
     given = _for_optimizer(recipe, start, model, parameters)
     optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    return Built(recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded)
+    return Built(
+        recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded, adapted
+    )
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:
@@ -268,11 +277,12 @@ def _for_optimizer(
     return recipe.parameters(model)
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, *, frozen: bool) -> None:
+    """Refuse a model that cannot be trained; `frozen`: whether all of it may be frozen."""
     every = list(model.parameters())
     if not every:
         raise RecipeError(f"the model ({type(model).__name__}) has no parameters to train.")
-    if not any(p.requires_grad for p in every):
+    if not frozen and not any(p.requires_grad for p in every):
         raise RecipeError(
             f"all {len(every)} parameters of the model ({type(model).__name__}) are frozen: "
             "set requires_grad on those that should be trained."

@@ -78,7 +78,13 @@ class Training(Loop):
         if averages:
             rounds.check(self.job, recipe)
         built = build(
-            recipe, self.job.seed, device, last_step * local_steps, self.job.start, load=fresh
+            recipe,
+            self.job.seed,
+            device,
+            last_step * local_steps,
+            self.job.start,
+            self.job.lora,
+            load=fresh,
         )
         self._built = built
         embeds = recipe.batch_loss is not None
@@ -346,8 +352,11 @@ class Training(Loop):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
-        if self._built.loaded is not None and self.engine.comm.rank == 0:
-            member.emit("model_loaded", **self._built.loaded.fields())
+        if self.engine.comm.rank == 0:
+            if self._built.loaded is not None:
+                member.emit("model_loaded", **self._built.loaded.fields())
+            if self._built.adapted is not None and member.checkpoint is None:
+                member.emit("lora_added", **self._built.adapted.fields())
         trial = self._trial
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
         if self.engine.comm.rank == 0 and not member.others_have_state:
