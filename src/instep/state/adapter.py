@@ -89,13 +89,19 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
         The size of the weights in bytes.
 
     Raises:
-        SpecError: the folder has other files; or what `lora.also_train` names are single
-            parameters, and peft keeps whole layers.
+        SpecError: the folder has other files; or peft cannot have the adapter: a layer has two
+            names, or `lora.also_train` names parts of a layer.
         CheckpointError: the source is not as it was saved, or the weights cannot be written.
     """
     check_folder(folder)
     layers = adapted_layers(source)
     tensors, ties = _read(source)
+    if shared := {kept: alias for alias, kept in ties.items() if kept.endswith(FACTORS)}:
+        one, other = (name.rpartition(".")[0] for name in next(iter(shared.items())))
+        raise SpecError(
+            f"{one!r} and {other!r} are one layer, and peft would give an adapter to the first "
+            "alone. Export the whole model, with --merged."
+        )
     tensors |= {alias: tensors[kept] for alias, kept in ties.items()}
     own = [name for name in tensors if not name.endswith(FACTORS)]
     kept = _whole_modules(lora.also_train, own)
