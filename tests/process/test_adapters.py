@@ -125,7 +125,7 @@ def test_a_run_ends_as_a_plain_loop_with_peft_does_and_is_exported_for_both(
 
     (event,) = RunFolder(run.path).named("lora_added")
     assert event["layers"] == [f"blocks.{n}.{kind}_proj" for n in (0, 1) for kind in "qv"]
-    assert (event["trained"], event["total"]) == (4 * 2 * 4 * 16 + 51, 112 + 6 * 272 + 51)
+    assert (event["trained"], event["total"]) == (4 * 2 * 4 * 16 + 51, 112 + 7 * 272 + 51)
     with pytest.raises(WorkerError, match="has LoRA adapters beside the model") as refused:
         trained(run.path, tmp_path, workers=1, lora={})
     assert refused.value.exit_code == SpecError.exit_code
@@ -210,3 +210,17 @@ def test_killed_workers_leave_no_trace_in_the_adapters(
     assert program.end(300) == 0, program.stderr
     assert program.summary["parameters_sha256"] == digest(wanted)
     program.check_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_layer_that_is_not_called_is_warned_of(file: Path, tmp_path: Path) -> None:
+    run = trained(file, tmp_path, lora={**LORA, "modules": ["*.q_proj", "spare"]})
+    (warning,) = RunFolder(run.path).named("warning")
+    assert "the trial did not call spare: an adapter there has no effect" in warning["text"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_adapted_ends_the_run_before_it_trains(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"lora\.modules has 'q_proj'.*Did you mean '\*\.q_proj'"):
+        trained(file, tmp_path, lora={"modules": ["q_proj"]})
+    assert not (tmp_path / "runs").exists()

@@ -38,6 +38,13 @@ from instep.words import listed, plural
 _SHOWN = 8  # names in a message; a model may have thousands
 
 
+class Called(set[str]):
+    """Which adapters a pass has used; "" once there was a pass. Copies of the model share it."""
+
+    def __deepcopy__(self, memo: Any) -> Called:
+        return self
+
+
 @dataclass(frozen=True)
 class Adapted:
     """What of a model is trained."""
@@ -51,6 +58,13 @@ class Adapted:
 
     total: int
     """Values of the parameters of the model without adapters."""
+
+    called: Called
+
+    @property
+    def unused(self) -> list[str]:
+        """Layers with an adapter that no pass has called so far; none before the first pass."""
+        return [name for name in self.layers if name not in self.called] if self.called else []
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event `lora_added`."""
@@ -106,14 +120,16 @@ def add(lora: LoraSpec, model: nn.Module, seed: int) -> Adapted | None:
     for module in model.modules():
         if isinstance(module, _NormBase) and not set(module.parameters()) & whole:
             keep_in_eval_mode(module)
+    called = Called()
     for name, layer in layers.items():
         first, second = initial(lora, name, layer, seed)
         layer.register_parameter("lora_A", nn.Parameter(first))
         layer.register_parameter("lora_B", nn.Parameter(second))
-        hook = partial(_add, scale=lora.scale, dropout=lora.dropout)
+        hook = partial(_add, name, called, scale=lora.scale, dropout=lora.dropout)
         layer.register_forward_hook(hook, with_kwargs=True)
+    model.register_forward_pre_hook(partial(_note, called))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Adapted(list(layers), lora.rank, trained, total)
+    return Adapted(list(layers), lora.rank, trained, total, called)
 
 
 def initial(lora: LoraSpec, name: str, layer: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +162,13 @@ def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
     return type(module).train(module, False)
 
 
+def _note(called: Called, *_: object) -> None:
+    called.add("")
+
+
 def _add(
+    name: str,
+    called: Called,
     layer: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -156,6 +178,7 @@ def _add(
     dropout: float,
 ) -> Tensor:
     """The forward hook of an adapted layer: its output, and the part of its adapter."""
+    called.add(name)
     first, second = layer.lora_A, layer.lora_B
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)

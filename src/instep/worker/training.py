@@ -30,6 +30,7 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import SERVERS
+from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
@@ -357,6 +358,11 @@ class Training(Loop):
                 member.emit("model_loaded", **self._built.loaded.fields())
             if self._built.adapted is not None and member.checkpoint is None:
                 member.emit("lora_added", **self._built.adapted.fields())
+                if unused := self._built.adapted.unused:
+                    self._warn(
+                        f"the trial did not call {listed(unused, 4)}: an adapter there has no "
+                        "effect if the model uses the weight and not the layer"
+                    )
         trial = self._trial
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
         if self.engine.comm.rank == 0 and not member.others_have_state:

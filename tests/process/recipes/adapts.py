@@ -26,6 +26,7 @@ class Net(nn.Module):
         self.body = nn.Linear(6, 16)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.dropout, self.head = nn.Dropout(dropout), nn.Linear(16, 3)
+        self.spare = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)

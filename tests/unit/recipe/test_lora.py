@@ -181,6 +181,15 @@ def test_the_full_rank_of_a_square_layer_is_refused():
         add(lora("0", rank=4), nn.Sequential(nn.Linear(4, 4)), seed=1)
 
 
+def test_a_layer_that_is_not_called_is_known_after_a_pass_of_a_copy():
+    model = Net()
+    model.also = nn.Linear(6, 4)
+    adapted = add(lora("head", "also"), model, seed=1)
+    assert adapted.unused == []
+    copy.deepcopy(model)(torch.ones(2, 8))
+    assert adapted.unused == ["also"]
+
+
 def built(lora, **start):
     recipe = Recipe(
         model=Net,
