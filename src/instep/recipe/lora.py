@@ -38,8 +38,12 @@ from instep.words import listed, plural
 _SHOWN = 8  # names in a message; a model may have thousands
 
 
-class Called(set[str]):
-    """Which adapters a pass has used; "" once there was a pass. Copies of the model share it."""
+class Called:
+    """Which adapters passes have used. Copies of the model share it."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+        """Of their layers; "" once there was a pass."""
 
     def __deepcopy__(self, memo: Any) -> Called:
         return self
@@ -64,7 +68,8 @@ class Adapted:
     @property
     def unused(self) -> list[str]:
         """Layers with an adapter that no pass has called so far; none before the first pass."""
-        return [name for name in self.layers if name not in self.called] if self.called else []
+        called = self.called.names
+        return [name for name in self.layers if name not in called] if called else []
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event `lora_added`."""
@@ -163,7 +168,7 @@ def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _note(called: Called, *_: object) -> None:
-    called.add("")
+    called.names.add("")
 
 
 def _add(
@@ -178,7 +183,7 @@ def _add(
     dropout: float,
 ) -> Tensor:
     """The forward hook of an adapted layer: its output, and the part of its adapter."""
-    called.add(name)
+    called.names.add(name)
     first, second = layer.lora_A, layer.lora_B
     assert isinstance(first, Tensor)
     assert isinstance(second, Tensor)

@@ -104,7 +104,7 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
         )
     tensors |= {alias: tensors[kept] for alias, kept in ties.items()}
     own = [name for name in tensors if not name.endswith(FACTORS)]
-    kept = _whole_modules(lora.also_train, own)
+    kept = _whole_modules(lora.also_train, {name: ties.get(name, name) for name in own})
     written = {name: tensors[name] for name in own if _within(kept, name)}
     transposed = False
     for layer in layers:
@@ -118,7 +118,9 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
     config = {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": base if (Path(base) / "config.json").is_file() else None,
+        "base_model_name_or_path": base
+        if base and (Path(base) / "config.json").is_file()
+        else None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
@@ -128,6 +130,8 @@ def write_adapter(source: Path, folder: Path, lora: LoraSpec, base: str) -> int:
         "bias": "none",
         "inference_mode": True,
     }
+    if any(_within(kept, alias) for alias in ties):
+        config["ensure_weight_tying"] = True
     temporary = folder / f"{CONFIG}.{os.getpid()}.part"
     try:
         temporary.write_text(json.dumps(config, indent=2) + "\n")
@@ -182,13 +186,19 @@ def _within(modules: Iterable[str], name: str) -> bool:
     return any(each.endswith(module) for each in above for module in modules)
 
 
-def _whole_modules(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The modules of which all tensors are trained as a whole."""
-    names, patterns = list(names), list(patterns)
-    trained = {name for name in names if any(fnmatchcase(name, each) for each in patterns)}
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names if name in trained))
+def _whole_modules(patterns: Iterable[str], firsts: Mapping[str, str]) -> list[str]:
+    """The modules of which all tensors are trained as a whole; also by their other names.
+
+    Args:
+        patterns: of the trained parameters.
+        firsts: each name of a tensor, and the first name of that tensor.
+    """
+    patterns = list(patterns)
+    hits = {first for name, first in firsts.items() if any(fnmatchcase(name, p) for p in patterns)}
+    trained = {name for name, first in firsts.items() if first in hits}
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in firsts if name in trained))
     for module in modules:
-        inside = [name for name in names if name.startswith(f"{module}.")]
+        inside = [name for name in firsts if name.startswith(f"{module}.")]
         if left := [name for name in inside if name not in trained]:
             raise SpecError(
                 f"lora.also_train trained a part of {module!r} and not {left[0]!r}, and peft keeps "

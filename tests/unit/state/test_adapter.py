@@ -170,14 +170,15 @@ def llama():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 @pytest.mark.parametrize(
-    ("kind", "modules"),
+    ("kind", "modules", "whole"),
     [
-        (gpt2, ("*.c_attn", "*.attn.c_proj", "*.c_fc")),  # Conv1D; one of them is square
-        (llama, ("*.q_proj", "*.v_proj", "*.down_proj")),
+        (gpt2, ("*.c_attn", "*.attn.c_proj", "*.c_fc"), ()),  # Conv1D; one of them is square
+        (gpt2, ("*.c_attn",), ("transformer.wte.*",)),  # which is tied to lm_head
+        (llama, ("*.q_proj", "*.v_proj", "*.down_proj"), ("lm_head.*",)),
     ],
 )
-def test_models_of_hugging_face_are_exported_both_ways(tmp_path, kind, modules):
-    spec = LoraSpec(modules=modules, rank=3)
+def test_models_of_hugging_face_are_exported_both_ways(tmp_path, kind, modules, whole):
+    spec = LoraSpec(modules=modules, rank=3, also_train=whole)
     base = tmp_path / "base"
     made(kind).save_pretrained(base)
     trained = after_training(made(kind), spec, tmp_path / "run.safetensors")
