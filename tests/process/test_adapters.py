@@ -24,6 +24,7 @@ from instep.data.order import Order, position
 from instep.errors import SpecError, WorkerError
 from instep.recipe.lora import initial
 from instep.report.figures.proof import prove
+from instep.report.terminal.closing import closing_lines
 from instep.spec import LoraSpec
 from instep.store.run_folder import RunFolder
 
@@ -124,6 +125,7 @@ def test_a_run_ends_as_a_plain_loop_with_peft_does_and_is_exported_for_both(
     torch.testing.assert_close(outputs(opened), wanted, rtol=0, atol=1e-10)
 
     (event,) = RunFolder(run.path).named("lora_added")
+    assert f"lora    {event['text']}" in closing_lines(run.summary, RunFolder(run.path))
     assert event["layers"] == [f"blocks.{n}.{kind}_proj" for n in (0, 1) for kind in "qv"]
     assert (event["trained"], event["total"]) == (4 * 2 * 4 * 16 + 51, 112 + 7 * 272 + 51)
     with pytest.raises(WorkerError, match="has LoRA adapters beside the model") as refused:
@@ -133,7 +135,7 @@ def test_a_run_ends_as_a_plain_loop_with_peft_does_and_is_exported_for_both(
 
 @pytest.mark.slow
 def test_losses_with_adamw_are_those_of_the_plain_loop_on_3_workers(
-    file: Path, tmp_path: Path
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained(file, tmp_path, workers=3, arguments={"optimizer": "adamw"})
     model, losses = by_peft(file, "adamw")
@@ -147,6 +149,15 @@ def test_losses_with_adamw_are_those_of_the_plain_loop_on_3_workers(
     whole = adapts.Net().double()
     whole.load_state_dict(load_file(merged), strict=True)
     torch.testing.assert_close(outputs(whole), outputs(model), rtol=0, atol=1e-8)
+
+    again = ["export", str(run.path), "--step", "12", "--adapter", "--to", str(tmp_path / "again")]
+    assert main(again) == 0
+    opened = peft.PeftModel.from_pretrained(base(file), str(tmp_path / "again"))
+    torch.testing.assert_close(outputs(opened), outputs(model), rtol=0, atol=1e-8)
+    damaged = run.path / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert main(["export", str(run.path), "--adapter", "--to", str(tmp_path / "again")]) == 7
+    assert "--step 12 --adapter --to" in capsys.readouterr().err  # its checkpoint is sound
 
 
 BITS = {"train": {**TRAIN, "determinism": "bits"}}

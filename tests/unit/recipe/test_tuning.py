@@ -183,6 +183,12 @@ def test_a_folder_with_a_model_in_it_stands_for_the_model(file):
     assert built({"model": str(file.parent)}, model=Net(3)).loaded.path == file
 
 
+def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"several files\. Save it as one: model\.save_pretrained"):
+        built({"model": str(tmp_path)})
+
+
 def test_a_file_that_does_not_fit_is_refused_with_the_names_and_the_way_out(file):
     with pytest.raises(CheckpointError) as refused:
         built({"model": str(file)})
