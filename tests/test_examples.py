@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_tensors
 
 from instep import spec_file
 
@@ -176,10 +179,45 @@ def test_a_net_that_knows_five_digits_is_tuned_to_ten(tmp_path):
     assert {name.split(".")[1] for name in same} == {"0", "1"}  # BatchNorm's statistics too
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_a_llama_is_adapted_and_peft_opens_what_it_has_learnt(tmp_path):
+    small = ("arguments.width=32", "arguments.layers=1", "train.steps=60", "train.validate_every=0")
+    sets = [word for setting in small for word in ("--set", setting)]
+    words = ("run", EXAMPLES / "10_lora/pretrain.toml", "--json", *sets)
+    summary_of(python("-m", "instep", *words, cwd=tmp_path), tmp_path / "runs/base")
+    base, run = tmp_path / "runs/base", tmp_path / "runs/shouting"
+    learnt = summary_of(job("10_lora", *small, f"start.model={base}", cwd=tmp_path), run)
+    words = ("export", run, "--adapter", "--to", tmp_path / "adapter")
+    finished(python("-m", "instep", *words, cwd=tmp_path))
+
+    example = imported("10_lora/llama.py")
+    plain = example.llama(layers=1, width=32)
+    plain.load_state_dict(load_tensors(base / "model.safetensors"))
+    before = mean_loss(example, plain)
+    after = mean_loss(example, peft.PeftModel.from_pretrained(plain, tmp_path / "adapter"))
+    assert after == pytest.approx(learnt["metrics"]["loss"], rel=1e-5)
+    assert after < before - 0.5  # bits of each character
+    words = (EXAMPLES / "10_lora/write.py", base, tmp_path / "adapter", "def ", 20)
+    written = finished(python(*words, cwd=tmp_path))
+    assert re.match(r"def .*\n----\nDEF ", written, re.DOTALL)
+
+
+@torch.no_grad()
+def mean_loss(example, model):
+    """Of the example's validation, in bits of a character."""
+    samples = list(example.recipe(shouting=True).validate)
+    batch = [torch.stack(part) for part in zip(*samples, strict=True)]
+    return float(example.loss(model.eval(), batch))
+
+
 def test_the_job_that_tunes_starts_where_the_one_before_it_ends():
     tuned = spec_file.load(EXAMPLES / "09_fine_tuning/job.toml")
     first = spec_file.load(EXAMPLES / "09_fine_tuning/pretrain.toml")
     assert Path(tuned.start.model) == EXAMPLES.parent / "runs" / first.name
+    adapted = spec_file.load(EXAMPLES / "10_lora/job.toml")
+    base = spec_file.load(EXAMPLES / "10_lora/pretrain.toml")
+    assert Path(adapted.start.model) == EXAMPLES.parent / "runs" / base.name
 
 
 def slurm_task(program, rank, cwd):

@@ -192,6 +192,12 @@ IN_A_JOB_FILE = [
     Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
     Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),
     Job('[start.learning_rates]\n"a.*" = 0', ["each value in it needs to be above 0"]),
+    Job("[lora]\nrank = 4", ["[lora] modules is missing or empty", "Give patterns of layers"]),
+    Job('[lora]\nmodules = "*.q"', ['lora.modules = "*.q": needs to be a list']),
+    Job('[lora]\nmodules = ["*.q"]\nrank = 0', ["lora.rank = 0: needs to be at least 1"]),
+    Job('[lora]\nmodules = ["*.q"]\nalpha = 0', ["lora.alpha = 0: needs to be above 0"]),
+    Job('[lora]\nmodules = ["*.q"]\ndropout = 1.0', ["dropout = 1.0: needs to be below 1"]),
+    Job("[start]\nlora = {rank = 4}", ["[start] has no key 'lora'"]),
     Job("[start]\npartial = true", ["[start] partial = true", "no model is given"]),
     Job(
         '[start]\nmodel = "bdoy.safetensors"',
@@ -309,6 +315,9 @@ IN_A_COMMAND: list[tuple[str, int, list[str]]] = [
     ("chaos old/taken --set train.steps=9", 2, ["the job of the run old/taken cannot change"]),
     ("export old/taken", 2, ["the following arguments are required: --to"]),
     ("export old/taken --to m.pt", 2, ["--to 'm.pt'", "needs to end in .safetensors"]),
+    ("export old/taken --to m --adapter", 2, ["--adapter: old/taken was trained without LoRA"]),
+    ("export old/taken --to m --merged", 2, ["--merged: old/taken was trained without LoRA"]),
+    ("export old/taken --to m --merged --adapter", 2, ["not allowed with argument --merged"]),
     ("export old/taken --to m.safetensors", 6, ["old/taken has no model", "unfinished"]),
 ]
 

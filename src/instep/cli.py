@@ -252,15 +252,20 @@ def _broken(args: argparse.Namespace, say: Callable[[str], None]) -> Verdict:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy the model of a run into one safetensors file, or into a Hugging Face folder."""
-    from instep.state.export import check_target, choose, copy_model, writing_to
+    """Copy the model of a run into a file or a Hugging Face folder, or its LoRA adapter."""
+    from instep.state.export import check_target, choose, writing_to
     from instep.state.hugging_face import copy_config
     from instep.state.retention import Best
     from instep.store.run_folder import RunFolder
 
-    folder = RunFolder(Path(args.run))
-    config = None if args.to.endswith(".safetensors") else _config(args.to, folder.path)
-    to = Path(args.to)
+    folder, to = RunFolder(Path(args.run)), Path(args.to)
+    if (args.adapter or args.merged) and not folder.spec.lora.modules:
+        raise SpecError(
+            f"{'--adapter' if args.adapter else '--merged'}: {args.run} was trained without LoRA. "
+            "Leave it out to export the model."
+        )
+    a_file = args.adapter or args.to.endswith(".safetensors")
+    config = None if a_file else _config(args.to, folder.path)
     target = to if config is None else to / "model.safetensors"
     check_target(target, folder.path, folder.spec.start.model)
     model = Path(args.run) / "model.safetensors"
@@ -274,24 +279,27 @@ def export(args: argparse.Namespace) -> int:
             "--step or --best exports its model."
         )
     with writing_to(target):
+        hugging_face = config is not None
         if kept is not None:
-            copy_model(kept, target, with_format=config is not None)
+            size = _write_model(kept / model.name, target, folder, args.adapter, hugging_face)
         else:
-            _copy_own(model, target, folder)
+            size = _write_own(model, target, folder, args.adapter, hugging_face)
         if config is not None:
             copy_config(folder.path, to)
+    what = "adapter" if args.adapter else "model"
     if args.json:
         source = str(kept) if kept else str(model)
-        said = {"model": str(to), "size_bytes": target.stat().st_size, "from": source}
-        print(json.dumps(said))
+        print(json.dumps({what: str(to), "size_bytes": size, "from": source}))
+        return 0
+    print(f"{what:6} {to}")
+    if kept is not None:
+        print(f"from   {kept}")
+    if args.adapter:
+        print(f"next   peft.PeftModel.from_pretrained(model, {str(to)!r})")
+    elif config is None:
+        print(f"next   safetensors.torch.load_file({str(to)!r})")
     else:
-        print(f"model  {to}")
-        if kept is not None:
-            print(f"from   {kept}")
-        if config is None:
-            print(f"next   safetensors.torch.load_file({str(to)!r})")
-        else:
-            print(f"next   transformers.{config['architectures'][0]}.from_pretrained({str(to)!r})")
+        print(f"next   transformers.{config['architectures'][0]}.from_pretrained({str(to)!r})")
     return 0
 
 
@@ -316,26 +324,49 @@ def _config(name: str, run: Path) -> dict[str, Any]:
     return config
 
 
-def _copy_own(model: Path, target: Path, folder: RunFolder) -> None:
-    """Copy the model of a run's end; if it is damaged, name the checkpoint with the same one."""
-    from instep.state.export import copy_own
+def _write_model(
+    model: Path, target: Path, folder: RunFolder, adapter: bool, hugging_face: bool
+) -> int:
+    """Write a model of a run: copied; or of LoRA, merged or the adapter alone. Returns its size."""
+    import tempfile
+
+    from instep.state.export import copy_model, copy_own
+
+    lora, of_checkpoint = folder.spec.lora, model.parent != folder.path
+    if lora.modules:
+        from instep.state.adapter import write_adapter, write_merged
+
+        with tempfile.TemporaryDirectory(dir=target.parent) as place:
+            if of_checkpoint and not model.is_file():  # ranks of a mesh have written it in parts
+                whole = Path(place) / model.name
+                copy_model(model.parent, whole)
+                model = whole
+            if adapter:
+                return write_adapter(model, target, lora, folder.spec.start.model)
+            return write_merged(model, target, lora, {"format": "pt"} if hugging_face else {})
+    if of_checkpoint:
+        return copy_model(model.parent, target, with_format=hugging_face)
+    copy_own(model, target)
+    return target.stat().st_size
+
+
+def _write_own(
+    model: Path, target: Path, folder: RunFolder, adapter: bool, hugging_face: bool
+) -> int:
+    """The same of a run's end; if it is damaged, name the checkpoint with the same model."""
     from instep.state.manifest import published
     from instep.words import command
 
     try:
-        copy_own(model, target)
+        return _write_model(model, target, folder, adapter, hugging_face)
     except CheckpointError as error:
         step = folder.last("model_saved").get("step")
         if step not in [kept for kept, _ in published(folder.path / "checkpoints")]:
             raise
-        again = command("export", folder.path, f"--step {step} --to {shlex.quote(str(target))}")
+        option = " --adapter" if adapter else ""
+        again = f"--step {step}{option} --to {shlex.quote(str(target))}"
+        again = command("export", folder.path, again)
         raise CheckpointError(f"{error} Its checkpoint has the same model: {again}") from None
-
-
-def _safetensors(name: str) -> Path:
-    if not name.endswith(".safetensors"):
-        raise SpecError(f"--to {name!r}: the file's name needs to end in .safetensors.")
-    return Path(name)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -439,12 +470,12 @@ def _parser() -> argparse.ArgumentParser:
 
     export = _command(commands, "export")
     export.add_argument("run", help="run folder")
-    export.add_argument(
-        "--to",
-        required=True,
-        metavar="FILE.safetensors",
-        help="file to write; of a Hugging Face model also a folder, for from_pretrained",
-    )
+    to = "file to write; of a Hugging Face model, or with --adapter, a folder"
+    export.add_argument("--to", required=True, metavar="FILE.safetensors", help=to)
+    add = export.add_mutually_exclusive_group().add_argument
+    merged = "of a run with LoRA: the whole model, adapters added to its weights (default)"
+    add("--merged", action="store_true", help=merged)
+    add("--adapter", action="store_true", help="of a run with LoRA: the adapter, for peft")
     add = export.add_mutually_exclusive_group().add_argument
     add("--best", action="store_true", help="from the kept checkpoint with the best validation")
     add("--step", type=int, metavar="N", help="from the kept checkpoint of this step")

@@ -153,6 +153,7 @@ EVENTS = {
     "loader, phases (name to seconds, from the start of `instep run` on)",
     "model_loaded": "path, matched, missing (names), unexpected (names), wrong (name to why), "
     "sha256, text",
+    "lora_added": "layers (names), trained, total (values of parameters), text",
     "passes_chosen": "worker, merged, reason",
     "same_as_one_machine": "verdict (yes; no: what differs; not shown: why)",
     "work_dealt": "generation, step (the first with this distribution), members, micro_batches "

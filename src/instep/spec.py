@@ -349,6 +349,43 @@ class StartSpec(Section, frozen=True, kw_only=True):
                 )
 
 
+class LoraSpec(Section, frozen=True, kw_only=True):
+    """Train low-rank adapters (LoRA) of some layers, and freeze the model itself."""
+
+    modules: tuple[str, ...] = ()
+    """Patterns such as `"*.q_proj"`: which Linear layers (and Conv1D layers of transformers) get an
+    adapter. Empty: none, and nothing is frozen."""
+
+    rank: Positive = 8
+    """Rows of an adapter's first factor; at most the smaller side of each layer."""
+
+    alpha: Annotated[float, Meta(gt=0)] = 16.0
+    """What an adapter adds is multiplied by `alpha / rank`."""
+
+    dropout: Annotated[float, Meta(ge=0)] = 0.0
+    """Share of an adapter's inputs that are set to 0 in training; below 1."""
+
+    also_train: tuple[str, ...] = ()
+    """Patterns such as `"head.*"`: parameters that are trained as a whole beside the adapters."""
+
+    def __post_init__(self) -> None:
+        others = (self.rank, self.alpha, self.dropout, self.also_train)
+        if not self.modules and others != (8, 16.0, 0.0, ()):
+            raise ValueError(
+                "modules is missing or empty: no layer would get an adapter. "
+                'Give patterns of layers, such as modules = ["*.q_proj", "*.v_proj"].'
+            )
+        if not self.dropout < 1:
+            raise ValueError(f"dropout = {self.dropout}: needs to be below 1.")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha = {self.alpha}: needs to be a finite number.")
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's factors is multiplied by (Hu et al. 2021, section 4)."""
+        return self.alpha / self.rank
+
+
 class CheckpointSpec(Section, frozen=True, kw_only=True):
     """When to save during training, and what to keep; a run always saves at its end."""
 
@@ -486,6 +523,7 @@ class JobSpec(Section, frozen=True, kw_only=True):
     mesh: MeshSpec = field(default_factory=MeshSpec)
     data: DataSpec = field(default_factory=DataSpec)
     start: StartSpec = field(default_factory=StartSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     report: ReportSpec = field(default_factory=ReportSpec)

@@ -43,6 +43,7 @@ FIXED = {
     "start.partial": "the checkpoint has the model by now",
     "start.freeze": "the optimizer's state is of the parameters that were trained",
     "start.learning_rates": "the optimizer's rates are in the checkpoint",
+    "lora": "the checkpoint has the adapters",
     "train.global_batch": "the place in the data is counted in global batches",
     "train.micro_batches": "random draws and batch statistics belong to a micro-batch",
     "train.batch_norm": "running statistics are of the batches that it sees",

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
+from instep.recipe.lora import Adapted
 from instep.recipe.recipe import Recipe, Turn, a_or_an
-from instep.spec import StartSpec
+from instep.spec import LoraSpec, StartSpec
 from instep.system.causes import sentence
 from instep.words import listed
 
@@ -53,6 +54,8 @@ class Built:
     """Parameters that need gradients, each once, in the order of the model."""
     loaded: tuning.Loaded | None = None
     """The file that the model was loaded from, if any."""
+    adapted: Adapted | None = None
+    """What has an adapter, if the job has LoRA."""
     turns: Sequence[BuiltTurn] = ()
     """If a step has several updates; `optimizer` and `scheduler` are then the first's."""
 
@@ -163,9 +166,10 @@ def build_model(
     seed: int,
     device: torch.device,
     start: StartSpec | None = None,
+    lora: LoraSpec | None = None,
     *,
     load: bool = True,
-) -> tuple[nn.Module, tuning.Loaded | None]:
+) -> tuple[nn.Module, tuning.Begun]:
     """Make and check the model on `device`.
 
     Args:
@@ -173,16 +177,18 @@ def build_model(
         seed: of the job.
         device: where the model will be.
         start: the file to load, and what to freeze.
+        lora: which layers get an adapter.
         load: whether to load the file of `start`; not if a checkpoint has the values.
 
     Returns:
-        The model, and the file that it was loaded from, if any.
+        The model, and what it was loaded from and has adapters of.
 
     Raises:
         RecipeError: the model has nothing to train, or is of the wrong type.
-        SpecError: `start` does not fit the recipe.
+        SpecError: `start` or `lora` does not fit the recipe.
         CheckpointError: the file of `start` does not fit the model.
     """
+    start, lora = start or StartSpec(), lora or LoraSpec()
     model = recipe.model
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -193,10 +199,10 @@ def build_model(
             raise RecipeError(
                 f"Recipe.model() returned {a_or_an(model)}, but an nn.Module is wanted."
             )
-    _check_parameters(model)
-    loaded = tuning.begin(start or StartSpec(), model, load=load)
+    _check_parameters(model, frozen=bool(lora.modules))
+    begun = tuning.begin(start, lora, model, seed, load=load)
     model.to(device)
-    return model, loaded
+    return model, begun
 
 
 def build_optimizer(
@@ -204,7 +210,7 @@ def build_optimizer(
     model: nn.Module,
     steps: int,
     start: StartSpec | None = None,
-    loaded: tuning.Loaded | None = None,
+    begun: tuning.Begun = tuning.NOTHING,
 ) -> Built:
     """Make and check the optimizer and the scheduler of a model.
 
@@ -213,23 +219,27 @@ def build_optimizer(
         model: as `build_model` made it, or split over a mesh since.
         steps: of the whole run, for a scheduler that needs it.
         start: learning rates.
-        loaded: the file that the model was loaded from, if any.
+        begun: what the model was loaded from and has adapters of.
 
     Raises:
         RecipeError: the optimizer has nothing to train, or is of the wrong type.
         SpecError: `start` does not fit the recipe.
     """
-    start = start or StartSpec()
+    start, (loaded, adapted) = start or StartSpec(), begun
     parameters = [p for p in model.parameters() if p.requires_grad]
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
         first = turns[0]
-        return Built(recipe, model, first.optimizer, first.scheduler, parameters, loaded, turns)
+        return Built(
+            recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
+        )
     given = _for_optimizer(recipe, start, model, parameters)
     optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
-    return Built(recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded)
+    return Built(
+        recipe, model, optimizer, _scheduler(recipe, optimizer, steps), parameters, loaded, adapted
+    )
 
 
 def build(
@@ -238,12 +248,13 @@ def build(
     device: torch.device,
     steps: int,
     start: StartSpec | None = None,
+    lora: LoraSpec | None = None,
     *,
     load: bool = True,
 ) -> Built:
     """`build_model`, then `build_optimizer`."""
-    model, loaded = build_model(recipe, seed, device, start, load=load)
-    return build_optimizer(recipe, model, steps, start, loaded)
+    model, begun = build_model(recipe, seed, device, start, lora, load=load)
+    return build_optimizer(recipe, model, steps, start, begun)
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:
@@ -306,11 +317,12 @@ def _for_optimizer(
     return recipe.parameters(model)
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, *, frozen: bool) -> None:
+    """Refuse a model that cannot be trained; `frozen`: whether all of it may be frozen."""
     every = list(model.parameters())
     if not every:
         raise RecipeError(f"the model ({type(model).__name__}) has no parameters to train.")
-    if not any(p.requires_grad for p in every):
+    if not frozen and not any(p.requires_grad for p in every):
         raise RecipeError(
             f"all {len(every)} parameters of the model ({type(model).__name__}) are frozen: "
             "set requires_grad on those that should be trained."

@@ -31,6 +31,11 @@ def start_file(start: StartSpec) -> Path | None:
         return None
     path = Path(start.model)
     if path.is_dir():
+        if (path / f"{IN_A_FOLDER}.index.json").is_file():
+            raise SpecError(
+                f"start.model = {start.model!r}: this folder has its model in several files. Save "
+                "it as one: model.save_pretrained(folder, max_shard_size='1TB')."
+            )
         if not (path / IN_A_FOLDER).is_file():
             if any(path.glob("part-*.safetensors")):
                 step = path.name.removeprefix("step-").lstrip("0")

@@ -1,9 +1,7 @@
-"""Fine-tuning: load a file, freeze parameters, and set learning rates by pattern.
+"""Fine-tuning: load a file, freeze parameters, add adapters, and set learning rates by pattern.
 
-Patterns are those of `fnmatch` on the names of parameters, where `*` also matches dots; a pattern
-without effect is refused as a mistake. Matching is pure (`frozen_by`, `rated_by`). Way in:
-`begin` once the model is built, `groups` for the optimizer, `check_rates` once it is made.
-Processes and steps are not known here.
+Patterns are those of `patterns.py`. Way in: `begin` once the model is built, `groups` for the
+optimizer, `check_rates` once it is made. Processes and steps are not known here.
 """
 
 from __future__ import annotations
@@ -13,25 +11,19 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from instep.errors import RecipeError, SpecError
+from instep.recipe import lora
+from instep.recipe.patterns import Names, matched_by, matches, matches_nothing, names_of
 from instep.recipe.start_file import start_file
-from instep.spec import StartSpec
+from instep.spec import LoraSpec, StartSpec
+from instep.state.adapter import adapted_layers
 from instep.state.load import LoadReport, load_model
-from instep.words import listed
-
-Names = Sequence[str]
-"""Every name of one parameter; a tied one has several."""
-
-_SHOWN = 8  # names in a message; a model may have thousands
 
 
 @dataclass(frozen=True)
@@ -57,32 +49,65 @@ class Loaded:
         }
 
 
-def begin(start: StartSpec, model: nn.Module, *, load: bool) -> Loaded | None:
-    """Load the file that a job starts from, and freeze parameters.
+class Begun(NamedTuple):
+    """What was done to a model before training."""
 
-    A module whose parameters are all frozen by the job stays in eval mode, also if `train()` is
-    called: its running statistics keep the values of the file, and it computes the same for a
+    loaded: Loaded | None
+    """The file that it was loaded from, if any."""
+
+    adapted: lora.Adapted | None
+    """What has an adapter, if anything has."""
+
+
+NOTHING = Begun(None, None)
+
+
+def begin(
+    start: StartSpec, adapters: LoraSpec, model: nn.Module, seed: int, *, load: bool
+) -> Begun:
+    """Load the file that a job starts from, add adapters, and freeze parameters.
+
+    A module whose parameters are all frozen by `start.freeze` stays in eval mode, also if `train()`
+    is called: its running statistics keep the values of the file, and it computes the same for a
     sample in training as in validation.
 
     Args:
         start: of the job.
+        adapters: of the job.
         model: on any device; changed in place.
+        seed: of the job.
         load: whether to load the file; not if a checkpoint has the values.
 
     Raises:
-        SpecError: there is no such file, or a pattern matches nothing, or nothing is left to train.
+        SpecError: there is no such file, or it has adapters that the model has not; or a pattern
+            matches nothing, or nothing is left to train.
         CheckpointError: the file is not sound, or does not fit the model.
     """
     path = start_file(start) if load else None
-    loaded = None if path is None else Loaded(path, load_model(path, model, not start.partial))
+    loaded = None
+    if path is not None:
+        _check_adapters(path, model)
+        loaded = Loaded(path, load_model(path, model, not start.partial))
+    adapted = lora.add(adapters, model, seed)
     if start.freeze:
         _freeze(start.freeze, model)
-    return loaded
+    return Begun(loaded, adapted)
+
+
+def _check_adapters(path: Path, model: nn.Module) -> None:
+    """Refuse the file of a run with LoRA: without its adapters it is the model before that run."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    left = [name for name in adapted_layers(path) if f"{name}.lora_A" not in own]
+    if left:
+        raise SpecError(
+            f"{path} has LoRA adapters beside the model ({left[0]!r} has one). Add them to "
+            "it first, with instep export RUN --merged --to FILE.safetensors, and start from that."
+        )
 
 
 def _freeze(patterns: Sequence[str], model: nn.Module) -> None:
     named = names_of(model)
-    numbers = frozen_by(patterns, list(named.values()))
+    numbers = matched_by("start.freeze", patterns, list(named.values()))
     frozen = {parameter for number, parameter in enumerate(named) if number in numbers}
     if not any(parameter.requires_grad for parameter in named if parameter not in frozen):
         raise SpecError(
@@ -94,21 +119,7 @@ def _freeze(patterns: Sequence[str], model: nn.Module) -> None:
     for module in model.modules():
         own = set(module.parameters())
         if own and own <= frozen:
-            # on the module itself, as `train()` of the whole model calls that of each part
-            module.__dict__["train"] = MethodType(_stay_in_eval_mode, module)
-            module.train()
-
-
-def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-    return type(module).train(module, False)
-
-
-def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter once, in the order of the model, with every name it has."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
+            lora.keep_in_eval_mode(module)
 
 
 def groups(
@@ -167,21 +178,6 @@ def check_rates(given: Iterable[Mapping[str, Any]], model: nn.Module, optimizer:
 # ---- on names alone
 
 
-def frozen_by(patterns: Iterable[str], named: Sequence[Names]) -> set[int]:
-    """Numbers of the parameters that any pattern matches by any of their names.
-
-    Raises:
-        SpecError: a pattern matches none.
-    """
-    found: set[int] = set()
-    for pattern in patterns:
-        hits = {number for number, names in enumerate(named) if _matches(pattern, names)}
-        if not hits:
-            raise _matches_nothing("start.freeze", pattern, named)
-        found |= hits
-    return found
-
-
 def rated_by(
     patterns: Iterable[str], trained: Sequence[Names], frozen: Sequence[Names] = ()
 ) -> list[str | None]:
@@ -196,13 +192,13 @@ def rated_by(
     """
     patterns = list(patterns)
     for pattern in patterns:
-        if not any(_matches(pattern, names) for names in trained):
-            if any(_matches(pattern, names) for names in frozen):
+        if not any(matches(pattern, names) for names in trained):
+            if any(matches(pattern, names) for names in frozen):
                 raise SpecError(
                     f"start.learning_rates has {pattern!r}, which matches frozen parameters only. "
                     "Leave it out, or freeze less."
                 )
-            raise _matches_nothing("start.learning_rates", pattern, trained)
+            raise matches_nothing("start.learning_rates", pattern, trained)
     chosen = [_deciding(patterns, names) for names in trained]
     for pattern in patterns:
         if pattern not in chosen:
@@ -215,7 +211,7 @@ def rated_by(
 
 def _deciding(patterns: Iterable[str], names: Names) -> str | None:
     claims = sorted(
-        (pattern for pattern in patterns if _matches(pattern, names)), key=_letters, reverse=True
+        (pattern for pattern in patterns if matches(pattern, names)), key=_letters, reverse=True
     )
     if len(claims) > 1 and _letters(claims[0]) == _letters(claims[1]):
         raise SpecError(
@@ -225,23 +221,6 @@ def _deciding(patterns: Iterable[str], names: Names) -> str | None:
     return claims[0] if claims else None
 
 
-def _matches(pattern: str, names: Names) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
-
-
 def _letters(pattern: str) -> int:
     """How many characters of a pattern are no wildcard."""
     return len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", pattern))
-
-
-def _matches_nothing(key: str, pattern: str, named: Sequence[Names]) -> SpecError:
-    names = [name for each in named for name in each]
-    parts = dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name)
-    whole = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names if "." in name)
-    known = list(dict.fromkeys([*whole, *parts, *names]))
-    near = [p for p in known if p == f"{pattern}.*"] or get_close_matches(pattern, known, n=1)
-    guess = f"Did you mean {near[0]!r}? " if near else ""
-    return SpecError(
-        f"{key} has {pattern!r}, which matches no parameter of the model. {guess}"
-        f"Known: {listed(names, _SHOWN)}."
-    )

@@ -42,7 +42,19 @@ _CHUNK_BYTES = 1 << 24
 
 
 def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int:
-    """Write parameters and persistent buffers as one safetensors file, atomically.
+    """Write parameters and persistent buffers as one safetensors file, as `save_tensors`.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CheckpointError: the model cannot be kept, or the file not be written.
+    """
+    return save_tensors(path, model_tensors(model), metadata)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """Write one safetensors file, atomically.
 
     Tied weights are kept once; the metadata maps each other name to the one that
     is kept, as `safetensors.torch.load_model` expects it. The metadata has the
@@ -55,9 +67,8 @@ def save_model(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> int
         The file's size in bytes.
 
     Raises:
-        CheckpointError: the model cannot be kept, or the file not be written.
+        CheckpointError: a tensor cannot be kept, or the file not be written.
     """
-    tensors = model_tensors(model)
     staged = StagedFile(tensors, {"format": "pt", **metadata, HASH_KEY: HASH_BLANK})
     staged.copy(tensors)
     temporary = path.with_name(f"{SAVING}{path.name}")

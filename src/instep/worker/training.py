@@ -31,6 +31,7 @@ from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
 from instep.sync import SERVERS
+from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
@@ -89,7 +90,9 @@ class Training(Loop):
                 "one of them out."
             )
         check_mesh(self.job, recipe)
-        model, loaded = build_model(recipe, self.job.seed, device, self.job.start, load=fresh)
+        model, begun = build_model(
+            recipe, self.job.seed, device, self.job.start, self.job.lora, load=fresh
+        )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
         self._loader = loader = self._make_loader("train")  # forks before groups exist
@@ -102,7 +105,7 @@ class Training(Loop):
         if self.job.mesh.ranks > 1:
             trial = self._try()  # on the whole model, and so before it is split
             self._replica = self._split(model, merge=trial.merge)
-        built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, loaded)
+        built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
@@ -399,8 +402,16 @@ class Training(Loop):
                 self._warn(lost.text)
         if pids := [*loader.pids, *(self._validation.pids if self._validation else [])]:
             member.emit("loaders_started", worker=member.number, pids=pids)
-        if self._built.loaded is not None and self.engine.comm.rank == 0:
-            member.emit("model_loaded", **self._built.loaded.fields())
+        if self.engine.comm.rank == 0:
+            if self._built.loaded is not None:
+                member.emit("model_loaded", **self._built.loaded.fields())
+            if self._built.adapted is not None and member.checkpoint is None:
+                member.emit("lora_added", **self._built.adapted.fields())
+                if unused := self._built.adapted.unused:
+                    self._warn(
+                        f"the trial did not call {listed(unused, 4)}: an adapter there has no "
+                        "effect if the model uses the weight and not the layer"
+                    )
         trial = self._trial
         member.emit("passes_chosen", worker=member.number, merged=trial.merge, reason=trial.reason)
         if self.engine.comm.rank == 0 and not member.others_have_state:

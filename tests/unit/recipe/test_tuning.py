@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from instep.comm.memory import run_ranks
 from instep.errors import CheckpointError, RecipeError, SpecError
 from instep.recipe.build import build
+from instep.recipe.patterns import matched_by
 from instep.recipe.recipe import Recipe
-from instep.recipe.tuning import frozen_by, rated_by
+from instep.recipe.tuning import rated_by
 from instep.spec import StartSpec
 from instep.worker.step.engine import _check_equal
 
@@ -39,7 +40,7 @@ EACH = [(name,) for name in NAMES]
     ],
 )
 def test_a_pattern_means_the_parameters_whose_name_it_matches(patterns, hit):
-    assert [NAMES[number] for number in sorted(frozen_by(patterns, EACH))] == hit
+    assert [NAMES[number] for number in sorted(matched_by("start.freeze", patterns, EACH))] == hit
 
 
 PATTERNS = st.lists(
@@ -57,9 +58,9 @@ def test_what_is_frozen_is_what_some_pattern_matches_and_every_pattern_matches_s
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if idle:
         with pytest.raises(SpecError, match="matches no parameter"):
-            frozen_by(patterns, named)
+            matched_by("start.freeze", patterns, named)
     else:
-        assert frozen_by(patterns, named) == wanted
+        assert matched_by("start.freeze", patterns, named) == wanted
 
 
 @given(PATTERNS, SOME_NAMES, st.randoms())
@@ -112,14 +113,16 @@ def test_a_pattern_that_does_nothing_or_is_not_clear_is_refused(patterns, frozen
 
 def test_a_model_of_thousands_of_names_is_not_listed_whole():
     with pytest.raises(SpecError) as refused:
-        frozen_by(["xyz"], [(f"layers.{number}.weight",) for number in range(3000)])
+        matched_by(
+            "start.freeze", ["xyz"], [(f"layers.{number}.weight",) for number in range(3000)]
+        )
     assert "and 2992 more." in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
 def test_a_tied_parameter_is_meant_by_each_of_its_names():
     named = [("embedding.weight", "head.weight"), ("head.bias",)]
-    assert frozen_by(["head.weight"], named) == {0}
+    assert matched_by("start.freeze", ["head.weight"], named) == {0}
     assert rated_by(["embedding.*"], named) == ["embedding.*", None]
 
 
@@ -178,6 +181,12 @@ def test_a_file_that_fits_is_loaded_whole_before_the_optimizer_is_made(file):
 
 def test_a_folder_with_a_model_in_it_stands_for_the_model(file):
     assert built({"model": str(file.parent)}, model=Net(3)).loaded.path == file
+
+
+def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"several files\. Save it as one: model\.save_pretrained"):
+        built({"model": str(tmp_path)})
 
 
 def test_a_file_that_does_not_fit_is_refused_with_the_names_and_the_way_out(file):

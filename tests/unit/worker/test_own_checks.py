@@ -6,7 +6,7 @@ from torch import nn
 
 from instep.comm.memory import run_ranks
 from instep.errors import SpecError
-from instep.spec import JobSpec, TrainSpec
+from instep.spec import JobSpec, LoraSpec, TrainSpec
 from instep.worker.own.checks import Guard, refuse
 
 
@@ -94,4 +94,10 @@ def test_processes_whose_models_have_drifted_apart_say_so(far, found):
 def test_a_length_in_steps_that_an_own_loop_would_not_keep_is_refused():
     job = JobSpec(recipe="own.py:main", train=TrainSpec(steps=7))
     with pytest.raises(SpecError, match=r"train.steps = 7: your own loop says how long"):
+        refuse(job)
+
+
+def test_adapters_that_an_own_loop_would_not_get_are_refused():
+    job = JobSpec(recipe="own.py:main", lora=LoraSpec(modules=("*.q_proj",)))
+    with pytest.raises(SpecError, match=r"\[lora\] is set, but your own loop makes model"):
         refuse(job)

@@ -261,6 +261,8 @@ def configuration(folder: RunFolder) -> Html:
     }
     if loaded := folder.last("model_loaded"):
         facts["started from"] = start_in_words(loaded)
+    if adapted := folder.last("lora_added"):
+        facts["LoRA"] = adapted.get("text")
     known = {key: value for key, value in facts.items() if value is not None}
     columns = [
         tag("div", tag("h3", title), _settings(flat(values)))

@@ -42,6 +42,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"same    as one machine: {same}"
     if loaded := folder.last("model_loaded"):
         yield f"start   {start_in_words(loaded)}"
+    if adapted := folder.last("lora_added"):
+        yield f"lora    {adapted.get('text')}"
     model, page = folder.path / "model.safetensors", folder.path / "report.html"
     commands = [command("report", folder.path)]
     if model.exists():

@@ -84,6 +84,8 @@ def notice(
         return f"no worker was left: back to the checkpoint of step {event['resumed_step']}"
     if what == "model_loaded":
         return f"started from {start_in_words(event)}"
+    if what == "lora_added":
+        return f"LoRA: {event['text']}"
     if what == "generation_started" and generations > 1:
         named = some_members(event["members"], servers)
         return f"continuing with {named} ({event['reason']})"

@@ -83,6 +83,12 @@ def refuse(job: JobSpec) -> None:
             "[start] is set, but your own loop makes model and optimizer. Leave it out; load "
             "with instep.load_model(path, model), and freeze with requires_grad_(False)."
         )
+    if job.lora.modules:
+        raise SpecError(
+            "[lora] is set, but your own loop makes model and optimizer. Leave it out; give "
+            "session.prepare a model that has its adapters already, such as one of "
+            "peft.get_peft_model."
+        )
     if job.sync.participants not in (0, job.workers):
         raise SpecError(
             f"sync.participants = {job.sync.participants} with {job.workers} processes: in your "
