@@ -152,14 +152,15 @@ def predict(
     if out.suffix not in FORMATS:
         raise SpecError(f"--out '{out}': the file's name needs to end in {_or(FORMATS)}.")
     folder = Predictions(out.resolve())
-    if out.exists() and not folder.path.exists():
-        raise SpecError(f"--out '{out}' exists already. Name another file, or remove that one.")
+    reference = _data(data)
     source = _source(of, recipe, list(overrides))
     job = _for_workers(source.job, workers)
     new = not folder.path.exists()
+    if new and out.exists():
+        raise SpecError(f"--out '{out}' exists already. Name another file, or remove that one.")
     with folder.held():
         try:
-            plan = _begin(folder, source, job, of, data, batch)
+            plan = _begin(folder, source, job, of, reference, batch)
         except InstepError:
             if new:
                 folder.remove()
@@ -293,15 +294,14 @@ def _for_workers(job: JobSpec, workers: int | None) -> JobSpec:
 
 
 def _begin(
-    folder: Predictions, source: _Model, job: JobSpec, of: Path, data: str, batch: int | None
+    folder: Predictions,
+    source: _Model,
+    job: JobSpec,
+    of: Path,
+    data: tuple[Path, str],
+    batch: int | None,
 ) -> Plan:
     """Write the plan, or take up the same one."""
-    file, _, function = data.rpartition(":")
-    if not file or not function:
-        raise SpecError(f"--data {data!r}: needs a file and a function in it, as net.py:test_data.")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise SpecError(f"--data {data!r}: there is no such file. {file_beside(path, '*.py')}")
     if batch is not None and batch < 1:
         raise SpecError(f"--batch {batch}: needs a number of samples above 0.")
     if of.is_dir() and folder.out.is_relative_to(of.resolve()):
@@ -328,8 +328,8 @@ def _begin(
         model=str(model),
         model_sha256=_sha256(model),
         step=step,
-        data=f"{path}:{function}",
-        data_sha256=_sha256(path),
+        data=":".join(map(str, data)),
+        data_sha256=_sha256(data[0]),
         recipe_sha256=_sha256(Path(job.recipe.rpartition(":")[0])),
         batch=batch or _batch_of(job),
         format=folder.out.suffix,
@@ -348,6 +348,19 @@ def _begin(
     )
     folder.begin(plan)
     return plan
+
+
+def _data(given: str) -> tuple[Path, str]:
+    """File and function of `--data`."""
+    file, _, function = given.rpartition(":")
+    if not file or not function:
+        raise SpecError(
+            f"--data {given!r}: needs a file and a function in it, as net.py:test_data."
+        )
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise SpecError(f"--data {given!r}: there is no such file. {file_beside(path, '*.py')}")
+    return path, function
 
 
 def _batch_of(job: JobSpec) -> int:

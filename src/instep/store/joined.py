@@ -19,19 +19,30 @@ from instep.errors import DataError, RecipeError, RunError
 from instep.store.predictions import Damaged, Part, Predictions
 from instep.words import plural
 
+
+class Kind(NamedTuple):
+    """A number type."""
+
+    name: str
+    numpy: str
+    """How numpy writes it; empty where it has none."""
+    size: int
+    """Bytes of a value."""
+
+
 TYPES = {
-    "F64": ("<f8", 8),
-    "F32": ("<f4", 4),
-    "F16": ("<f2", 2),
-    "BF16": ("", 2),
-    "I64": ("<i8", 8),
-    "I32": ("<i4", 4),
-    "I16": ("<i2", 2),
-    "I8": ("|i1", 1),
-    "U8": ("|u1", 1),
-    "BOOL": ("|b1", 1),
+    "F64": Kind("float64", "<f8", 8),
+    "F32": Kind("float32", "<f4", 4),
+    "F16": Kind("float16", "<f2", 2),
+    "BF16": Kind("bfloat16", "", 2),
+    "I64": Kind("int64", "<i8", 8),
+    "I32": Kind("int32", "<i4", 4),
+    "I16": Kind("int16", "<i2", 2),
+    "I8": Kind("int8", "|i1", 1),
+    "U8": Kind("uint8", "|u1", 1),
+    "BOOL": Kind("bool", "|b1", 1),
 }
-"""safetensors' name of a number type, to numpy's (empty where it has none) and bytes of a value."""
+"""The number types that can be written, by safetensors' names."""
 
 SKIPPED = "skipped_samples"
 """The tensor of the samples that were skipped, if there are any: [count] int64."""
@@ -74,7 +85,7 @@ def check_same(one: Part, other: Part) -> None:
 def _said(batch: int, column: list[Any] | None) -> str:
     if column is None:
         return f"is not there in batch {batch}"
-    return f"has rows of shape {column[1]} ({column[0]}) in batch {batch}"
+    return f"has rows of shape {column[1]} ({TYPES[column[0]].name}) in batch {batch}"
 
 
 def publish(folder: Predictions, samples: int, batch: int) -> Published:
@@ -115,7 +126,7 @@ def publish(folder: Predictions, samples: int, batch: int) -> Published:
         temporary.unlink(missing_ok=True)
     folder.remove()
     outputs = {
-        name: {"dtype": kind, "shape": [samples, *shape]}
+        name: {"dtype": TYPES[kind].name, "shape": [samples, *shape]}
         for name, (kind, shape) in parts.columns.items()
     }
     return Published(samples, outputs, parts.skipped)
@@ -163,7 +174,7 @@ class _Parts:
     def rows(self, name: str) -> Iterator[bytes]:
         """The rows of an output, a batch at a time, with those of skipped samples filled."""
         kind, shape = self.columns[name]
-        size = TYPES[kind][1] * int(np.prod(shape, dtype=np.int64))
+        size = TYPES[kind].size * int(np.prod(shape, dtype=np.int64))
         for part in self:
             first, stop = part.head["first"], part.head["stop"]
             begin = part.head["columns"][name][2] if part.head["columns"] is not None else 0
@@ -190,7 +201,7 @@ def _blank(kind: str, size: int) -> bytes:
 
 
 def _write_safetensors(parts: _Parts, file: IO[bytes]) -> None:
-    names = sorted(parts.columns, key=lambda name: (-TYPES[parts.columns[name][0]][1], name))
+    names = sorted(parts.columns, key=lambda name: (-TYPES[parts.columns[name][0]].size, name))
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     if parts.skipped:
@@ -200,7 +211,7 @@ def _write_safetensors(parts: _Parts, file: IO[bytes]) -> None:
     for name in names:
         kind, row = parts.columns[name]
         shape = [parts.samples, *row]
-        size = TYPES[kind][1] * int(np.prod(shape, dtype=np.int64))
+        size = TYPES[kind].size * int(np.prod(shape, dtype=np.int64))
         table[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     head = json.dumps(table, separators=(",", ":")).encode()
@@ -218,7 +229,7 @@ def _write_npz(parts: _Parts, file: IO[bytes]) -> None:
                 np.lib.format.write_array(entry, _skipped(parts))
         for name, (kind, row) in parts.columns.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                facts = {"descr": TYPES[kind][0], "fortran_order": False}
+                facts = {"descr": TYPES[kind].numpy, "fortran_order": False}
                 shape = {"shape": (parts.samples, *row)}
                 np.lib.format.write_array_header_1_0(entry, {**facts, **shape})
                 for rows in parts.rows(name):

@@ -75,6 +75,7 @@ class Predictor:
         device = _device(job, self._local_rank)
         check_device(job, device)
         recipe = call(load_function(job.recipe), job.arguments, job.seed)
+        self._phase = "dataset"
         parts = _dataset(plan, job)
         self._phase = "building"
         early = EarlyReads(self._watch)
