@@ -61,6 +61,10 @@ def told(program: Started) -> dict[str, Any]:
     return answer
 
 
+def read_lines(program: Started, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (program.work / name).read_text().splitlines()]
+
+
 def parts(program: Started) -> list[Path]:
     return list(program.work.glob("*.parts/batch-*"))
 
@@ -201,7 +205,7 @@ def test_parts_of_another_command_are_not_mixed_in(start: Start, tmp_path: Path)
     assert other.end() == 2
     assert "of another command: a value of the job is another one" in other.error
     damaged = min(folder.glob("batch-*"))
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     again = start(*words, "--workers", 1)
     assert again.end() == 0, again.stderr
     assert "the part of batch 0 is damaged" in again.stderr
@@ -216,14 +220,14 @@ def test_other_files_hold_the_same_numbers(start: Start, tmp_path: Path) -> None
     assert np.array_equal(found, by_hand(tmp_path).numpy())
     program = start(*command(tmp_path, "--out", "all.jsonl"))
     assert program.end() == 0, program.stderr
-    lines = [json.loads(line) for line in (program.work / "all.jsonl").open()]
+    lines = read_lines(program, "all.jsonl")
     assert [line["sample"] for line in lines] == list(range(101))
     rows = torch.tensor([line["logits"] for line in lines])
     assert torch.equal(rows, by_hand(tmp_path))
     longer = ("--set", "arguments.shapes=lengths", "--out", "tokens.jsonl")
     program = start(*command(tmp_path, *longer))
     assert program.end() == 0, program.stderr
-    lines = [json.loads(line) for line in (program.work / "tokens.jsonl").open()]
+    lines = read_lines(program, "tokens.jsonl")
     assert {len(line["tokens"]) for line in lines} == {3, 4}
 
 

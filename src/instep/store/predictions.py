@@ -206,21 +206,20 @@ class Predictions:
         """Remove a part, so that its batch is predicted again."""
         self._part(number).unlink(missing_ok=True)
 
-    def write(self, number: int, head: dict[str, Any], body: bytes | memoryview) -> None:
+    def write(self, number: int, head: dict[str, Any], body: bytes) -> None:
         """Put a batch's part in its place.
 
         Raises:
             OSError: it cannot be written; nothing is left behind.
         """
-        checked = {**head, "batch": number, "bytes": len(body), "sha256": _digest(body)}
-        line = json.dumps(checked).encode()
+        line = json.dumps({**head, "batch": number}).encode() + b"\n"
+        digest = _digest(line, body)
         path = self._part(number)
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             with open(os.open(beside, flags, 0o666), "wb") as file:
-                file.write(line + b"\n")
-                file.write(body)
+                file.writelines([digest, b"\n", line, body])
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -233,8 +232,9 @@ class Predictions:
         """
         try:
             with open(self._part(number), "rb", opener=plain) as file:
-                head, body = json.loads(file.readline()), file.read()
-            whole = head["sha256"] == _digest(body) and head["batch"] == number
+                digest, line, body = file.readline().rstrip(), file.readline(), file.read()
+            head = json.loads(line)
+            whole = digest == _digest(line, body) and head["batch"] == number
         except (OSError, ValueError, KeyError, TypeError):
             whole = False
         if not whole:
@@ -245,5 +245,7 @@ class Predictions:
         return self.path / f"batch-{number:08d}.part"
 
 
-def _digest(body: bytes | memoryview) -> str:
-    return hashlib.sha256(body).hexdigest()
+def _digest(line: bytes, body: bytes) -> bytes:
+    digest = hashlib.sha256(line)
+    digest.update(body)
+    return digest.hexdigest().encode()
