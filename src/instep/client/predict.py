@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,9 @@ from instep.store.run_folder import RunFolder
 from instep.system.processes import on_signals
 from instep.units import readable_seconds
 from instep.words import plural, ranges
+
+_MOST_DAMAGED = 2
+"""A part that was damaged more often is not predicted again."""
 
 _REFUSALS = (2, 3, 4, 7)
 """Exit codes of errors that a worker's log says no more about."""
@@ -168,14 +172,22 @@ def predict(
         taken_up = len(folder.done())
         say(_opening(plan, job, taken_up))
         ended, lost = _predicted(folder, plan, job, say), 0
-        published = None
+        published, damaged = None, Counter[int]()
         while not ended.interrupted and published is None:
             lost += ended.lost
             try:
                 published = publish(folder, ended.samples, plan.batch)
             except Damaged as error:  # the machine crashed, or something else wrote there
-                say(f"the part of batch {error.args[0]} is damaged; it is predicted again")
-                folder.drop(error.args[0])
+                batch_number = error.args[0]
+                damaged[batch_number] += 1
+                if damaged[batch_number] > _MOST_DAMAGED:
+                    raise RunError(
+                        f"the part of batch {batch_number} in {folder.path} was damaged "
+                        f"{damaged[batch_number]} times: look at the disk, and at what else "
+                        "writes there."
+                    ) from None
+                say(f"the part of batch {batch_number} is damaged; it is predicted again")
+                folder.drop(batch_number)
                 ended = _predicted(folder, plan, job, say)
     return Predicted(
         out=out,

@@ -476,7 +476,7 @@ class PredictMaster:
         (self._losses if by_itself or killed else self._killed)[at] += 1
         how = killed or (_how(code) if code is not None else "it has ended")
         where = "while it got ready" if at == _START else f"at batch {at}"
-        if by_itself and at != _START and self._deadly.learn(at, place, how):
+        if by_itself and self._deadly.learn(at, place, how):
             del self._losses[at]
         self._say(f"worker {number} was lost {where}: {how}; another takes its place")
         if self._losses[at] >= MOST_OWN or self._killed[at] >= MOST_KILLED:
