@@ -171,35 +171,42 @@ def predict(
             raise
         taken_up = len(folder.done())
         say(_opening(plan, job, taken_up))
-        ended, lost = _predicted(folder, plan, job, say), 0
+        ended = _predicted(folder, plan, job, say)
         published, damaged = None, Counter[int]()
         while not ended.interrupted and published is None:
-            lost += ended.lost
             try:
                 published = publish(folder, ended.samples, plan.batch)
             except Damaged as error:  # the machine crashed, or something else wrote there
-                batch_number = error.args[0]
-                damaged[batch_number] += 1
-                if damaged[batch_number] > _MOST_DAMAGED:
-                    raise RunError(
-                        f"the part of batch {batch_number} in {folder.path} was damaged "
-                        f"{damaged[batch_number]} times: look at the disk, and at what else "
-                        "writes there."
-                    ) from None
-                say(f"the part of batch {batch_number} is damaged; it is predicted again")
-                folder.drop(batch_number)
-                ended = _predicted(folder, plan, job, say)
+                number = error.args[0]
+                damaged[number] += 1
+                _check_damage(folder, number, damaged[number])
+                say(f"the part of batch {number} is damaged; it is predicted again")
+                folder.drop(number)
+                again = _predicted(folder, plan, job, say)
+                ended = again._replace(
+                    predicted=ended.predicted + again.predicted, lost=ended.lost + again.lost
+                )
+        if ended.interrupted and not folder.done():
+            folder.remove()
     return Predicted(
         out=out,
         model=plan.model,
         step=plan.step,
         workers=job.workers,
         batch=plan.batch,
-        ended=ended._replace(lost=max(lost, ended.lost)),
+        ended=ended,
         taken_up=taken_up,
         seconds=time.time() - began,
         published=published,
     )
+
+
+def _check_damage(folder: Predictions, number: int, times: int) -> None:
+    if times > _MOST_DAMAGED:
+        raise RunError(
+            f"the part of batch {number} in {folder.path} was damaged {times} times: look at the "
+            "disk, and at what else writes there."
+        )
 
 
 def _or(names: Iterable[str]) -> str:
@@ -272,7 +279,7 @@ def _of_run(path: Path, recipe: str | None, overrides: list[str]) -> _Model:
             "FILE.py:function, a recipe that builds the same model."
         )
     model = path.resolve() / COPY
-    saved = int(run.last("model_saved").get("step", -1)) if model.is_file() else -1
+    saved = int(run.last("model_saved").get("step", 0)) if model.is_file() else -1
     newest = next(iter(published(path / "checkpoints")), (-1, path))[0]
     if newest > saved:
         chosen, refused = newest_intact(

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from instep import spec_file
 from instep.client.deadly_samples import DeadlySamples
@@ -34,7 +34,7 @@ from instep.plain_file import read_plain
 from instep.spec import JobSpec
 from instep.store.folder import host_log
 from instep.store.joined import check_same
-from instep.store.predictions import Damaged, Part, Predictions
+from instep.store.predictions import Damaged, Predictions
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 from instep.system.processes import Watched
@@ -103,6 +103,8 @@ class _Worker:
     """Phase and progress of its last heartbeat."""
     killed: str = ""
     """Why it was killed from here."""
+    hung: bool = False
+    """Whether it was killed because it got nothing done."""
     closed_at: float = math.inf
     """When its connection closed."""
     ended_at: float | None = None
@@ -151,7 +153,7 @@ class PredictMaster:
         self._killed = Counter[int]()
         self._lost = 0
         self._longest_s: float | None = None
-        self._known: Part | None = None
+        self._known: dict[str, Any] | None = None
         self._deadly = DeadlySamples(skip=job.data.unreadable == "skip")
         self._said = time.monotonic()
         self._first_done: float | None = None
@@ -374,12 +376,12 @@ class PredictMaster:
     def _compare(self, batch: int) -> None:
         """Refuse outputs of another shape at once, rather than at the end."""
         with suppress(Damaged):  # then it is predicted again
-            part = self._folder.read(batch)._replace(body=b"")
-            if part.head["columns"] is None:
+            head = self._folder.head(batch)
+            if head["columns"] is None:
                 return
             if self._known is None:
-                self._known = part
-            check_same(self._known, part)
+                self._known = head
+            check_same(self._known, head)
 
     # ---- workers
 
@@ -417,17 +419,22 @@ class PredictMaster:
         how = worker.lease.turn(now)
         if now - worker.closed_at > FLOOR_S:
             how = "it hung up"
-        if not how and worker.hand and worker.ready:
-            limit_s = self._limit_s(worker)
-            if now - worker.since > limit_s:
-                how = f"it got nothing done for {readable_seconds(limit_s)}"
+        at_work = worker.hand if worker.ready else worker.at[0] == m.READING
+        if not how and at_work and now - worker.since > (limit_s := self._limit_s(worker)):
+            how = f"it got nothing done for {readable_seconds(limit_s)}"
+            worker.hung = True
         if how and not worker.killed:
             self._end(worker, how)
 
     def _limit_s(self, worker: _Worker) -> float:
-        """How long it may take for a batch: each worker that was lost there doubles it."""
-        usual = FIRST_S if self._longest_s is None else 2 * STEPS * self._longest_s
-        return float(max(UNKNOWN_S, usual) * 2 ** self._losses[worker.hand[0]])
+        """How long it may take for what it does; each worker that was lost there doubles it."""
+        usual = UNKNOWN_S
+        if self._longest_s is not None:
+            usual = max(usual, 2 * STEPS * self._longest_s)
+        elif worker.at[0] != m.READING:
+            usual = FIRST_S
+        at = worker.hand[0] if worker.hand else _START
+        return float(usual * 2 ** self._losses[at])
 
     def _end(self, worker: _Worker, how: str) -> None:
         worker.killed = how
@@ -452,7 +459,7 @@ class PredictMaster:
                     "processes, or use fewer --workers."
                 )
             self._starting.pop(report.number)
-            self._blame(report.number, _START, report.code, "before it connected", None)
+            self._blame(report.number, _START, report.code, None)
 
     def _lose(self, worker: _Worker, code: int | None, place: m.Whereabouts | None) -> None:
         """A worker has ended: its batches are left again, and another takes its number."""
@@ -466,17 +473,25 @@ class PredictMaster:
         if worker.ready and not worker.hand:
             self._lost += 1
             return  # it was idle
-        self._blame(worker.number, at, code, worker.killed, place)
+        self._blame(worker.number, at, code, place, killed=worker.killed, hung=worker.hung)
 
     def _blame(
-        self, number: int, at: int, code: int | None, killed: str, place: m.Whereabouts | None
+        self,
+        number: int,
+        at: int,
+        code: int | None,
+        place: m.Whereabouts | None,
+        *,
+        killed: str = "",
+        hung: bool = False,
     ) -> None:
+        """A worker was lost: give up if that has happened too often there."""
         self._lost += 1
         by_itself = not killed and code is not None and code != -signal.SIGKILL
         (self._losses if by_itself or killed else self._killed)[at] += 1
         how = killed or (_how(code) if code is not None else "it has ended")
         where = "while it got ready" if at == _START else f"at batch {at}"
-        if by_itself and self._deadly.learn(at, place, how):
+        if (by_itself or hung) and self._deadly.learn(at, place, how):
             del self._losses[at]
         self._say(f"worker {number} was lost {where}: {how}; another takes its place")
         if self._losses[at] >= MOST_OWN or self._killed[at] >= MOST_KILLED:

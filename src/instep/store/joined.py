@@ -61,21 +61,19 @@ class Published(NamedTuple):
     """Samples without predictions, and why."""
 
 
-def check_same(one: Part, other: Part) -> None:
-    """Refuse outputs that cannot be rows of one tensor.
+def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Refuse outputs that cannot be rows of one tensor, by the heads of two parts.
 
     Raises:
         RecipeError: names the output, and both shapes.
     """
-    if one.head["columns"] is None or other.head["columns"] is None:
+    if one["columns"] is None or other["columns"] is None:
         return  # every sample was skipped
-    mine, theirs = ({n: c[:2] for n, c in part.head["columns"].items()} for part in (one, other))
+    mine, theirs = ({n: c[:2] for n, c in head["columns"].items()} for head in (one, other))
     if mine == theirs:
         return
     name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
-    said = [
-        _said(part.head["batch"], found.get(name)) for part, found in ((one, mine), (other, theirs))
-    ]
+    said = [_said(one["batch"], mine.get(name)), _said(other["batch"], theirs.get(name))]
     raise RecipeError(
         f"predict gives rows that do not fit into one tensor: the output {name!r} {said[0]}, and "
         f"{said[1]}. Pad them to one length, or name an --out that ends in .jsonl."
@@ -160,16 +158,16 @@ class _Parts:
 
     def look(self) -> None:
         """Read all parts once: what the outputs are, and that they fit together."""
-        known: Part | None = None
+        known: dict[str, Any] | None = None
         for part in self:
             if part.head["columns"] is None:
                 continue
             if known is None:
-                known = part
+                known = part.head
                 found = part.head["columns"].items()
                 self.columns = {name: (kind, shape) for name, (kind, shape, _) in found}
             else:
-                check_same(known, part)
+                check_same(known, part.head)
 
     def rows(self, name: str) -> Iterator[bytes]:
         """The rows of an output, a batch at a time, with those of skipped samples filled."""

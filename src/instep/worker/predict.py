@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.comm.messages import Heartbeat
+from instep.comm.messages import READING, Heartbeat
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import key
 from instep.data.reading.threads import cpu_clock
@@ -91,6 +91,11 @@ class Predictor:
         loader.begin()
         model = _model(recipe, job, plan, device)
         if self._member.number == 0:
+            for each in parts.unused("--data", shuffled=False, batch=plan.batch):
+                if each.remedy:
+                    what = each.text.partition(", which")[0]
+                    text = f"{what}, which is not used: each sample is predicted once, in order."
+                    self._member.emit("warning", text=text)
             self._check_dataset(loader)
         self._member.emit("dataset_known", samples=loader.samples)
         self._member.at = self._heartbeat
@@ -134,7 +139,7 @@ class Predictor:
             begun: deque[tuple[int, Slice]] = deque()
             reads = loader.read(self._slices(loader.samples, plan.batch, begun))
             while True:
-                self._phase = "loading"
+                self._phase = READING
                 read = next(reads, None)
                 if read is None:
                     break
@@ -178,7 +183,7 @@ class Predictor:
         self._folder.write(self._number, head, body)
 
     def _heartbeat(self) -> Heartbeat:
-        loader, waits = self._loader, self._phase == "loading"
+        loader, waits = self._loader, self._phase == READING
         pids = loader.pids if loader is not None else []
         if pids:
             at = (self._phase, self._done)
