@@ -319,3 +319,27 @@ def test_a_run_that_is_not_complete_has_its_checkpoint(start: Start, tmp_path: P
     assert program.end() == 0, program.stderr
     assert told(program)["step"] % 5 == 0
     assert f"(step {told(program)['step']})" in program.stderr
+
+
+@pytest.mark.slow
+def test_the_digits_of_the_first_example_are_recognised(start: Start, tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    example = RECIPES.parents[2] / "examples" / "01_digits"
+    run = start("-m", "instep", "run", example / "job.toml", "--set", "train.epochs=3")
+    assert run.end() == 0, run.stderr
+    program = start("-m", "instep", "predict", run.run, "--data", f"{example / 'digits.py'}:images")
+    assert program.end() == 0, program.stderr
+    found = predictions(program)["outputs"].argmax(1)
+    assert (found == torch.tensor(load_digits().target)).float().mean() > 0.9
+
+
+@pytest.mark.slow
+def test_a_command_that_predicted_nothing_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    program = start(*command(tmp_path))
+    program.until(lambda: "predicting with" in program.stderr, "it began")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() == 130
+    assert told(program)["interrupted"]
+    program.check_no_process_is_left()
+    assert list(program.work.iterdir()) == []
