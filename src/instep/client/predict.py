@@ -229,6 +229,9 @@ def _predicted(folder: Predictions, plan: Plan, job: JobSpec, say: Callable[[str
         except InstepError as error:
             if not folder.done() and error.exit_code in _REFUSALS:
                 raise _without_folder(error, folder) from None
+            if kept := len(folder.done()):
+                again = f"  {plural(kept, 'part')} kept in {folder.path}, for the same command"
+                error.args = (f"{error}\n{again}",)
             raise
 
 

@@ -15,61 +15,43 @@ import hmac
 import math
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from instep import spec_file
-from instep.client.deadly_samples import DeadlySamples
+from instep.client.batches import START, Batches
+from instep.client.own_server import OwnServer
 from instep.client.results import failure
 from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control.endings import signal_name
-from instep.errors import InstepError, RecipeError, RunError, WorkerError
-from instep.launch.local import LocalLauncher
-from instep.plain_file import read_plain
+from instep.control.watch import away_s
+from instep.errors import RecipeError, WorkerError
 from instep.spec import JobSpec
-from instep.store.folder import host_log
 from instep.store.joined import check_same
 from instep.store.predictions import Damaged, Predictions
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
 from instep.system.processes import Watched
 from instep.units import readable_seconds
-from instep.words import plural
 
 TICK_S = 0.05
 """How long the master waits for a message."""
 
-IN_HAND = 4
-"""Batches that a worker has at most, so that it can read ahead."""
-
 FIRST_S = 600.0
-"""How long a worker may take for a batch before one has been predicted: it may compile."""
-
-MOST_OWN, MOST_KILLED = 3, 10
-"""After so many workers were lost at one batch, by themselves or by SIGKILL, none is started."""
+"""How long a worker may take to predict the first batch of all: it may compile."""
 
 REPORT_S = 0.5
 """How long the fork server may take to report the end of a worker."""
-
-SPARE_S = 2.0
-"""How long the spare of a lost fork server may take to connect."""
-
-MOST_SERVERS = 5
-"""Fork servers that are started without one worker that gets ready."""
 
 LEAVE_S = 2.0
 """How long workers may take to end when everything is predicted."""
 
 SAID_S = 2.0
 """Seconds between two lines of progress."""
-
-_START = -1
-"""Stands for a batch where a worker was lost before it could predict."""
 
 
 class Ended(NamedTuple):
@@ -98,7 +80,9 @@ class _Worker:
     """When it made progress last."""
     ready: bool = False
     hand: list[int] = field(default_factory=list)
+    """Batches that it was given and has not finished, in order."""
     handled: int = 0
+    """Messages of its that were handled."""
     at: tuple[str, int] = ("", -1)
     """Phase and progress of its last heartbeat."""
     killed: str = ""
@@ -132,30 +116,20 @@ class PredictMaster:
         say: Callable[[str], None],
         asked: list[int],
     ) -> None:
-        self._job, self._folder, self._batch, self._say = job, folder, batch, say
+        self._job, self._folder, self._say = job, folder, say
         self._numbers, self._asked = range(workers), asked
         self._began = time.time()
-        self._board, self._launcher = Switchboard(), LocalLauncher()
+        self._board = Switchboard()
         self._hub = self._board.hub
-        self._host: Peer | None = None
-        self._host_lease: Lease | None = None
-        self._host_lost = time.monotonic()
-        self._servers = 0
+        self._server = OwnServer(self._board, folder.path / "logs", say)
+        self._batches = Batches(folder.done(), batch, skip=job.data.unreadable == "skip")
         self._workers: dict[int, _Worker] = {}
-        self._starting: dict[int, float] = {}
-        self._stopped: dict[int, float] = {}
-        self._samples = 0
-        self._confirmed = False
-        self._done = folder.done()
-        self._before = len(self._done)
-        self._left: list[int] = []
-        self._losses = Counter[int]()
-        self._killed = Counter[int]()
+        self._starting: dict[int, float] = {}  # when the fork server was asked for them
+        self._confirmed = False  # whether the dataset is the one of the parts that are there
         self._lost = 0
-        self._longest_s: float | None = None
-        self._known: dict[str, Any] | None = None
-        self._deadly = DeadlySamples(skip=job.data.unreadable == "skip")
-        self._said = time.monotonic()
+        self._longest_s: float | None = None  # without progress, of a worker that continued
+        self._known: dict[str, Any] | None = None  # the head of a part, to compare others with
+        self._now = self._said = time.monotonic()
         self._first_done: float | None = None
 
     def serve(self) -> Ended:
@@ -165,26 +139,23 @@ class PredictMaster:
             InstepError: a worker failed, or workers cannot be kept alive; the text says why.
         """
         try:
-            self._start_server()
+            self._server.start()
             while not self._complete and not self._asked:
                 self._turn()
-            interrupted = not self._complete
-            if not interrupted:
+            if self._complete:
                 self._release()
         finally:
-            self._launcher.stop()
+            self._server.stop()
             self._board.close()
             for worker in self._workers.values():
                 worker.process.close()
-        return Ended(self._samples, len(self._done) - self._before, self._lost, interrupted)
-
-    @property
-    def _batches(self) -> int:
-        return -(-self._samples // self._batch)
+        batches = self._batches
+        predicted = len(batches.done) - batches.before
+        return Ended(batches.samples, predicted, self._lost, not self._complete)
 
     @property
     def _complete(self) -> bool:
-        return self._confirmed and len(self._done) == self._batches
+        return self._confirmed and self._batches.complete
 
     def _turn(self) -> None:
         for peer, message in self._hub.receive(TICK_S):
@@ -195,7 +166,10 @@ class PredictMaster:
             else:
                 self._receive(peer, message)
         now = time.monotonic()
-        self._watch_server(now)
+        away, self._now = away_s(self._now, now), now
+        for worker in self._workers.values():
+            worker.since += away  # nobody is to blame for a time in which this process slept
+        self._server.watch(now)
         for worker in list(self._workers.values()):
             self._watch(worker, now)
         self._start_missing(now)
@@ -204,50 +178,15 @@ class PredictMaster:
         self._progress(now)
 
     def _progress(self, now: float) -> None:
-        if now - self._said < SAID_S or not self._samples:
+        batches = self._batches
+        if now - self._said < SAID_S or not batches.samples:
             return
-        self._said = now
-        rate = ""
-        new = len(self._done) - self._before
+        self._said, rate = now, ""
+        new = len(batches.done) - batches.before
         if self._first_done is not None and new > 1:
-            per_s = (new - 1) * self._batch / max(now - self._first_done, 1e-9)
+            per_s = (new - 1) * batches.size / max(now - self._first_done, 1e-9)
             rate = f", {per_s:,.0f} samples/s"
-        self._say(f"batch {len(self._done):,} of {self._batches:,}{rate}")
-
-    # ---- the fork server
-
-    def _start_server(self) -> None:
-        self._servers += 1
-        if self._servers > MOST_SERVERS:
-            raise RunError(f"fork servers end again and again: {self._server_said()}")
-        self._launcher.start(self._board.endpoint, self._folder.path / "logs")
-        self._host_lost = time.monotonic()
-
-    def _server_said(self) -> str:
-        lines: list[str] = []
-        with suppress(OSError):
-            text = read_plain(host_log(self._folder.path / "logs", 0)).decode(errors="replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else "they say nothing."
-
-    def _watch_server(self, now: float) -> None:
-        if self._host is not None:
-            lease = self._host_lease
-            if lease is not None and (how := lease.turn(now)):
-                self._say(f"the fork server (pid {lease.pid}) is replaced: {how}")
-                server = Watched(lease.pid)
-                server.signal(signal.SIGKILL)
-                server.close()
-                self._hub.drop(self._host)
-                self._closed(self._host)
-            return
-        code, away_s = self._launcher.ended(), now - self._host_lost
-        if code is not None and (code >= 0 or away_s > SPARE_S):
-            if code >= 0:  # it gave up by itself, and its spare with it
-                raise RunError(f"the fork server ended with code {code}: {self._server_said()}")
-            self._start_server()
-        elif code is None and away_s > SPARE_S:
-            self._launcher.end_if_stopped()
+        self._say(f"batch {len(batches.done):,} of {batches.total:,}{rate}")
 
     # ---- connections
 
@@ -269,32 +208,24 @@ class PredictMaster:
             run=str(self._folder.path),
             started=self._began,
             recovers=True,
-            marks=self._deadly.marks,
+            marks=self._batches.deadly.marks,
             role=m.PREDICTOR,
         )
         self._hub.send(peer, welcome)
         if host:
-            self._host, self._host_lease = peer, Lease(hello.pid, now, first_s=math.inf)
-            self._stopped.clear()
             self._starting.clear()  # what was asked of another server
-            if there := [(n, worker.process.pid) for n, worker in self._workers.items()]:
-                self._hub.send(peer, m.Adopt(workers=there))
+            there = [(n, worker.process.pid) for n, worker in self._workers.items()]
+            self._server.connects(peer, hello.pid, now, there)
             return
         self._starting.pop(hello.number)
-        times = max(self._losses.values(), default=0)
-        self._workers[hello.number] = _Worker(
-            hello.number,
-            peer,
-            Watched(hello.pid),
-            Lease(hello.pid, now, times=times),
-            self._deadly.changes,
-            now,
-        )
+        lease = Lease(hello.pid, now, times=self._batches.most_times)
+        marks = self._batches.deadly.changes
+        worker = _Worker(hello.number, peer, Watched(hello.pid), lease, marks, now)
+        self._workers[hello.number] = worker
 
     def _closed(self, peer: Peer) -> None:
-        if peer is self._host:
-            self._host, self._host_lease = None, None
-            self._host_lost = time.monotonic()
+        if peer is self._server.peer:
+            self._server.leaves()
         worker = self._of(peer)
         if worker is not None:
             worker.closed_at = time.monotonic()
@@ -304,12 +235,10 @@ class PredictMaster:
 
     def _receive(self, peer: Peer, message: m.AnyMessage) -> None:
         now = time.monotonic()
-        if peer is self._host:
-            if self._host_lease is not None:
-                self._host_lease.renew(now)
-            if isinstance(message, m.Heartbeat):
-                self._end_stopped(message.stopped, now)
-            elif isinstance(message, m.Exited):
+        if peer is self._server.peer:
+            known = (worker.process.pid for worker in self._workers.values())
+            self._server.hears(now, message, known)
+            if isinstance(message, m.Exited):
                 self._exited(message)
             return
         worker = self._of(peer)
@@ -335,8 +264,8 @@ class PredictMaster:
                 self._say(f"worker {worker.number}: {fields['text']}")
             case m.Built():
                 worker.ready, worker.since = True, now
-                self._servers = 0
-                del self._losses[_START], self._killed[_START]
+                self._server.started = 0
+                self._batches.starts()
             case m.Predicted(batch=batch):
                 self._predicted(worker, batch, now)
             case m.Failed(kind="PeerError"):
@@ -345,69 +274,55 @@ class PredictMaster:
                 raise failure(worker.number, message, self._folder.path)
 
     def _count(self, worker: _Worker, samples: int) -> None:
-        if self._samples and samples != self._samples:
+        known = self._batches.samples
+        if known and samples != known:
             raise RecipeError(
                 f"the dataset of worker {worker.number} has {samples:,} samples, and that of "
-                f"another has {self._samples:,}: the function of --data has to return the same "
-                "dataset in every process."
+                f"another has {known:,}: the function of --data has to return the same dataset in "
+                "every process."
             )
-        if not self._samples:
-            self._samples = samples
-            self._done &= set(range(self._batches))
-            self._before = len(self._done)
-            self._left = [n for n in range(self._batches) if n not in self._done]
+        if not known:
+            self._batches.count(samples)
         self._confirmed |= worker.number == 0  # it has compared the dataset with that of before
 
     def _predicted(self, worker: _Worker, batch: int, now: float) -> None:
-        self._done.add(batch)
+        self._batches.done.add(batch)
         self._moves(worker, now)
         if batch in worker.hand:
             worker.hand.remove(batch)
         if self._first_done is None:
             self._first_done = now
-        self._compare(batch)
+        with suppress(Damaged):  # then it is predicted again, at the end
+            head = self._folder.head(batch)
+            if head["columns"] is not None:
+                self._known = self._known or head
+                check_same(self._known, head)  # at once, rather than at the end
 
     def _moves(self, worker: _Worker, now: float) -> None:
         """A worker has made progress."""
-        if worker.hand and self._done:
+        if worker.hand and self._first_done is not None:
             self._longest_s = max(self._longest_s or 0.0, now - worker.since)
         worker.since = now
-
-    def _compare(self, batch: int) -> None:
-        """Refuse outputs of another shape at once, rather than at the end."""
-        with suppress(Damaged):  # then it is predicted again
-            head = self._folder.head(batch)
-            if head["columns"] is None:
-                return
-            if self._known is None:
-                self._known = head
-            check_same(self._known, head)
 
     # ---- workers
 
     def _start_missing(self, now: float) -> None:
-        if self._host is None or self._complete:
+        if self._server.peer is None or self._complete:
             return
         for number in self._numbers:
-            if number not in self._workers and number not in self._starting:
+            asked = self._starting.get(number, -math.inf)
+            if number not in self._workers and now - asked > UNKNOWN_S:
                 self._starting[number] = now
-                log = str(self._folder.path / "logs" / f"worker-{number}.log")
-                self._hub.send(self._host, m.StartWorker(number=number, log=log))
+                self._server.fork(number)
 
     def _hand_out(self, worker: _Worker, now: float) -> None:
-        """Give a worker more batches; those that killed others go to one that knows of it."""
-        if not worker.ready or not self._confirmed or worker.killed or not self._left:
+        if not worker.ready or not self._confirmed or worker.killed:
             return
-        fair = max(1, min(IN_HAND, len(self._left) // len(self._numbers)))
-        if len(worker.hand) >= fair:
-            return
-        may = (n for n in self._left if self._deadly.needed.get(n, 0) <= worker.marks)
-        given = [n for _, n in zip(range(fair - len(worker.hand)), may, strict=False)]
+        given = self._batches.take(len(worker.hand), len(self._numbers), worker.marks)
         if given:
             if not worker.hand:
                 worker.since = now
             worker.hand += given
-            self._left = [n for n in self._left if n not in set(given)]
             self._hub.send(worker.peer, m.Predict(batches=given))
 
     def _watch(self, worker: _Worker, now: float) -> None:
@@ -416,15 +331,18 @@ class PredictMaster:
             if now - worker.ended_at > REPORT_S:  # no fork server reports it
                 self._lose(worker, None, None)
             return
+        if worker.killed:
+            return
         how = worker.lease.turn(now)
+        at_work = worker.hand if worker.ready else worker.at[0] == m.READING
         if now - worker.closed_at > FLOOR_S:
             how = "it hung up"
-        at_work = worker.hand if worker.ready else worker.at[0] == m.READING
-        if not how and at_work and now - worker.since > (limit_s := self._limit_s(worker)):
+        elif not how and at_work and now - worker.since > (limit_s := self._limit_s(worker)):
             how = f"it got nothing done for {readable_seconds(limit_s)}"
             worker.hung = True
-        if how and not worker.killed:
-            self._end(worker, how)
+        if how:
+            worker.killed = how
+            worker.process.signal(signal.SIGKILL)
 
     def _limit_s(self, worker: _Worker) -> float:
         """How long it may take for what it does; each worker that was lost there doubles it."""
@@ -433,33 +351,25 @@ class PredictMaster:
             usual = max(usual, 2 * STEPS * self._longest_s)
         elif worker.at[0] != m.READING:
             usual = FIRST_S
-        at = worker.hand[0] if worker.hand else _START
-        return float(usual * 2 ** self._losses[at])
-
-    def _end(self, worker: _Worker, how: str) -> None:
-        worker.killed = how
-        worker.process.signal(signal.SIGKILL)
-
-    def _end_stopped(self, stopped: list[int], now: float) -> None:
-        """Kill processes that were stopped before they could connect."""
-        known = {worker.process.pid for worker in self._workers.values()}
-        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped if pid not in known}
-        for pid, since in self._stopped.items():
-            if now - since > FLOOR_S and self._host is not None:
-                self._hub.send(self._host, m.Signal(pid=pid, signals=[signal.SIGKILL]))
+        at = worker.hand[0] if worker.hand else START
+        return float(usual * 2 ** self._batches.times(at))
 
     def _exited(self, report: m.Exited) -> None:
-        worker = self._workers.get(report.number)
+        """The fork server reports that a process has ended, or could not be started."""
+        number, worker = report.number, self._workers.get(report.number)
         if worker is not None and worker.process.pid == report.pid:
             self._lose(worker, report.code, report.place)
-        elif report.number in self._starting and worker is None:
-            if not report.pid:
+        elif worker is None and number in self._starting:
+            if report.pid:
+                del self._starting[number]
+                self._blame(number, START, report.code, report.place)
+            elif self._workers and self._confirmed:  # asked again in a while
+                self._say(f"worker {number} cannot be started: {report.error}; others go on")
+            else:
                 raise WorkerError(
-                    f"worker {report.number} cannot be started: {report.error}. End other "
-                    "processes, or use fewer --workers."
+                    f"worker {number} cannot be started: {report.error}. End other processes, or "
+                    "use fewer --workers."
                 )
-            self._starting.pop(report.number)
-            self._blame(report.number, _START, report.code, None)
 
     def _lose(self, worker: _Worker, code: int | None, place: m.Whereabouts | None) -> None:
         """A worker has ended: its batches are left again, and another takes its number."""
@@ -468,11 +378,8 @@ class PredictMaster:
             self._handle(worker, last, now)
         del self._workers[worker.number]
         worker.process.close()
-        self._left = sorted({*self._left, *worker.hand})
-        at = worker.hand[0] if worker.ready and worker.hand else _START
-        if worker.ready and not worker.hand:
-            self._lost += 1
-            return  # it was idle
+        self._batches.give_back(worker.hand)
+        at = worker.hand[0] if worker.ready and worker.hand else START
         self._blame(worker.number, at, code, place, killed=worker.killed, hung=worker.hung)
 
     def _blame(
@@ -485,31 +392,22 @@ class PredictMaster:
         killed: str = "",
         hung: bool = False,
     ) -> None:
-        """A worker was lost: give up if that has happened too often there."""
-        self._lost += 1
-        by_itself = not killed and code is not None and code != -signal.SIGKILL
-        (self._losses if by_itself or killed else self._killed)[at] += 1
-        how = killed or (_how(code) if code is not None else "it has ended")
-        where = "while it got ready" if at == _START else f"at batch {at}"
-        if (by_itself or hung) and self._deadly.learn(at, place, how):
-            del self._losses[at]
-        self._say(f"worker {number} was lost {where}: {how}; another takes its place")
-        if self._losses[at] >= MOST_OWN or self._killed[at] >= MOST_KILLED:
-            raise self._error(number, at, how, place)
+        """A worker was lost: give up if that has happened too often there.
 
-    def _error(self, number: int, at: int, how: str, place: m.Whereabouts | None) -> InstepError:
-        times = self._losses[at] + self._killed[at]
-        if at == _START:
-            where = "while they got ready"
-        else:
-            stop = min((at + 1) * self._batch, self._samples)
-            where = f"at batch {at} (samples {at * self._batch} to {stop - 1})"
-        reading = self._deadly.said(place)
-        log = self._folder.path / "logs" / f"worker-{number}.log"
-        return WorkerError(
-            f"{plural(times, 'worker')} ended {where}: {how}{reading}. What was predicted is kept "
-            f"in {self._folder.path}.\n  full log: {log}"
-        )
+        Raises:
+            WorkerError: it has.
+        """
+        self._lost += 1
+        itself = not killed and code is not None and code != -signal.SIGKILL
+        how = killed or (_how(code) if code is not None else "it has ended")
+        often = self._batches.lost(at, how, place, own=itself or bool(killed), dies=itself or hung)
+        where = "before it had a batch" if at == START else f"at batch {at}"
+        self._say(f"worker {number} was lost {where}: {how}; another takes its place")
+        if often:
+            log = self._folder.path / "logs" / f"worker-{number}.log"
+            reading = self._batches.deadly.said(place)
+            text = f"{self._batches.said(at)}: {how}{reading}.\n  full log: {log}"
+            raise WorkerError(text)
 
     def _release(self) -> None:
         """Have the workers end by themselves."""
