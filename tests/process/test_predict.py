@@ -16,7 +16,8 @@ from started import RECIPES, Start, Started
 pytestmark = pytest.mark.process
 
 BATCH = 8
-SLOWLY = ("--set", "arguments.pause_s=0.15")
+BEFORE = 5
+"""Batches before the gate of the recipe, of 13."""
 
 
 def command(
@@ -61,6 +62,19 @@ def told(program: Started) -> dict[str, Any]:
     return answer
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """While this file is there, only the first batches are predicted."""
+    file = tmp_path / "gate"
+    file.touch()
+    return file
+
+
+def behind(gate: Path) -> dict[str, str]:
+    """The environment of a command that meets the gate."""
+    return {"PREDICT_GATE": str(gate)}
+
+
 def read_lines(program: Started, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (program.work / name).read_text().splitlines()]
 
@@ -96,10 +110,13 @@ def check(program: Started, folder: Path) -> None:
     assert [path.name for path in program.work.iterdir()] == ["predictions.safetensors"]
 
 
-def test_a_killed_worker_loses_no_prediction_and_changes_none(start: Start, tmp_path: Path) -> None:
-    program = start(*command(tmp_path, "--workers", 3, *SLOWLY))
-    program.until(lambda: bool(parts(program)), "a part is there")
+def test_a_killed_worker_loses_no_prediction_and_changes_none(
+    start: Start, tmp_path: Path, gate: Path
+) -> None:
+    program = start(*command(tmp_path, "--workers", 3), environment=behind(gate))
+    program.until(lambda: len(parts(program)) == BEFORE, "the first parts are there")
     os.kill(named(program, "instep-worker")[1], signal.SIGKILL)
+    gate.unlink()
     assert program.end() == 0, program.stderr
     check(program, tmp_path)
     answer = told(program)
@@ -133,24 +150,29 @@ def test_without_predict_the_model_gets_the_inputs_with_labels_or_without(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["instep-worker", "fork server"])
-def test_a_stopped_process_is_replaced(start: Start, tmp_path: Path, role: str) -> None:
-    program = start(*command(tmp_path, "--workers", 2, *SLOWLY))
-    program.until(lambda: bool(parts(program)), "a part is there")
+def test_a_stopped_process_is_replaced(start: Start, tmp_path: Path, gate: Path, role: str) -> None:
+    program = start(*command(tmp_path, "--workers", 2), environment=behind(gate))
+    program.until(lambda: len(parts(program)) == BEFORE, "the first parts are there")
     workers = named(program, "instep-worker")
     pid = workers[0] if role == "instep-worker" else psutil.Process(workers[0]).ppid()
     os.kill(pid, signal.SIGSTOP)
+    program.until(lambda: pid not in [p.pid for p in program.processes()], "it is gone")
+    gate.unlink()
     assert program.end() == 0, program.stderr
     check(program, tmp_path)
     assert "stopped" in program.stderr or role != "instep-worker"
 
 
 @pytest.mark.slow
-def test_all_processes_but_the_client_may_be_killed(start: Start, tmp_path: Path) -> None:
-    program = start(*command(tmp_path, "--workers", 2, *SLOWLY))
-    program.until(lambda: bool(parts(program)), "a part is there")
+def test_all_processes_but_the_client_may_be_killed(
+    start: Start, tmp_path: Path, gate: Path
+) -> None:
+    program = start(*command(tmp_path, "--workers", 2), environment=behind(gate))
+    program.until(lambda: len(parts(program)) == BEFORE, "the first parts are there")
     for process in program.processes():
         if process.pid != program.process.pid:
             process.kill()
+    gate.unlink()
     assert program.end() == 0, program.stderr
     check(program, tmp_path)
 
@@ -168,32 +190,32 @@ def test_a_worker_that_gets_nothing_done_is_replaced(start: Start, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_what_was_predicted_is_taken_up_by_the_same_command(
-    start: Start, tmp_path: Path, number: int
+    start: Start, tmp_path: Path, gate: Path, number: int
 ) -> None:
-    words = command(tmp_path, "--out", tmp_path / "all.safetensors", *SLOWLY)
-    begun = start(*words, "--workers", 3)
+    words = command(tmp_path, "--out", tmp_path / "all.safetensors")
+    begun = start(*words, "--workers", 3, environment=behind(gate))
     folder = tmp_path / "all.safetensors.parts"
-    begun.until(lambda: len(list(folder.glob("batch-*"))) > 3, "some parts are there")
+    begun.until(lambda: len(list(folder.glob("batch-*"))) == BEFORE, "the first parts are there")
     begun.process.send_signal(number)
     assert begun.end() == (-number if number == signal.SIGKILL else 130)
     begun.check_no_process_is_left(soon_s=10.0)
-    there = len(list(folder.glob("batch-*")))
     assert not (tmp_path / "all.safetensors").exists()
     again = start(*words, "--workers", 2)
     assert again.end() == 0, again.stderr
     answer = told(again)
-    assert there >= 3
-    assert answer["batches_taken_up"] == there
-    assert answer["batches_predicted"] == 13 - there
+    assert answer["batches_taken_up"] == BEFORE
+    assert answer["batches_predicted"] == 13 - BEFORE
     found = load_file(tmp_path / "all.safetensors")
     assert torch.equal(found["logits"], by_hand(tmp_path))
     assert not folder.exists()
 
 
 @pytest.mark.slow
-def test_parts_of_another_command_are_not_mixed_in(start: Start, tmp_path: Path) -> None:
-    words = command(tmp_path, "--out", tmp_path / "all.safetensors", *SLOWLY)
-    begun = start(*words, "--workers", 1)
+def test_parts_of_another_command_are_not_mixed_in(
+    start: Start, tmp_path: Path, gate: Path
+) -> None:
+    words = command(tmp_path, "--out", tmp_path / "all.safetensors")
+    begun = start(*words, "--workers", 1, environment=behind(gate))
     folder = tmp_path / "all.safetensors.parts"
     begun.until(lambda: bool(list(folder.glob("batch-*"))), "a part is there")
     second = start(*words, "--workers", 1)

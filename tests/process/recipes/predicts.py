@@ -1,5 +1,6 @@
-"""A model that predicts several things, with draws, and as slowly as asked."""
+"""A model that predicts several things, with draws, and waits where it is asked to."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,29 @@ import instep
 SAMPLES = 101
 
 
-def recipe(pause_s: float = 0.0, hangs: str = "", shapes: str = "") -> instep.Recipe:
-    """`predict` waits in each batch; `hangs` is a file: who makes it does not go on."""
+GATE = "PREDICT_GATE"
+"""A file: while it is there, samples from 40 on have to wait."""
+
+
+def recipe(hangs: str = "", shapes: str = "") -> instep.Recipe:
+    """`hangs` is a file: who makes it, at sample 40, does not go on."""
 
     def predict(model: nn.Module, batch: Any) -> Any:
-        time.sleep(pause_s)
-        (inputs,) = batch
-        if hangs and inputs[0, 0] == data()[40][0][0] and first(Path(hangs)):
+        (rows,) = batch
+        sample = int((inputs()[:, 0] == rows[0, 0]).nonzero())
+        while sample >= 40 and GATE in os.environ and Path(os.environ[GATE]).exists():
+            time.sleep(0.01)
+        if hangs and sample == 40 and first(Path(hangs)):
             while True:
                 time.sleep(1.0)
         if shapes == "scalar":
-            return inputs.mean()
+            return rows.mean()
         if shapes == "lengths":
-            return {"tokens": torch.zeros(len(inputs), 3 + int(inputs[0, 0] > 0))}
+            return {"tokens": torch.zeros(len(rows), 3 + int(rows[0, 0] > 0))}
         assert not model.training
         assert not torch.is_grad_enabled()
-        logits = model(inputs)
-        noise = torch.rand(len(inputs), 2)
+        logits = model(rows)
+        noise = torch.rand(len(rows), 2)
         return {"logits": logits, "more": (logits.argmax(1), noise.bfloat16())}
 
     return instep.Recipe(
