@@ -1,8 +1,10 @@
 """A small convolutional classifier on the 1,797 handwritten digits that come with scikit-learn.
 
     instep run examples/01_digits/job.toml --workers 2
+    instep predict runs/digits --data examples/01_digits/digits.py:images
 
 Shows the minimum that a recipe needs: a model, a loss, an optimizer, two datasets and a metric.
+And a function that returns what is to be predicted.
 """
 
 import torch
@@ -19,11 +21,14 @@ except ImportError as error:
     ) from error
 
 
+def images() -> TensorDataset:
+    return TensorDataset(torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16)
+
+
 def recipe(lr: float = 2e-3) -> instep.Recipe:
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # [1797, 1, 8, 8]
-    labels = torch.tensor(digits.target)
-    train, validate = random_split(TensorDataset(images, labels), [1500, 297])
+    labels = torch.tensor(load_digits().target)
+    every = TensorDataset(*images().tensors, labels)  # [1797, 1, 8, 8] and [1797]
+    train, validate = random_split(every, [1500, 297])
     return instep.Recipe(
         model=nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),

@@ -303,6 +303,25 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
+def predict(args: argparse.Namespace) -> int:
+    """Predict a dataset with the model of a run or a file, each sample once and in order."""
+    from instep.client.predict import predict as all_of
+
+    done = all_of(
+        Path(args.of),
+        args.data,
+        Path(args.out),
+        lambda text: print(text, file=sys.stderr, flush=True),
+        recipe=args.recipe,
+        workers=args.workers,
+        batch=args.batch,
+        overrides=args.set,
+    )
+    for line in [json.dumps(done.as_table())] if args.json else done.lines():
+        print(line)
+    return INTERRUPTED if done.published is None else 0
+
+
 def _config(name: str, run: Path) -> dict[str, Any]:
     """The configuration of a run's model, for a folder that has this name.
 
@@ -369,6 +388,12 @@ def _write_own(
         raise CheckpointError(f"{error} Its checkpoint has the same model: {again}") from None
 
 
+def _safetensors(name: str) -> Path:
+    if not name.endswith(".safetensors"):
+        raise SpecError(f"--to {name!r}: the file's name needs to end in .safetensors.")
+    return Path(name)
+
+
 class _Parser(argparse.ArgumentParser):
     """Answers a wrong word with the nearest one, and with our own error and exit code."""
 
@@ -389,6 +414,7 @@ COMMANDS = {
     "replay": replay,
     "chaos": chaos,
     "export": export,
+    "predict": predict,
 }
 
 
@@ -479,6 +505,20 @@ def _parser() -> argparse.ArgumentParser:
     add = export.add_mutually_exclusive_group().add_argument
     add("--best", action="store_true", help="from the kept checkpoint with the best validation")
     add("--step", type=int, metavar="N", help="from the kept checkpoint of this step")
+
+    add = _command(commands, "predict").add_argument
+    add("of", metavar="RUN|FILE", help="run folder; or model file, safetensors")
+    text = "function that returns the dataset: the recipe's form of samples, or inputs alone"
+    add("--data", required=True, metavar="FILE.py:FUNCTION", help=text)
+    text = "recipe that builds the model; needed for a model file"
+    add("--recipe", metavar="FILE.py:FUNCTION", help=text)
+    text = "file to write: .safetensors, .npz or .jsonl (default: %(default)s)"
+    add("--out", default="predictions.safetensors", metavar="FILE", help=text)
+    text = "samples of a batch (default: as in a validation of the job)"
+    add("--batch", type=int, metavar="N", help=text)
+    add("--workers", type=int, metavar="N", help="number of worker processes")
+    text = "change a value of the job; may be repeated"
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
     return parser
 
 

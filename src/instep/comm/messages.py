@@ -413,6 +413,25 @@ class Release(Message, frozen=True):
     """To a worker: it is not needed any more and may end."""
 
 
+# ---- master and worker: predictions, which need no group
+
+
+PREDICTOR = "predictor"
+"""The role of a worker that predicts, in its `Welcome`."""
+
+
+class Predict(Message, frozen=True):
+    """To a worker: predict these batches, after those that it has already."""
+
+    batches: list[int]
+
+
+class Predicted(Message, frozen=True):
+    """From a worker: the part of this batch is in its place."""
+
+    batch: int
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Welcome
@@ -447,6 +466,8 @@ AnyMessage: TypeAlias = (
     | Stop
     | Done
     | Release
+    | Predict
+    | Predicted
 )
 """Everything that may arrive on a channel."""
 

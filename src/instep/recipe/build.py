@@ -78,8 +78,12 @@ def set_generators(number: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-def load_function(reference: str) -> Callable[..., Any]:
+def load_function(reference: str, what: str = "recipe") -> Callable[..., Any]:
     """The function that `file.py:function` names.
+
+    Args:
+        reference: of the function; that of a recipe is loaded first.
+        what: it makes; a file that is not the recipe's is imported as `instep_WHAT`.
 
     Raises:
         RecipeError: no such file or function, or importing the file failed.
@@ -87,7 +91,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     file, _, name = reference.rpartition(":")
     if name == "__main__":
         raise RecipeError(f"{file} is a script with a loop of its own, and a recipe is wanted.")
-    module = load_module(Path(file))
+    module = load_module(Path(file), what)
     function = getattr(module, name, None)
     if function is None:
         public = [n for n, v in vars(module).items() if inspect.isfunction(v)]
@@ -97,24 +101,26 @@ def load_function(reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def load_module(path: Path) -> ModuleType:
-    """Import a recipe's file under the name `instep_recipe`, once in a process."""
-    loaded = sys.modules.get("instep_recipe")
-    if loaded is not None and loaded.__file__ == str(path):
-        return loaded
+def load_module(path: Path, what: str = "recipe") -> ModuleType:
+    """Import a file under the name `instep_WHAT`, once in a process; a recipe's file serves all."""
+    name = f"instep_{what}"
+    for known in (name, "instep_recipe"):
+        loaded = sys.modules.get(known)
+        if loaded is not None and loaded.__file__ == str(path):
+            return loaded
     if not path.is_file():
-        raise RecipeError(f"there is no recipe file {str(path)!r}. {file_beside(path, '*.py')}")
-    spec = importlib.util.spec_from_file_location("instep_recipe", path)
+        raise RecipeError(f"there is no {what} file {str(path)!r}. {file_beside(path, '*.py')}")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules["instep_recipe"] = module
+    sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # so that a recipe can import files beside it
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules["instep_recipe"]
+        del sys.modules[name]
         if isinstance(error, InstepError) or not isinstance(error, Exception):
             raise
         raise RecipeError(f"{path} cannot be imported: {sentence(error)}") from error
@@ -189,16 +195,7 @@ def build_model(
         CheckpointError: the file of `start` does not fit the model.
     """
     start, lora = start or StartSpec(), lora or LoraSpec()
-    model = recipe.model
-    if not isinstance(model, nn.Module):
-        if not callable(model):
-            raise RecipeError(f"Recipe.model is {a_or_an(model)}, but an nn.Module is wanted.")
-        seed_everything(seed)
-        model = model()
-        if not isinstance(model, nn.Module):
-            raise RecipeError(
-                f"Recipe.model() returned {a_or_an(model)}, but an nn.Module is wanted."
-            )
+    model = make_model(recipe, seed)
     _check_parameters(model, frozen=bool(lora.modules))
     begun = tuning.begin(start, lora, model, seed, load=load)
     model.to(device)
@@ -255,6 +252,24 @@ def build(
     """`build_model`, then `build_optimizer`."""
     model, begun = build_model(recipe, seed, device, start, lora, load=load)
     return build_optimizer(recipe, model, steps, start, begun)
+
+
+def make_model(recipe: Recipe, seed: int) -> nn.Module:
+    """The recipe's model, made from the job's seed if it is a function.
+
+    Raises:
+        RecipeError: it is no module.
+    """
+    model = recipe.model
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise RecipeError(f"Recipe.model is {a_or_an(model)}, but an nn.Module is wanted.")
+    seed_everything(seed)
+    made = model()
+    if not isinstance(made, nn.Module):
+        raise RecipeError(f"Recipe.model() returned {a_or_an(made)}, but an nn.Module is wanted.")
+    return made
 
 
 def _built_turns(recipe: Recipe, model: nn.Module, steps: int) -> list[BuiltTurn]:

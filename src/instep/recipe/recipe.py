@@ -117,6 +117,10 @@ class Recipe:
     parameters: Callable[[nn.Module], Any] | None = None
     """What the optimizer is given, for parameter groups; all that need gradients otherwise."""
 
+    predict: Callable[[nn.Module, Any], Any] | None = None
+    """`predict(model, batch)`: what `instep predict` writes, with a row for each sample of the
+    batch: a tensor, or a tuple or dict of tensors; the model on its inputs otherwise."""
+
     given: dict[str, LoaderParts] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -144,7 +148,7 @@ class Recipe:
                 self.given[name] = _apart(name, getattr(self, name))
                 object.__setattr__(self, name, self.given[name].dataset)
                 _check_dataset(name, self.given[name].dataset)
-        for name in ("optimizer", "weight", "collate", "augment", "scheduler", "parameters"):
+        for name in _FUNCTIONS:
             given = getattr(self, name)
             missing = given is None and name == "optimizer" and not self.turns
             if missing or (given is not None and not callable(given)):
@@ -155,6 +159,7 @@ class Recipe:
         _check_metrics(self.metrics)
 
 
+_FUNCTIONS = ("optimizer", "weight", "collate", "augment", "scheduler", "parameters", "predict")
 _HINTS = {
     "optimizer": " Wrap it: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1).",
     "scheduler": " Wrap it: scheduler=lambda optimizer: StepLR(optimizer, 10).",

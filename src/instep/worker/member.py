@@ -36,6 +36,8 @@ from instep.comm.messages import (
     Hello,
     Mark,
     Notice,
+    Predict,
+    Predicted,
     Records,
     Refused,
     Regroup,
@@ -409,6 +411,40 @@ class Member:
                 return True
             self._next = answer
         return False
+
+    # ---- of a worker that predicts
+
+    def built(self) -> None:
+        """Report that this worker can predict."""
+        self._connection.send(Built(recovers=True))
+
+    def batches(self, *, wait: bool) -> list[int]:
+        """Batches to predict that have arrived.
+
+        Args:
+            wait: wait for some; without it the list may be empty.
+
+        Raises:
+            Released: it was waited for, and there are no more.
+        """
+        found: list[int] = []
+        while True:
+            waits = wait and not found
+            message = self._connection.receive() if waits else self._connection.poll()
+            match message:
+                case None:
+                    return found
+                case Predict(batches=batches):
+                    found += batches
+                case Release() if waits:
+                    raise Released
+                case Release():
+                    self._connection.put_back(message)
+                    return found
+
+    def predicted(self, batch: int) -> None:
+        """Report that the part of a batch is in its place."""
+        self._connection.send(Predicted(batch=batch))
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,7 +1,7 @@
 """The main program of a worker: connect to the master, train, report how it ended.
 
 What it trains is a recipe (`_Trainer`), or the user's script, which calls `instep.join` and has
-its own loop (`Script`).
+its own loop (`Script`). Or it predicts (`predict.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from instep.comm.endpoint import Endpoint
+from instep.comm.messages import PREDICTOR
 from instep.data.reading.choose import cores
 from instep.data.reading.process import own_file_offsets
 from instep.errors import PeerError, RecipeError, WorkerError
@@ -26,6 +27,7 @@ from instep.system.kernels import per_machine, set_kernels, set_threads, share
 from instep.system.output import drop_unwritable_output
 from instep.system.stacks import write_stack_on_signal
 from instep.worker.member import Member, Released, ReplicaBroken
+from instep.worker.predict import Predictor
 from instep.worker.training import Training, choose_device
 
 
@@ -51,8 +53,7 @@ def main(endpoint: Endpoint, number: int, local_rank: int, phases: Mapping[str, 
         return error.exit_code
     signal.signal(signal.SIGTERM, lambda *_: member.leave_soon())
     member.show_itself()
-    is_script = member.job.recipe.endswith(":__main__")
-    work = Script(member, local_rank) if is_script else _Trainer(member, local_rank)
+    work = _work(member, local_rank)
     try:
         work.run()
     except Released:
@@ -70,6 +71,14 @@ def main(endpoint: Endpoint, number: int, local_rank: int, phases: Mapping[str, 
     finally:
         member.close()
     return 0
+
+
+def _work(member: Member, local_rank: int) -> _Trainer | Script | Predictor:
+    """What this worker is there for."""
+    if member.role == PREDICTOR:
+        return Predictor(member, local_rank)
+    is_script = member.job.recipe.endswith(":__main__")
+    return Script(member, local_rank) if is_script else _Trainer(member, local_rank)
 
 
 class _Trainer:

@@ -21,7 +21,7 @@ RETRY_PAUSES_S = (0.0, 0.02)
 MAX_CRASHES = 3
 """This many crashes at one sample, or from one signal of its own at one step, are no accident."""
 
-SKIP_HINT = " To train without such samples, set data.unreadable = 'skip'."
+SKIP_HINT = " To leave such samples out, set data.unreadable = 'skip'."
 
 
 class Skipped(NamedTuple):

@@ -1,0 +1,233 @@
+"""A worker that predicts: batches come one by one, and each one's part goes to the run's folder.
+
+A batch knows nothing of other batches: its samples, its draws and its threads do not depend on
+how many workers there are, or on which one predicts it. So there is no group here, and nothing
+to agree on. Which batches this worker gets, the master decides (`client/predict_master.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.comm.messages import READING, Heartbeat
+from instep.data.loader import Loader, Read, Slice
+from instep.data.order import key
+from instep.data.reading.threads import cpu_clock
+from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
+from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
+from instep.errors import DataError, RecipeError
+from instep.recipe.build import call, load_function, make_model, seed_everything, set_generators
+from instep.recipe.forward import Forward, to_device
+from instep.recipe.outputs import as_lines, as_rows, columns, predictor
+from instep.recipe.recipe import Recipe, a_or_an
+from instep.spec import JobSpec
+from instep.state.load import load_model
+from instep.store.predictions import Plan, Predictions
+from instep.system.kernels import set_kernels
+from instep.worker.early_reads import EarlyReads
+from instep.worker.loader_watch import LoaderWatch
+from instep.worker.member import Member, Released
+from instep.worker.training import check_device, choose_device
+
+OF_PREDICTION = 6
+"""What a key is drawn for, beside the draws of training and of the data layer: one batch."""
+
+THREADS = 1
+"""Of each worker, unless the job says how many: sums of more threads round differently."""
+
+
+class Predictor:
+    """Predicts the batches that the master hands out.
+
+    Args:
+        member: this worker's membership.
+        local_rank: its number on this machine.
+    """
+
+    def __init__(self, member: Member, local_rank: int) -> None:
+        self._member, self._job, self._local_rank = member, member.job, local_rank
+        self._folder = Predictions.at(member.run)
+        self._phase, self._done, self._number = "recipe", 0, -1
+        self._queue: deque[int] = deque()
+        self._loader: Loader | None = None
+        self._watch, self._clock = LoaderWatch(), cpu_clock()
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """What this worker was doing: steps are of training."""
+        batch = f" of batch {self._number}" if self._number >= 0 else ""
+        return 0, f"{self._phase}{batch}"
+
+    def released(self) -> None:
+        """Nothing is to be handed over."""
+
+    def run(self) -> None:
+        """Predict until there are no more batches."""
+        job, plan = self._job, self._folder.plan()
+        set_kernels(job.train, THREADS)
+        device = _device(job, self._local_rank)
+        check_device(job, device)
+        recipe = call(load_function(job.recipe), job.arguments, job.seed)
+        self._phase = "dataset"
+        parts = _dataset(plan, job)
+        self._phase = "building"
+        early = EarlyReads(self._watch)
+        self._member.at = lambda: early.heartbeat(self._phase, self._clock())
+        self._loader = loader = Loader.of_job(
+            job,
+            parts,
+            "validation",
+            collate=recipe.collate,
+            marks=self._member.marks,
+            say=lambda text: self._member.emit("warning", text=text),
+        )
+        loader.begin()
+        model = _model(recipe, job, plan, device)
+        if self._member.number == 0:
+            for each in parts.unused("--data", shuffled=False, batch=plan.batch):
+                if each.remedy:
+                    what = each.text.partition(", which")[0]
+                    text = f"{what}, which is not used: each sample is predicted once, in order."
+                    self._member.emit("warning", text=text)
+            self._check_dataset(loader)
+        self._member.emit("dataset_known", samples=loader.samples)
+        self._member.at = self._heartbeat
+        self._member.built()
+        try:
+            self._predict_all(loader, recipe, model, plan, device)
+        except Released:
+            pass
+        finally:
+            loader.close()
+
+    def _check_dataset(self, loader: Loader) -> None:
+        """Compare the dataset with what it was when the first parts were made."""
+        before = self._folder.dataset()
+        if before is None:
+            self._folder.know(loader.fingerprint().to_plain())
+            return
+        was = Fingerprint.from_plain(before)
+        now = confirmed_fingerprint(loader.fingerprint, was)
+        if not now.same_as(was):
+            what = (
+                f"had {was.samples:,} samples and has {now.samples:,} now"
+                if now.samples != was.samples
+                else f"is another one (the first difference is in sample {was.changes(now)[0]})"
+            )
+            raise DataError(
+                f"the dataset {what}, and {self._folder.path} holds predictions of what it was. "
+                "Put it back; or remove that folder, to begin anew."
+            )
+
+    def _predict_all(
+        self, loader: Loader, recipe: Recipe, model: nn.Module, plan: Plan, device: torch.device
+    ) -> None:
+        predict, precision = (
+            predictor(recipe),
+            Forward(recipe, model, device, self._job.train.precision),
+        )
+        while True:
+            self._phase, self._number = "waiting", -1
+            self._queue += self._member.batches(wait=True)
+            begun: deque[tuple[int, Slice]] = deque()
+            reads = loader.read(self._slices(loader.samples, plan.batch, begun))
+            while True:
+                self._phase = READING
+                read = next(reads, None)
+                if read is None:
+                    break
+                self._number, part = begun.popleft()
+                self._phase = "predicting"
+                found = None
+                if read.size:
+                    set_generators(key(self._job.seed, OF_PREDICTION, self._number))
+                    batch = to_device(read.batch, device)
+                    model.eval()  # the user's function may have changed that
+                    with torch.no_grad(), precision.autocast():
+                        found = columns(predict(model, batch), read.size)
+                self._phase = "saving"
+                self._write(part, read, found, plan.format)
+                self._member.predicted(self._number)
+                self._done += 1
+
+    def _slices(self, samples: int, batch: int, begun: deque[tuple[int, Slice]]) -> Iterator[Slice]:
+        """The batches in hand; more may come while these are read ahead."""
+        while True:
+            self._queue += self._member.batches(wait=False)
+            if not self._queue:
+                return
+            number = self._queue.popleft()
+            part = Slice(0, number * batch, min((number + 1) * batch, samples))
+            begun.append((number, part))
+            yield part
+
+    def _write(self, part: Slice, read: Read, found: dict[str, Any] | None, suffix: str) -> None:
+        skipped = [[each.sample, each.cause] for each in read.skipped]
+        head: dict[str, Any] = {"first": part.first, "stop": part.stop, "skipped": skipped}
+        body = b""
+        if found is None:
+            head["columns"] = None
+        elif suffix == ".jsonl":
+            missing = {each.sample for each in read.skipped}
+            samples = [n for n in range(part.first, part.stop) if n not in missing]
+            head["columns"], body = {}, as_lines(found, samples)
+        else:
+            head["columns"], body = as_rows(found, suffix)
+        self._folder.write(self._number, head, body)
+
+    def _heartbeat(self) -> Heartbeat:
+        loader, waits = self._loader, self._phase == READING
+        pids = loader.pids if loader is not None else []
+        if pids:
+            at = (self._phase, self._done)
+            self._watch.turn(time.monotonic(), pids, at=at, waits=waits, known=self._done > 0)
+        read_s = loader.cpu_s if loader is not None else 0.0
+        return Heartbeat(
+            phase=self._phase,
+            progress=self._done + self._watch.ended,
+            cpu_s=self._clock() + read_s,
+        )
+
+
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _device(job: JobSpec, local_rank: int) -> torch.device:
+    """A GPU if there is one, which several workers may share: the numbers do not depend on them."""
+    count = torch.cuda.device_count()
+    return choose_device(job, local_rank % count, 1) if count else choose_device(job, 0, 1)
+
+
+def _dataset(plan: Plan, job: JobSpec) -> LoaderParts:
+    """What the function of `--data` returns; it gets those of the job's arguments that it takes."""
+    function = load_function(plan.data, "data")
+    wanted = inspect.signature(function).parameters.values()
+    taken = {p.name: job.arguments[p.name] for p in wanted if p.name in job.arguments}
+    for p in wanted:
+        if p.default is p.empty and p.kind not in _ANY and p.name not in taken:
+            raise RecipeError(
+                f"the function of --data, {plan.data}, needs {p.name!r}, which is none of the "
+                "job's [arguments]: give it a default."
+            )
+    seed_everything(job.seed)
+    given = function(**taken)
+    try:
+        parts = unpack_loader(given)
+    except ValueError as error:
+        raise RecipeError(f"--data {plan.data} returned a DataLoader that {error}.") from None
+    if columns := columns_in(parts.dataset):
+        raise RecipeError(f"--data {plan.data} returned {a_or_an(parts.dataset)} {columns}")
+    return parts
+
+
+def _model(recipe: Recipe, job: JobSpec, plan: Plan, device: torch.device) -> nn.Module:
+    model = make_model(recipe, job.seed)
+    load_model(plan.model, model)
+    return model.to(device).eval()
