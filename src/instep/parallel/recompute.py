@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from instep.errors import RecipeError
 from instep.parallel.blocks import repeated_blocks
 
-_NO_CACHE = {"use_cache": False, "past_key_values": None, "past_key_value": None}
+_CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -46,5 +46,5 @@ def _again(
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
     # a transformer's cache of keys would grow when the block runs again, and nobody generates here
-    options |= {name: off for name, off in _NO_CACHE.items() if name in options}
+    options |= {name: None for name in _CACHES if name in options}
     return checkpoint(forward, *arguments, use_reentrant=False, **options)
