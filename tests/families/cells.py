@@ -13,6 +13,9 @@ from pair import Pair
 NEAR = Distance(1e-10, 1e-10)
 """How far parameters and buffers may be in float64."""
 
+LIMIT_S = 300.0
+"""For one run; T5, the longest, takes ten seconds on a quiet machine."""
+
 RIGHT, REFUSED, SILENT, ERROR = "right", "refused", "SILENTLY DIFFERENT", "error"
 
 
@@ -53,7 +56,9 @@ class Cell:
 
 def cell(pair: Pair, column: Column, loops: Loops) -> Cell:
     """Train a family on a mesh, in float64, and hold it against the plain loop."""
-    outcome = loops.run(pair, loops.exact(pair), column.workers, "float64", job=column.job)
+    outcome = loops.run(
+        pair, loops.exact(pair), column.workers, "float64", job=column.job, limit_s=LIMIT_S
+    )
     outcome.bound = NEAR
     return judged(pair, outcome)
 

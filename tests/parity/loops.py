@@ -136,6 +136,7 @@ class Loops:
         micro_batches: int = MICRO_BATCHES,
         wrong_weight: float | None = None,
         job: Mapping[str, Any] | None = None,
+        limit_s: float | None = None,
     ) -> Outcome:
         """Train a pair under instep, and hold it against the plain loop.
 
@@ -149,6 +150,7 @@ class Loops:
             micro_batches=micro_batches,
             wrong_weight=wrong_weight,
             job=job,
+            limit_s=limit_s,
         )
         outcome = Outcome(workers, micro_batches, dtype, ended=ended)
         failures = [json.loads(f.read_text()) for f in sorted(folder.glob("failed-*.json"))]

@@ -35,7 +35,7 @@ from instep.events import STEPS as STEP_RECORDS
 from instep.events import read_events, read_records
 
 LIMIT_S = 60.0
-"""For one request; a run takes about a second."""
+"""For one request that does not say; a run takes about a second."""
 
 MADE = importlib.import_module(sys.argv[1])
 """Its `PAIRS` are those that can be asked for."""
@@ -124,7 +124,7 @@ def _spoil(weight: float) -> None:
     torch.Tensor.backward = spoilt  # type: ignore[assignment, method-assign]
 
 
-def _fork(body: Callable[[], None], folder: Path, name: str) -> int:
+def _fork(body: Callable[[], None], folder: Path, name: str, limit_s: float) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -133,7 +133,7 @@ def _fork(body: Callable[[], None], folder: Path, name: str) -> int:
         log = os.open(folder / f"log-{name}.txt", os.O_WRONLY | os.O_CREAT, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0), os.dup2(log, 1), os.dup2(log, 2)
-        faulthandler.dump_traceback_later(LIMIT_S - 5)  # where it stands, if it does not end
+        faulthandler.dump_traceback_later(limit_s - 5)  # where it stands, if it does not end
         body()
         code = 0
     except BaseException as error:
@@ -146,13 +146,13 @@ def _fork(body: Callable[[], None], folder: Path, name: str) -> int:
         os._exit(code)
 
 
-def _wait(pids: list[int]) -> bool:
+def _wait(pids: list[int], limit_s: float) -> bool:
     """Wait for all; whether they ended in time.
 
     As under torchrun, the others are ended where one has failed: a moment later, so that
     they can tell what they know of it.
     """
-    deadline, left, failed = time.monotonic() + LIMIT_S, set(pids), False
+    deadline, left, failed = time.monotonic() + limit_s, set(pids), False
     while left and time.monotonic() < deadline:
         for pid in list(left):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -173,14 +173,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True)
     for name in pair.needs:
         importlib.import_module(name)
+    limit_s = request.get("limit_s") or LIMIT_S
     if request["do"] == "plain":
-        pids = [_fork(lambda: run_plain(pair, request, folder), folder, "plain")]
+        pids = [_fork(lambda: run_plain(pair, request, folder), folder, "plain", limit_s)]
     else:
         pids = [
-            _fork(lambda rank=rank: run_worker(pair, request, folder, rank), folder, str(rank))
+            _fork(lambda r=rank: run_worker(pair, request, folder, r), folder, str(rank), limit_s)
             for rank in range(request["workers"])
         ]
-    return {"ended": _wait(pids)}
+    return {"ended": _wait(pids, limit_s)}
 
 
 if __name__ == "__main__":
