@@ -188,7 +188,12 @@ IN_A_JOB_FILE = [
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
     Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
-    Job("[mesh]\nshard = 2", ["[mesh] asks for 2 ranks in a replica", "Leave the section out."]),
+    Job("[mesh]\ntensor = 2", ["mesh.tensor = 2", "along mesh.shard only", "Leave the key out."]),
+    Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
+    Job(
+        '[mesh]\nshard = 2\n[sync]\ncodec = "int8"',
+        ["a replica of 2 processes ([mesh]) does not go with sync.codec"],
+    ),
     Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
     Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),
     Job('[start.learning_rates]\n"a.*" = 0', ["each value in it needs to be above 0"]),

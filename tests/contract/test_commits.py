@@ -270,7 +270,8 @@ def test_every_death_in_a_replica_of_several_ranks(folder, determinism):
 def check_meshes(folder, determinism, every):
     """Each rank at each message of a step, with all selections of who misses its last one."""
     wanted, traces = calm_mesh(determinism)
-    assert {name for name in wanted[0] if not torch.equal(wanted[0][name], wanted[1][name])}
+    first, second = ({n.split(" ", 1)[1]: t for n, t in each.items()} for each in wanted[:2])
+    assert {name for name in first if not torch.equal(first[name], second[name])}
     cases = []
     for rank, trace in enumerate(traces):
         begins = trace.index(Point("committed", STEP - 1)) + 1

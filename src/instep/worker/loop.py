@@ -67,6 +67,13 @@ class Step:
     """Of each turn by its name, where a step has several; `loss` is that of the last."""
 
 
+class FellowFailed(PeerError):
+    """Another process of this replica lost a peer, and this one may not have noticed."""
+
+    def __init__(self) -> None:
+        super().__init__("another process of this replica has lost the group.")
+
+
 class Passed(NamedTuple):
     """Results of this worker's passes of a step."""
 
@@ -206,13 +213,31 @@ class Loop(ABC):
         self.phase = "joining"
         while True:
             self.member.wait_for_group()
+            self._meet_fellows()
+            broken: PeerError | None = None
             try:
                 self._form()
-                return
             except PeerError as error:
                 if not self.member.recovers:
                     raise
-                self._leave(error)
+                broken = error
+            if self._fellows_agree(broken is None):
+                return
+            self._leave(broken or FellowFailed())
+
+    def _meet_fellows(self) -> None:
+        """Called with a new generation: wait until all processes of this replica have it."""
+
+    def _fellows_agree(self, well: bool) -> bool:
+        """Whether all processes of this replica can go on; each calls it once after it has tried
+        to join a group, and after every step. Alone, a replica's process need not ask."""
+        return well
+
+    def _end_of_step(self) -> None:
+        """Go on only if all processes of this replica can: none may wait in a pass for one that
+        has left the group."""
+        if not self._fellows_agree(True):
+            raise FellowFailed
 
     def _waits(self) -> None:
         """From here on this worker only waits for others."""
@@ -308,9 +333,12 @@ class Loop(ABC):
                 yield from self._generation()
                 if not self._regroups:
                     return
+            except FellowFailed as error:
+                broken = error
             except PeerError as error:
                 if not self.member.recovers:
                     raise
+                self._fellows_agree(False)
                 broken = error
             self._leave(broken)
             self._regroup()
@@ -319,7 +347,9 @@ class Loop(ABC):
         self._model.train()
         state = self.state
         if state.last is not None and (state.settled < self.step or state.last.ends):
-            yield self._settle(state.last)  # at the end too: the worker that saves may be lost
+            settled = self._settle(state.last)  # at the end too: the worker that saves may be lost
+            self._end_of_step()
+            yield settled
             if state.last.ends:
                 return
         if state.ended:
@@ -340,7 +370,9 @@ class Loop(ABC):
                 last_read.set_step(self.step)
                 done = yield from self._one_step(where, share, loads)
                 self._done += 1
-                yield self._settle(done)
+                settled = self._settle(done)
+                self._end_of_step()
+                yield settled
                 assert self.state.last is not None
                 ends = self.state.last.ends
                 self._regroups &= not ends

@@ -46,7 +46,7 @@ class Replica:
         from instep.parallel.sharded import shard
 
         mesh = member.job.mesh
-        self._model = model
+        self._model, self._device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         store = member.replica_store()
         self._group = ReplicaGroup(store, place, mesh, device=device, address=address)
@@ -61,6 +61,18 @@ class Replica:
         if not self._model.training:  # nobody goes back from here
             self._sharded.free()
         return result
+
+    def gather(self, own: int) -> list[int]:
+        """A number of each of its processes, in rank order; all call it at the same time.
+
+        Raises:
+            PeerError: one of them was lost.
+        """
+        every = torch.zeros(self.comm.size, dtype=torch.int64, device=self._device)
+        every[self.comm.rank] = own
+        self.comm.all_reduce(every).wait()
+        numbers: list[int] = every.tolist()
+        return numbers
 
     def set_counts(self, counts: bool) -> None:
         """Whether the gradients of this process's next passes count."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +255,39 @@ class Training(Loop):
             loader.mark(self.member.marks)
         super()._form()
 
+    def _meet_fellows(self) -> None:
+        if self._replica is None:
+            return
+        while True:  # as often as the one that is furthest behind has generations to wait for
+            assert self.member.form is not None, "no generation yet"
+            own = self.member.form.generation
+            present = self._ask_fellows(own)
+            if min(present) == max(present):
+                return
+            if own < max(present):
+                self.member.wait_for_group()
+
+    def _fellows_agree(self, well: bool) -> bool:
+        return well if self._replica is None else bool(min(self._ask_fellows(int(well))))
+
+    def _ask_fellows(self, own: int) -> list[int]:
+        """A number of each process of the replica; all call it at the same time."""
+        assert self._replica is not None, "a mesh"
+        try:
+            return self._replica.gather(own)
+        except PeerError as error:
+            self._replica_broke(error)
+
+    def _replica_broke(self, error: PeerError) -> NoReturn:
+        """The group inside the replica came apart: its processes start again.
+
+        Raises:
+            ReplicaBroken: this process is to end.
+        """
+        if self.engine.started:
+            self.member.broken(error, holds=False)
+        self.member.wait_to_be_killed()
+
     def _heartbeat(self) -> Heartbeat:
         done = self._forward.batches + self.engine.taken
         if pids := [pid for loader in self._loaders for pid in loader.pids]:
@@ -436,7 +470,12 @@ class Training(Loop):
             return Passed(*self._rounds.run(share, loads, self.step))
         if self._whole_batch is not None:
             self.phase = "forward"
-            return Passed(*self._whole_batch.run(where, share, loads, self.step))
+            try:
+                return Passed(*self._whole_batch.run(where, share, loads, self.step))
+            except PeerError as error:
+                if self._replica is not None:  # what is computed together cannot be left half done
+                    self._replica_broke(error)
+                raise
         engine, clock = self.engine, self.engine.clock
         batch_size = where.stop - where.first
         losses: dict[int, Weighed] = {}

@@ -145,10 +145,17 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ),
         (rounds(stop={"gradient_norm": 0.1}), SpecError, "does not go with stop.gradient_norm"),
         *(
-            ({"mesh": {axis: 2}}, SpecError, "2 ranks in a replica")
-            for axis in ("shard", "tensor", "stages")
+            ({"mesh": {axis: 2}}, SpecError, "splits a replica along mesh.shard only")
+            for axis in ("tensor", "stages")
         ),
-        ({"mesh": {"shard": 2, "stages": 2}}, SpecError, "4 ranks in a replica"),
+        *(
+            ({"mesh": {"shard": 2}, **other}, SpecError, "([mesh]) does not go with")
+            for other in (
+                {"sync": {"name": "server_sync"}},
+                {"sync": {"codec": "int8"}},
+                {"check": {"corruption": True}},
+            )
+        ),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
     ],
 )
