@@ -225,7 +225,7 @@ class Loop(ABC):
                 return
             self._leave(broken or FellowFailed())
 
-    def _meet_fellows(self) -> None:
+    def _meet_fellows(self) -> None:  # noqa: B027  # alone, there is nobody to meet
         """Called with a new generation: wait until all processes of this replica have it."""
 
     def _fellows_agree(self, well: bool) -> bool:
