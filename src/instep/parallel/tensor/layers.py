@@ -51,9 +51,7 @@ def cut_dims(kind: str, cut: Cut) -> dict[str, int]:
     return {"weight": 0 if kind == "linear" else 1, "bias": 0}
 
 
-def exchange(
-    module: nn.Module, name: str, cut: Cut, links: Links, width: int
-) -> type[nn.Module]:
+def exchange(module: nn.Module, name: str, cut: Cut, links: Links, width: int) -> type[nn.Module]:
     """Have a module compute as cut; returns its class from before.
 
     Args:

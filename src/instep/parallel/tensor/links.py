@@ -98,7 +98,7 @@ class GroupLinks(Links):
         padded = torch.nn.functional.pad(part, (0, each - part.shape[-1])).contiguous()
         parts = padded.new_empty(self.ranks, *padded.shape)
         if padded.numel():
-            dist.all_gather_into_tensor(parts, padded, group=self._group)
+            dist.all_gather(list(parts.unbind()), padded, group=self._group)
         return parts.movedim(0, -2).flatten(-2).narrow(-1, 0, width)
 
 

@@ -5,6 +5,7 @@ A plan is a value: it can be printed, compared and stored. It knows no process a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -47,16 +48,12 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the modules; layers that differ only by a number share a line."""
-        rows: dict[tuple[str, str], int] = {}
-        for name, cut in self.cuts.items():
-            key = (numberless(name), cut.style.replace("_", ", "))
-            rows[key] = rows.get(key, 0) + 1
-        for name, why in self.kept.items():
-            key = (numberless(name), f"whole: {why}")
-            rows[key] = rows.get(key, 0) + 1
+        told = [(name, cut.style.replace("_", ", ")) for name, cut in self.cuts.items()]
+        told += [(name, f"whole: {why}") for name, why in self.kept.items()]
         for name, values in self.edits.items():
-            text = ", ".join(f"{key} = {value}" for key, value in values.items())
-            rows[numberless(name), f"with {text}"] = rows.get((numberless(name), text), 0) + 1
+            each = ", ".join(f"{key} = {value}" for key, value in values.items())
+            told.append((name, f"with {each}"))
+        rows = Counter((numberless(name), text) for name, text in told)
         width = max((len(name) for name, _ in rows), default=0)
         lines = [
             f"{name or '(the model)':<{width}}  {text}{f'  ({count} times)' * (count > 1)}"
