@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import tensor_models
 import torch
+from tensor_models import made
 from torch import nn
 
-import tensor_models
 from instep.errors import RecipeError, SpecError
 from instep.parallel.tensor import Plan, find_plan
 from instep.parallel.tensor.alone import Failed
 from instep.parallel.tensor.plan import Cut
 from instep.parallel.tensor.trial import Trial
-from tensor_models import made
 
 BLOCK = {
     **{f"attention.w{each}": "column" for each in "qkv"},
@@ -150,7 +150,7 @@ def test_a_table_for_another_number_of_ranks_is_refused():
     "table", [{"embed": "column"}, {"blocks.*.down": "row"}, {"*.up": "column"}]
 )
 def test_a_table_that_computes_something_else_is_refused(table):
-    with pytest.raises(RecipeError, match="mesh.plan: .* and the layers beside it, cut, "):
+    with pytest.raises(RecipeError, match=r"mesh.plan: .* and the layers beside it, cut, "):
         plan_of("GPT", table=table)
 
 

@@ -89,6 +89,10 @@ class Alone(Links):
         self.grads[group].append(torch.zeros_like(whole))
         return _call(_Given, whole, self.grads[group], number, known[number])
 
+    def copy_parameter(self, whole: Tensor) -> Tensor:
+        """The parameter without a gradient: what is left of it came another way."""
+        return whole.detach()
+
     def _sum(self, part: Tensor, site: str) -> Tensor:
         number = len(self.values[site])
         self.values[site].append(part.detach().clone())

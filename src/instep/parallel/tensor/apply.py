@@ -50,10 +50,6 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for name, dims in plan.draws.items():
         whole = as_planned(dims, plan.ranks, name)
         around(model.get_submodule(name), partial(Draws, whole, links.part))
-    for name in plan.summed:
-        parameter = model.get_parameter(name)
-        if parameter.requires_grad:
-            parameter.register_hook(lambda grad: links.all_reduce(grad.clone()))
 
 
 def install(model: nn.Module, plan: Plan, links: Links, place: Place) -> Callable[[], None]:
@@ -80,12 +76,35 @@ def install(model: nn.Module, plan: Plan, links: Links, place: Place) -> Callabl
         for key, value in values.items():
             undo.append(partial(setattr, module, key, getattr(module, key)))
             setattr(module, key, value)
+    for name in plan.summed:
+        owner, _, key = name.rpartition(".")
+        undo += [each.remove for each in _sum_gradient(model.get_submodule(owner), key, links)]
 
     def undo_all() -> None:
         for each in reversed(undo):
             each()
 
     return undo_all
+
+
+def _sum_gradient(module: nn.Module, key: str, links: Links) -> list[Any]:
+    """Have a module read a whole parameter as a copy whose gradient is summed over the ranks.
+
+    A hook on the parameter itself would be lost where FSDP2 puts another in its place.
+    """
+    kept: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        kept.append(module._parameters[key])
+        module._parameters[key] = links.copy_parameter(kept[-1])  # type: ignore[assignment]
+
+    def leave(*_: Any) -> None:
+        module._parameters[key] = kept.pop()
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def squared_norm(parameters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:

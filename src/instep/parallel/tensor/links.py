@@ -46,6 +46,10 @@ class Links:
         self._copied[group] = whole, whole._version, True, out
         return out
 
+    def copy_parameter(self, whole: Tensor) -> Tensor:
+        """A whole parameter that works on cut activations: itself; its gradient is summed."""
+        return self._copy(whole, "")
+
     def sum(self, part: Tensor, group: str, site: str) -> Tensor:
         """The sum over the ranks; `part` may be overwritten."""
         self._copied.pop(group, None)

@@ -112,9 +112,9 @@ class _Search:
             if with_kind is None:
                 name = next(iter(kind[0]))
                 raise RecipeError(
-                    f"mesh.plan: {name} and the layers beside it, {self.kept[name]}. Every 'column' "
-                    "must be read by a 'row' only, with nothing between them that mixes columns; "
-                    "else make it 'column_gather', or leave it out."
+                    f"mesh.plan: {name} and the layers beside it, {self.kept[name]}. Every "
+                    "'column' must be read by a 'row' only, with nothing between them that mixes "
+                    "columns; else make it 'column_gather', or leave it out."
                 )
             plan = with_kind
         return plan
@@ -213,9 +213,8 @@ class _Search:
         parents = {name.rpartition(".")[0] for name in group}
         inside = {
             name
-            for name, _ in self.model.named_modules()
-            if name.rpartition(".")[0] in parents
-            and not any(layer == name or layer.startswith(f"{name}.") for layer in self.layers)
+            for name, module in self.model.named_modules()
+            if name.rpartition(".")[0] in parents and next(module.parameters(), None) is None
         }
         return sorted(parents | inside | {container(set(group), self.trial.called)})
 

@@ -91,8 +91,8 @@ class Trial:
         Raises:
             Failed: it differs from the whole model, or cannot be computed.
         """
-        regions = self._regions(plan)
-        record = Record()
+        plan = replace(plan, summed=())
+        regions, record = self._regions(plan), Record()
         undo = install(self.model, replace(plan, edits={}), record, lambda whole, dim: whole)
         try:
             same, _ = self._compute(regions, record.draws)
@@ -107,29 +107,24 @@ class Trial:
         record.compare(ranks, self._compare)
         for name in summed:
             self._compare(f"the gradient of {name}", totals[name], self._gradient(name))
+        self._all_through_copies(replace(plan, summed=tuple(sorted(summed))), regions, record)
         return Found(tuple(sorted(summed)), ranks[0].dims())
+
+    def _all_through_copies(self, plan: Plan, regions: set[str], record: Record) -> None:
+        """Whether gradients to be summed come only from calls of the parameters' own modules."""
+        if plan.summed:
+            links = Alone(0, self.ranks, record)
+            result, _ = self._on_rank(plan, regions, links, {})
+            for name in plan.summed:
+                if result.grads[name] is not None:
+                    raise Failed(f"{name} is read without a call of its module")
 
     def _one_rank(
         self, plan: Plan, regions: set[str], links: Alone, totals: dict[str, Tensor]
     ) -> set[str]:
         """Compare one rank; returns the whole parameters whose gradient differs, and adds up."""
         dims: dict[nn.Parameter, int] = {}
-
-        def place(whole: nn.Parameter, dim: int) -> nn.Parameter:
-            first, stop = links.part(whole.shape[dim])
-            part = nn.Parameter(whole.detach().narrow(dim, first, stop - first))
-            dims[part] = dim
-            return part
-
-        undo = install(self.model, plan, links, place)
-        try:
-            result, parameters = self._compute(regions, links.draws)
-        except Failed:
-            raise
-        except Exception as error:  # whatever the user's model raises when shapes do not fit
-            raise Failed(f"it cannot be computed: {one_line(error)}") from error
-        finally:
-            undo()
+        result, parameters = self._on_rank(plan, regions, links, dims)
         self._compare("the loss", torch.tensor(result.loss), torch.tensor(self._whole.loss))
         self._compare(
             "the loss in eval mode",
@@ -152,6 +147,27 @@ class Trial:
             except Failed:
                 differ.add(name)
         return differ
+
+    def _on_rank(
+        self, plan: Plan, regions: set[str], links: Alone, dims: dict[nn.Parameter, int]
+    ) -> tuple[_Pass, dict[str, nn.Parameter]]:
+        """What one rank computes, and its parameters; notes the dimension in which each is cut."""
+
+        def place(whole: nn.Parameter, dim: int) -> nn.Parameter:
+            first, stop = links.part(whole.shape[dim])
+            part = nn.Parameter(whole.detach().narrow(dim, first, stop - first))
+            dims[part] = dim
+            return part
+
+        undo = install(self.model, plan, links, place)
+        try:
+            return self._compute(regions, links.draws)
+        except Failed:
+            raise
+        except Exception as error:  # whatever the user's model raises when shapes do not fit
+            raise Failed(f"it cannot be computed: {one_line(error)}") from error
+        finally:
+            undo()
 
     def _compute(
         self, regions: Collection[str] = (), draws: Callable[[str], Draws] | None = None
