@@ -115,6 +115,18 @@ class Experts(nn.Module):
         return out
 
 
+class Table(nn.Module):
+    """An embedding with sparse gradients, and a perceptron."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(30, 16, sparse=True)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, ids):
+        return self.body(self.table(ids))
+
+
 class Encoder(nn.Module):
     """torch's own layers, whose attention packs its weights."""
 
@@ -150,6 +162,7 @@ MODELS = {
     "fused": (Fused, squares, lambda: torch.randn(3, 5, 8)),
     "gated": (Gated, squares, lambda: torch.randn(5, 4, 7)),
     "experts": (Experts, squares, lambda: torch.randn(12, 8)),
+    "sparse": (Table, squares, lambda: torch.randint(0, 30, (6, 2))),
     "encoder": (Encoder, squares, lambda: words().masked_fill(torch.rand(4, LENGTH) < 0.2, 0)),
 }
 """Name to how the model is built, its loss from model and batch, and a batch."""

@@ -202,6 +202,43 @@ def test_a_start_of_zeros_hides_nothing():
     assert "row" not in styles(plan).values()
 
 
+class Telling(nn.Module):
+    """Gives its hidden values too, which its loss does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return {"made": self.down(hidden), "hidden": hidden}
+
+
+def test_all_that_a_model_gives_stays_the_same():
+    torch.manual_seed(0)
+    plan = find_plan(Telling(), lambda m, x: m(x)["made"].square().mean(), torch.randn(4, 8), 2)
+    assert styles(plan) == {"up": "column_gather", "down": "column_gather"}
+
+
+class OutsideOfItsNorm(nn.Module):
+    """The weight of `norm` works on cut values, read where `norm` is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(1)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x) * self.norm.weight))
+
+
+def test_a_gradient_that_cannot_be_summed_where_its_module_is_called_keeps_layers_apart():
+    torch.manual_seed(0)
+    plan = find_plan(OutsideOfItsNorm(), tensor_models.squares, torch.randn(4, 8), 2)
+    assert plan.summed == ()
+    assert "row" not in styles(plan).values()
+
+
 class OwnPrecision(nn.Module):
     def __init__(self):
         super().__init__()

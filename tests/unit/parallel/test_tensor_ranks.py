@@ -24,6 +24,10 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def dense(grad):
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 def apart(given, wanted):
     """The largest distance, relative to the largest value."""
     return float((given - wanted).abs().max() / (1e-30 + wanted.abs().max()))
@@ -72,13 +76,17 @@ def compare(name, mesh, dtype=torch.float64, precision=None, steps=STEPS):
         found["loss"] = max(found["loss"], abs(got / want - 1))
         norm = squared_norm(cut.parameters(), mesh)
         dist.all_reduce(norm)
-        wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        wanted = nn.utils.get_total_norm(
+            [dense(p.grad) for p in plain.parameters() if p.grad is not None]
+        )
         found["norm"] = max(found["norm"], abs(float(norm.sqrt() / wanted) - 1))
         if step == 0 and precision is None:
-            largest = max(float(p.grad.norm()) for p in plain.parameters() if p.grad is not None)
+            largest = max(
+                float(dense(p.grad).norm()) for p in plain.parameters() if p.grad is not None
+            )
             for a, b in zip(cut.parameters(), plain.parameters(), strict=True):
                 if b.grad is not None:
-                    away = float((whole(a.grad) - b.grad).norm()) / largest
+                    away = float((dense(whole(a.grad)) - dense(b.grad)).norm()) / largest
                     found["grads"] = max(found["grads"], away)
         for _, optimizer in both:
             optimizer.step()

@@ -122,5 +122,7 @@ def squared_norm(parameters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
             grad = grad.to_local()
         elif mesh.get_local_rank():
             continue
+        if grad.is_sparse:
+            grad = grad.coalesce().values()
         total = total.to(grad.device) + grad.double().square().sum()
     return total

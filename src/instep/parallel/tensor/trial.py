@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import one_line
-from instep.parallel.nested import on_tensors
+from instep.parallel.nested import on_tensors, tensors_in
 from instep.parallel.tensor.alone import Alone, Failed, Record
 from instep.parallel.tensor.apply import install
 from instep.parallel.tensor.flow import called_modules, container
@@ -131,6 +131,8 @@ class Trial:
             torch.tensor(result.evaluated),
             torch.tensor(self._whole.evaluated),
         )
+        for given, wanted in zip(result.outputs, self._whole.outputs, strict=False):
+            self._compare("what the model gives", given, wanted)
         differ = set()
         for name in self._whole.grads:
             grad, parameter = result.grads[name], parameters[name]
@@ -173,7 +175,8 @@ class Trial:
         self, regions: Collection[str] = (), draws: Callable[[str], Draws] | None = None
     ) -> tuple[_Pass, dict[str, nn.Parameter]]:
         """Losses and gradients of the model as it is now, and its parameters."""
-        handles = []
+        outputs: list[Tensor] = []
+        handles = [self.model.register_forward_hook(lambda *each: _keep(outputs, each[-1]))]
         for name in regions:
             module = self.model.get_submodule(name)
             assert draws is not None
@@ -183,7 +186,7 @@ class Trial:
             self.model.zero_grad(set_to_none=True)
             loss = self.run()
             loss.backward()
-            grads = {name: each.grad for name, each in parameters.items()}
+            grads = {name: _dense(each.grad) for name, each in parameters.items()}
             self.model.eval()
             with torch.no_grad(), self._same_start():
                 evaluated = float(self._compute_loss(self.model, self._batch))
@@ -193,7 +196,7 @@ class Trial:
             self.model.zero_grad(set_to_none=True)
             for handle in handles:
                 handle.remove()
-        return _Pass(float(loss.detach()), evaluated, grads), parameters
+        return _Pass(float(loss.detach()), evaluated, grads, outputs), parameters
 
     def _gradient(self, name: str) -> Tensor:
         grad = self._whole.grads[name]
@@ -213,9 +216,11 @@ class Trial:
         if given.shape != wanted.shape:
             raise Failed(f"{what} has shape {list(given.shape)} instead of {list(wanted.shape)}")
         allowed = TOLERANCE[self.dtype]
-        norm = float(wanted.norm()) if wanted.is_floating_point() else 0.0
+        if not wanted.is_floating_point():
+            given, wanted = given.float(), wanted.float()
+        norm = float(wanted.norm())
         floor = 0.1 * self._largest if "gradient" in what else 0.0
-        away = float((given.detach() - wanted.detach()).norm())
+        away = 0.0 if given.equal(wanted) else float((given - wanted).norm())
         if not away <= allowed * max(norm, floor):
             raise Failed(f"{what} differs by {away:.1e} of {norm:.1e}")
 
@@ -241,6 +246,16 @@ class _Pass(NamedTuple):
     loss: float
     evaluated: float
     grads: dict[str, Tensor | None]
+    outputs: list[Tensor]
+    """What the model gave, in all passes."""
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def _keep(outputs: list[Tensor], made: Any) -> None:
+    outputs += [each.detach().clone() for each in tensors_in(made)]
 
 
 def _moved(model: nn.Module) -> nn.Module:
