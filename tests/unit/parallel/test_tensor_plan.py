@@ -184,16 +184,16 @@ def test_a_trial_finds_what_is_wrong_with_a_plan(name, spoil):
 
 
 class Scaled(nn.Module):
-    """Right without its parameter, whose start hides that it needs the whole width."""
+    """Needs the whole width; two parameters that start at 0 hide it, in gradients too."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.share = nn.Parameter(torch.zeros(()))
+        self.one, self.other = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
         hidden = self.up(x)
-        return self.down(hidden + self.share * hidden.mean(-1, keepdim=True))
+        return self.down(hidden + self.one * self.other * hidden.mean(-1, keepdim=True))
 
 
 def test_a_start_of_zeros_hides_nothing():
