@@ -17,7 +17,7 @@ from torch.multiprocessing import start_processes
 from instep.errors import RecipeError
 from instep.parallel.tensor import apply_plan, find_plan, squared_norm
 
-STEPS = 4
+STEPS = 3
 
 
 def whole(tensor):
