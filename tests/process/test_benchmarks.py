@@ -18,6 +18,7 @@ QUICK = {
     "host_memory": ["--megabytes", 4, "--rounds", 3],
     "lattice": ["--model", "mlp", "--rounds", 2],
     "startup": ["--rounds", 1],
+    "tensor_plan": ["--width", 64, "--turns", 2, "--steps", 1],
 }
 """Quick arguments; what they measure means nothing."""
 

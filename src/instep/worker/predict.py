@@ -23,6 +23,7 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import DataError, RecipeError
+from instep.recipe import lora
 from instep.recipe.build import call, load_function, make_model, seed_everything, set_generators
 from instep.recipe.forward import Forward, to_device
 from instep.recipe.outputs import as_lines, as_rows, columns, predictor
@@ -229,5 +230,6 @@ def _dataset(plan: Plan, job: JobSpec) -> LoaderParts:
 
 def _model(recipe: Recipe, job: JobSpec, plan: Plan, device: torch.device) -> nn.Module:
     model = make_model(recipe, job.seed)
+    lora.add(job.lora, model, job.seed)  # a run's own file has its adapters apart
     load_model(plan.model, model)
     return model.to(device).eval()

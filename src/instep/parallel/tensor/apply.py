@@ -1,0 +1,128 @@
+"""Cutting a model by its plan: parameters become DTensors that say what this rank has of them.
+
+How a plan is found is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from instep.parallel.tensor.layers import cut_dims, exchange, kind_of, widths
+from instep.parallel.tensor.links import GroupLinks, Links
+from instep.parallel.tensor.masks import Draws, around, as_planned
+from instep.parallel.tensor.plan import Plan
+
+Place = Callable[[nn.Parameter, int], nn.Parameter]
+"""From a whole parameter and the dimension that is cut to this rank's part of it."""
+
+
+def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Cut a model over the ranks of `mesh`, in place; build the optimizer afterwards.
+
+    Parameters that are cut become DTensors on `mesh`; names, order and ties stay. Every rank must
+    have the same whole parameters, must pass the same micro-batch, and must have the same random
+    state when a pass begins.
+
+    Args:
+        model: as it was when the plan was found; on the meta device too.
+        plan: for as many ranks as `mesh` has.
+        mesh: of one dimension.
+    """
+    assert plan.ranks == mesh.size(), "a plan is for one number of ranks"
+    links = GroupLinks(mesh.get_group())
+
+    def place(whole: nn.Parameter, dim: int) -> nn.Parameter:
+        first, stop = links.part(whole.shape[dim])
+        local = whole.detach().narrow(dim, first, stop - first).clone()
+        made = DTensor.from_local(
+            local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        return nn.Parameter(made, requires_grad=whole.requires_grad)
+
+    install(model, plan, links, place)
+    for name, dims in plan.draws.items():
+        whole = as_planned(dims, plan.ranks, name)
+        around(model.get_submodule(name), partial(Draws, whole, links.part))
+
+
+def install(model: nn.Module, plan: Plan, links: Links, place: Place) -> Callable[[], None]:
+    """Exchange the layers of a plan and what they hold; returns what undoes it."""
+    undo: list[Callable[[], None]] = []
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for name, cut in plan.cuts.items():
+        module = model.get_submodule(name)
+        dims, width = cut_dims(kind_of(module), cut), widths(module)[1]
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or key not in dims:
+                continue
+            if parameter not in placed:
+                placed[parameter] = place(parameter, dims[key])
+        before = exchange(module, name, cut, links, width)
+        undo.append(partial(setattr, module, "__class__", before))
+    for module in model.modules():  # every owner of a shared parameter gets the same part
+        for key, parameter in module._parameters.items():
+            if parameter in placed:
+                module._parameters[key] = placed[parameter]
+                undo.append(partial(module._parameters.__setitem__, key, parameter))
+    for name, values in plan.edits.items():
+        module = model.get_submodule(name)
+        for key, value in values.items():
+            undo.append(partial(setattr, module, key, getattr(module, key)))
+            setattr(module, key, value)
+    for name in plan.summed:
+        owner, _, key = name.rpartition(".")
+        undo += [each.remove for each in _sum_gradient(model.get_submodule(owner), key, links)]
+
+    def undo_all() -> None:
+        for each in reversed(undo):
+            each()
+
+    return undo_all
+
+
+def _sum_gradient(module: nn.Module, key: str, links: Links) -> list[Any]:
+    """Have a module read a whole parameter as a copy whose gradient is summed over the ranks.
+
+    A hook on the parameter itself would be lost where FSDP2 puts another in its place.
+    """
+    kept: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        kept.append(module._parameters[key])
+        module._parameters[key] = links.copy_parameter(kept[-1])  # type: ignore[assignment]
+
+    def leave(*_: Any) -> None:
+        module._parameters[key] = kept.pop()
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def squared_norm(parameters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the squared norm of the gradients, float64, a scalar.
+
+    Summed over the ranks of `mesh` it is the squared norm of the whole gradients: what is cut
+    counts on each rank, what is whole on the first only.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is None:
+            continue
+        if isinstance(grad, DTensor):
+            grad = grad.to_local()
+        elif mesh.get_local_rank():
+            continue
+        if grad.is_sparse:
+            grad = grad.coalesce().values()
+        total = total.to(grad.device) + grad.double().square().sum()
+    return total

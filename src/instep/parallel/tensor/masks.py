@@ -1,0 +1,135 @@
+"""Random numbers for activations that are cut: each rank takes its part of the whole draw.
+
+All ranks of a tensor axis have the same random state. Where one draws for a part of a tensor, as
+dropout between two cut layers does, it draws for the whole tensor and takes its part: so masks are
+those of one process, differ between ranks, and all generators go on alike. Generators and layers
+are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.errors import RecipeError
+
+Whole = Callable[[int, Sequence[int]], tuple[int, int] | None]
+"""From the number of a draw and its shape here: the dimension that is cut and its whole size."""
+
+_innermost: list[Draws] = []
+
+
+class Draws(TorchDispatchMode):
+    """In this context, one call of a module, draws on cut activations are parts of whole draws.
+
+    Args:
+        whole: says which are.
+        part: from a size to this rank's [first, stop).
+    """
+
+    def __init__(self, whole: Whole, part: Callable[[int], tuple[int, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._whole, self._part, self._number = whole, part, 0
+
+    def __enter__(self) -> Draws:
+        _innermost.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _innermost.remove(self)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Take the part of a draw; pass on everything else."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or _innermost[-1] is not self:
+            return func(*args, **kwargs)
+        name = func._schema.name
+        if not (name.endswith(("_", "_like")) or name in _DRAWS):
+            return _drawing_nothing(func, args, kwargs)
+        tensor = args[0] if isinstance(args[0], Tensor) else None
+        shape = args[0] if tensor is None else tensor.shape
+        cut = self._whole(self._number, shape)
+        self._number += 1
+        if cut is None:
+            return func(*args, **kwargs)
+        dim, size = cut
+        first, stop = self._part(size)
+        if tensor is None:
+            sizes = [*shape[:dim], size, *shape[dim + 1 :]]
+            return func(sizes, *args[1:], **kwargs).narrow(dim, first, stop - first).clone()
+        wide = _widened(tensor, dim, size)
+        if name == "aten::native_dropout":
+            made, mask = func(wide.fill_(1), *args[1:], **kwargs)
+            made, mask = (each.narrow(dim, first, stop - first).clone() for each in (made, mask))
+            return tensor * made, mask
+        made = func(wide, *args[1:], **kwargs).narrow(dim, first, stop - first)
+        return tensor.copy_(made) if name.endswith("_") else made.clone()
+
+
+_DRAWS = ("aten::native_dropout", "aten::rand", "aten::randn")
+"""Besides those that fill a tensor (`bernoulli_`), or draw as many as another has (`rand_like`)."""
+
+
+def _drawing_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that may draw, such as attention with a dropout of 0."""
+    before = torch.get_rng_state()
+    made = func(*args, **kwargs)
+    if not torch.equal(before, torch.get_rng_state()):
+        raise RecipeError(
+            f"torch's {func._schema.name.removeprefix('aten::')} draws random numbers beside "
+            "activations that tensor parallelism cuts, and cannot draw a part of them. Draw with "
+            "dropout or rand_like; or keep its layers whole: mesh.plan."
+        )
+    return made
+
+
+def _widened(like: Tensor, dim: int, size: int) -> Tensor:
+    """An empty tensor with another size and the same order of memory: draws go in that order."""
+    order = sorted(range(like.dim()), key=lambda each: (-like.stride()[each], each))
+    shape = [*like.shape[:dim], size, *like.shape[dim + 1 :]]
+    made = like.new_empty([shape[each] for each in order])
+    return made.permute([order.index(each) for each in range(like.dim())])
+
+
+def around(module: nn.Module, make: Callable[[], Draws]) -> list[Any]:
+    """Have each call of a module run within new `Draws`; returns the hooks' handles."""
+    entered: list[Draws] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(make().__enter__())
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def as_planned(dims: tuple[int | None, ...], ranks: int, name: str) -> Whole:
+    """The draws of a module as the plan found them.
+
+    Raises:
+        RecipeError: when it draws more often than it did when the plan was made.
+    """
+
+    def whole(number: int, shape: Sequence[int]) -> tuple[int, int] | None:
+        if number >= len(dims):
+            raise RecipeError(
+                f"{name or 'the model'} draws random numbers more often than the {len(dims)} "
+                "times for which its tensor plan was made: which are for cut activations is not "
+                "known. Draw equally often in each call, or set mesh.tensor to 1."
+            )
+        dim = dims[number]
+        return None if dim is None else (dim, shape[dim] * ranks)
+
+    return whole

@@ -1,0 +1,177 @@
+"""Small models of many kinds for the tests of tensor plans; float64 unless said."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, WORDS, LENGTH = 16, 24, 6
+
+
+class Attention(nn.Module):
+    """Stores its number of heads; key and value heads may be fewer; may normalise each head."""
+
+    def __init__(self, width, heads=4, pairs=4, norm=False, dropout=0.0):
+        super().__init__()
+        each = width // heads
+        self.heads, self.pairs, self.dropout = heads, pairs, dropout
+        self.wq, self.wo = nn.Linear(width, width), nn.Linear(width, width)
+        self.wk, self.wv = nn.Linear(width, pairs * each), nn.Linear(width, pairs * each)
+        self.norm = nn.RMSNorm(each) if norm else nn.Identity()
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q = self.norm(self.wq(x).view(batch, length, self.heads, -1)).transpose(1, 2)
+        k = self.norm(self.wk(x).view(batch, length, self.pairs, -1)).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.pairs, -1).transpose(1, 2)
+        made = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.heads != self.pairs,
+        )
+        return self.wo(made.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout=0.0, **attention):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, dropout=dropout, **attention)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers=2, tied=False, width=WIDTH, **block):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, **block) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Fused(nn.Module):
+    """One head whose query, key and value come from one layer; its other layers in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.chain = nn.Sequential(
+            *(each for n in range(4) for each in (nn.Linear(8, 8, bias=n != 1), nn.Tanh()))
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + self.out((q @ k.transpose(-2, -1)).softmax(-1) @ v)
+        return self.chain(F.layer_norm(x, (8,)))
+
+
+class Gated(nn.Module):
+    """A gated perceptron, an LSTM, and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lstm = nn.Conv1d(4, 8, 3, padding=1), nn.LSTM(8, 8, batch_first=True)
+        self.gate, self.up, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.lstm(self.conv(x).transpose(1, 2))[0]
+        return self.out((x + self.down(F.silu(self.gate(x)) * self.up(x))).mean(1))
+
+
+class Experts(nn.Module):
+    """Samples go to one of three experts, which may get none; another reads a raw weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 8))
+            for _ in range(3)
+        )
+        self.raw = nn.Linear(8, 8)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(1).max(1)
+        out = x @ self.raw.weight
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows].unsqueeze(1))
+        return out
+
+
+class Table(nn.Module):
+    """An embedding with sparse gradients, and a perceptron."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(30, 16, sparse=True)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, ids):
+        return self.body(self.table(ids))
+
+
+class Encoder(nn.Module):
+    """torch's own layers, whose attention packs its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=64, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids):
+        return self.encoder(self.embed(ids), src_key_padding_mask=ids == 0).mean(1)
+
+
+def next_word(model, ids):
+    logits = model(ids)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def words(rows=4):
+    return torch.randint(1, WORDS, (rows, LENGTH))
+
+
+MODELS = {
+    "GPT": (GPT, next_word, words),
+    "tied": (lambda: GPT(tied=True), next_word, words),
+    "dropout": (lambda: GPT(dropout=0.2), next_word, words),
+    "grouped": (lambda: GPT(pairs=2, norm=True), next_word, words),
+    "odd heads": (lambda: GPT(width=24, layers=1), next_word, words),
+    "fused": (Fused, squares, lambda: torch.randn(3, 5, 8)),
+    "gated": (Gated, squares, lambda: torch.randn(5, 4, 7)),
+    "experts": (Experts, squares, lambda: torch.randn(12, 8)),
+    "sparse": (Table, squares, lambda: torch.randint(0, 30, (6, 2))),
+    "encoder": (Encoder, squares, lambda: words().masked_fill(torch.rand(4, LENGTH) < 0.2, 0)),
+}
+"""Name to how the model is built, its loss from model and batch, and a batch."""
+
+
+def made(name, dtype=torch.float64):
+    """A model from a fixed seed, its loss, and four batches."""
+    torch.manual_seed(11)
+    build, compute_loss, batch = MODELS[name]
+    batches = [batch() for _ in range(4)]
+    batches = [each.to(dtype) if each.is_floating_point() else each for each in batches]
+    return build().to(dtype), compute_loss, batches
