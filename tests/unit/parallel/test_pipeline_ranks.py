@@ -1,0 +1,125 @@
+"""Pipelines over real processes train as one process does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers import run_processes
+from instep.errors import PeerError
+from instep.parallel.pipeline import Pipeline
+from pipeline_models import batch_of, gpt, hugging_face, loss_of, mlp
+
+pytestmark = pytest.mark.process
+
+STEPS = 50
+
+
+def build(name, *, dropout=False):
+    torch.manual_seed(3)
+    if name == "mlp":
+        model, samples = mlp()
+    elif name.startswith("gpt") and name != "gpt2":
+        model, samples = gpt(tied="tied" in name)
+    else:
+        model, samples = hugging_face(name)
+    model = model.double().train()
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for module in model.modules():
+            for key in ("dropout_prob", "attention_dropout", "attn_dropout_p"):
+                if isinstance(getattr(module, key, None), float):
+                    setattr(module, key, 0.0)
+    return model, samples
+
+
+def batches(model, samples, steps):
+    """Lengths change from step to step, and sizes do not divide."""
+    for step in range(steps):
+        yield batch_of(model, samples - step % 2, step, 8 + step % 3), samples - step % 2
+
+
+def plain(name, steps):
+    """A plain loop in one process: whole batches, no parts."""
+    model, samples = build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch, size in batches(model, samples, steps):
+        optimizer.zero_grad()
+        loss, _ = loss_of(model)(batch, size)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def piped(group, name, steps, *, dropout=False, **options):
+    """The same over the stages: losses on the last, and what this rank holds."""
+    model, samples = build(name, dropout=dropout)
+    example = batch_of(model, samples)
+    pipeline = Pipeline(model, loss_of(model), example, samples, group=group, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step, (batch, size) in enumerate(batches(model, samples, steps)):
+        optimizer.zero_grad()
+        total, weight = pipeline.run(batch, size, step)
+        pipeline.sum_shared()
+        if group is not None:
+            both = torch.tensor([total, weight], dtype=torch.float64)
+            dist.all_reduce(both)
+            total, weight = both.tolist()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
+        optimizer.step()
+        losses.append(total / weight)
+    held = {name: p.detach() for name, p in model.named_parameters()}
+    assert set(held) == pipeline.held
+    return losses, held, pipeline.owned, pipeline.cuts
+
+
+def ranks(comm, meeting, jobs):
+    dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+    return [piped(dist.group.WORLD, *job, **options) for job, options in jobs]
+
+
+def run_ranks(size, tmp_path, jobs):
+    """Of each job what each rank returned."""
+    found = run_processes(size, ranks, tmp_path, str(tmp_path / "world"), jobs)
+    return list(zip(*found, strict=True))
+
+
+def compare(parts, losses, whole):
+    """Every parameter is held, owned once, and equal."""
+    owned = [name for _, _, names, _ in parts for name in names]
+    assert sorted(owned) == sorted(whole)
+    for mine, held, _, _ in parts:
+        assert torch.tensor(mine).sub(torch.tensor(losses)).abs().max() < 1e-10
+        assert len(held) < len(whole)
+        for name, tensor in held.items():
+            assert (tensor - whole[name]).abs().max() < 1e-10, name
+
+
+def test_two_stages_train_as_one_process(tmp_path):
+    steps = 6
+    jobs = [
+        (("mlp", steps), {"parts": 4}),
+        (("gpt", steps), {"parts": 3, "schedule": "gpipe"}),
+        (("gpt tied", steps), {"parts": 4, "schedule": "interleaved"}),
+        (("gpt tied", steps), {"parts": 1, "cuts": ["blocks.1"]}),
+    ]
+    for (job, _), parts in zip(jobs, run_ranks(2, tmp_path, jobs), strict=True):
+        compare(parts, *plain(*job))
+
+
+FAMILIES = ("mlp", "gpt", "gpt tied", "gpt2", "llama", "qwen3", "mixtral", "bert", "vit", "t5", "mamba")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_families_train_as_one_process(tmp_path, size):
+    jobs = [((name, STEPS), {"parts": 3, "timed": size == 2}) for name in FAMILIES]
+    for (job, _), parts in zip(jobs, run_ranks(size, tmp_path, jobs), strict=True):
+        compare(parts, *plain(*job))
