@@ -77,7 +77,7 @@ def hugging_face(name, samples=4):
         "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", small | layers
                   | {"head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}),
         "mixtral": ("MixtralForCausalLM", "MixtralConfig", small | layers
-                    | {"num_key_value_heads": 2, "num_local_experts": 4}),
+                    | {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}),
         "bert": ("BertForMaskedLM", "BertConfig", small | layers),
         "vit": ("ViTForImageClassification", "ViTConfig", {k: v for k, v in small.items()
                 if k != "vocab_size"} | layers | {"image_size": 8, "patch_size": 4}),

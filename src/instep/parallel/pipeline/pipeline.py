@@ -215,7 +215,8 @@ class Pipeline:
             times = self._links.same(found.seconds)
             moved = [2 * rate * size for size in found.size_bytes]
         banned: set[int] = set()
-        refusal = RecipeError(
+        refusal: RecipeError | None = None
+        too_few = RecipeError(
             f"mesh.stages = {self._links.size} needs {stages} stages, and the model has "
             f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
         )
@@ -223,13 +224,12 @@ class Pipeline:
             try:
                 self._boundaries = trial.run(chosen)
             except RecipeError as error:
-                culprit = self._culprit(trial, chosen)
-                banned.add(culprit)
-                refusal = error
+                banned.add(self._culprit(trial, chosen))
+                refusal = refusal or error
                 continue
             self._runner.examined = True
             return [0, *chosen]
-        raise refusal
+        raise refusal or too_few
 
     def _culprit(self, trial: Trial, cuts: Sequence[int]) -> int:
         """The first of these cuts that is impossible by itself, or simply the first."""

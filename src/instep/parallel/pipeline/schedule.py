@@ -66,7 +66,7 @@ def _order(rank: int, ranks: int, parts: int, chunks: int, extra: int) -> list[A
 
 def _sequence(rank: int, ranks: int, parts: int, chunks: int, forward: bool) -> list[Action]:
     """With several stages: as many parts as ranks through one of them, then through the next."""
-    group = parts if chunks == 1 else ranks
+    group = max(parts, 1) if chunks == 1 else ranks
     order = range(chunks) if forward else range(chunks - 1, -1, -1)
     return [
         Action(forward, chunk * ranks + rank, part)
