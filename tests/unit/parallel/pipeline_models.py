@@ -77,7 +77,8 @@ def hugging_face(name, samples=4):
         "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", small | layers
                   | {"head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}),
         "mixtral": ("MixtralForCausalLM", "MixtralConfig", small | layers
-                    | {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}),
+                    | {"num_key_value_heads": 2, "num_local_experts": 4}
+                    | {"experts_implementation": "eager"}),
         "bert": ("BertForMaskedLM", "BertConfig", small | layers),
         "vit": ("ViTForImageClassification", "ViTConfig", {k: v for k, v in small.items()
                 if k != "vocab_size"} | layers | {"image_size": 8, "patch_size": 4}),
@@ -116,12 +117,13 @@ def loss_of(model):
     def loss(batch, samples):
         if isinstance(batch, dict):
             labels = batch["labels"]
-            shifted = "LMHead" in type(model).__name__ or "Causal" in type(model).__name__
+            logits = model(**batch).logits  # their own loss is computed in float32
             if labels.dim() == 1:
-                weight = samples
-            else:
-                weight = int((labels[:, 1:] if shifted else labels).ne(-100).sum())
-            return model(**batch).loss, weight
+                return functional.cross_entropy(logits, labels), samples
+            if "ForCausal" in type(model).__name__ or "LMHead" in type(model).__name__:
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return loss, int(labels.ne(-100).sum())
         inputs, target = batch
         made = model(inputs)
         if isinstance(model, GPT):

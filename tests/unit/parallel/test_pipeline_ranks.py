@@ -1,12 +1,16 @@
 """Pipelines over real processes train as one process does."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from instep.recipe.quick_start import spare_dynamo
 from pipeline_models import batch_of, gpt, hugging_face, loss_of, mlp
 from torch import nn
 
 from helpers import run_processes
+from instep.errors import PeerError
 from instep.parallel.pipeline import Pipeline
 
 pytestmark = pytest.mark.process
@@ -80,6 +84,7 @@ def piped(group, name, steps, *, dropout=False, **options):
 
 
 def ranks(comm, meeting, jobs):
+    spare_dynamo()
     dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
     return [piped(dist.group.WORLD, *job, **options) for job, options in jobs]
 
@@ -105,25 +110,61 @@ def test_two_stages_train_as_one_process(tmp_path):
     steps = 6
     jobs = [
         (("mlp", steps), {"parts": 4}),
-        (("gpt", steps), {"parts": 3, "schedule": "gpipe"}),
-        (("gpt tied", steps), {"parts": 4, "schedule": "interleaved"}),
+        (("gpt", steps), {"parts": 3, "schedule": "gpipe", "timed": False}),
+        (("gpt tied", steps), {"parts": 4, "schedule": "interleaved", "timed": False}),
         (("gpt tied", steps), {"parts": 1, "cuts": ["blocks.1"]}),
+        (("gpt tied", steps), {"parts": 3, "timed": False, "dropout": True}),
     ]
-    for (job, _), parts in zip(jobs, run_ranks(2, tmp_path, jobs), strict=True):
+    *whole, dropping = run_ranks(2, tmp_path, jobs)
+    for (job, _), parts in zip(jobs, whole, strict=False):
         compare(parts, *plain(*job))
+    losses, parameters, _, _ = piped(None, "gpt tied", steps, parts=3, dropout=True)
+    compare(dropping, losses, parameters)
+    assert abs(losses[0] - plain("gpt tied", 1)[0][0]) > 1e-4, "nothing was dropped"
+
+
+def lose_one(comm, meeting):
+    dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+    model, samples = build("gpt")
+    loss, batch = loss_of(model), batch_of(model, samples)
+    pipeline = Pipeline(model, loss, batch, samples, group=dist.group.WORLD, parts=3, timed=False)
+
+    def dies(part, size):
+        if comm.rank == 1:
+            os._exit(1)
+        return loss(part, size)
+
+    pipeline.run(batch, samples, 1)
+    with pytest.raises(PeerError, match="another stage of the pipeline went away"):
+        pipeline.run(batch, samples, 2, dies)
+    return "survived"
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_killed_is_noticed(tmp_path):
+    found = run_processes(2, lose_one, tmp_path, str(tmp_path / "world"))
+    assert found == ["survived", None]
 
 
 FAMILIES = [
-    ("mlp", "gpt", "gpt tied", "gpt2"),
-    ("llama", "qwen3", "mixtral"),
-    ("bert", "vit", "t5", "mamba"),
+    "mlp",
+    "gpt",
+    "gpt tied",
+    "gpt2",
+    "llama",
+    "qwen3",
+    "mixtral",
+    "bert",
+    "vit",
+    "t5",
+    "mamba",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", FAMILIES, ids=lambda names: names[0])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_families_train_as_one_process(tmp_path, size, names):
-    jobs = [((name, STEPS), {"parts": 3, "timed": size == 2}) for name in names]
+def test_families_train_as_one_process(tmp_path, size, name):
+    jobs = [((name, STEPS), {"parts": 3, "timed": size == 2})]
     for (job, _), parts in zip(jobs, run_ranks(size, tmp_path, jobs), strict=True):
         compare(parts, *plain(*job))

@@ -102,19 +102,49 @@ def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise NeedsValues(f"torch's {_name(func)} changes them")
     if func._schema.name == "aten::_to_copy" and named.get("device") is not None:
         device = torch.device(named["device"])
+    key = None if written else (func, _signature(args), _signature(kwargs))
+    made = _KNOWN.get(key)
+    if made is None:
+        made = _on_meta(func, args, kwargs)
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        if key is not None:
+            _KNOWN[key] = made
+    if len(written) == 1 and isinstance(made, Tensor):
+        if made.shape != written[0].shape:
+            raise NeedsValues(f"torch's {_name(func)} changes their shape in place")
+        return written[0]
+    views = any(returned.alias_info is not None for returned in func._schema.returns)
+    base = next(tensor.base for tensor in given if isinstance(tensor, Absent)) if views else None
+    return on_tensors(made, lambda meta: _made(meta, device, base))
+
+
+def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "device" in kwargs:
         kwargs = kwargs | {"device": torch.device("meta")}
     try:
         made = func(*on_tensors(args, _meta), **on_tensors(kwargs, _meta))
     except Exception as error:
         raise NeedsValues(f"torch's {_name(func)} wants them ({error})") from error
-    if len(written) == 1 and isinstance(made, Tensor):
-        return written[0]
     if any(isinstance(leaf, (bool, float)) for leaf in leaves(made)):
         raise NeedsValues(f"torch's {_name(func)} wants them")
-    views = any(returned.alias_info is not None for returned in func._schema.returns)
-    base = next(tensor.base for tensor in given if isinstance(tensor, Absent)) if views else None
-    return on_tensors(made, lambda meta: _made(meta, device, base))
+    return made
+
+
+_KNOWN: dict[Any, Any] = {}
+"""Results of operations by what they were given, as torch takes a while to compute shapes."""
+
+_MOST_KNOWN = 4096
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _signature(each)) for name, each in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_signature, value))
+    return type(value), value
 
 
 def _made(meta: Tensor, device: torch.device, base: Absent | None) -> Absent:

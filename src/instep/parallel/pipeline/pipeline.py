@@ -96,7 +96,6 @@ class Pipeline:
         self.held = {name for name, ranks in self.holders.items() if self._links.rank in ranks}
         """Names of the parameters that this rank has."""
         self._runner.drop(self.held)
-        self._parameters = dict(model.named_parameters())
 
     # ---- what it is
 
@@ -163,29 +162,22 @@ class Pipeline:
         no rank used keeps no gradient.
         """
         links, rank = self._links, self._links.rank
+        parameters = dict(self.module.named_parameters())
         shared = [name for name, ranks in self.holders.items() if len(ranks) > 1]
         for tag, name in enumerate(shared):
             owner, *others = self.holders[name]
-            if name not in self.held or not self._parameters[name].requires_grad:
+            if name not in self.held or not parameters[name].requires_grad:
                 continue
-            parameter = self._parameters[name]
-            flat = torch.cat(
-                [
-                    parameter.new_full((1,), float(parameter.grad is not None)),
-                    (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-                    .to_dense()
-                    .flatten(),
-                ]
-            )
+            own = _flat(parameters[name])
             if rank == owner:
                 for other in others:
-                    flat += links.expect(flat.shape, flat, other, 2 * tag).wait()
+                    own += links.expect(own.shape, own, other, 2 * tag).wait()
                 for other in others:
-                    links.send(flat, other, 2 * tag + 1)
+                    links.send(own, other, 2 * tag + 1)
             else:
-                links.send(flat, owner, 2 * tag)
-                flat = links.expect(flat.shape, flat, owner, 2 * tag + 1).wait()
-            parameter.grad = flat[1:].view_as(parameter).clone() if flat[0] else None
+                links.send(own, owner, 2 * tag)
+                own = links.expect(own.shape, own, owner, 2 * tag + 1).wait()
+            _set_grad(parameters[name], own)
         links.finish()
 
     # ---- how it is made
@@ -250,6 +242,27 @@ class Pipeline:
             every = orders(self.schedule, links.size, parts, chunks=self._chunks, backward=backward)
             known = self._orders[parts, backward] = every[links.rank]
         return known
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    """[1 + n]: whether there is a gradient, and this rank's part of it."""
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    local = _local(grad.to_dense()).flatten()
+    return torch.cat([local.new_full((1,), float(parameter.grad is not None)), local])
+
+
+def _set_grad(parameter: nn.Parameter, flat: Tensor) -> None:
+    if not flat[0]:
+        return
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = torch.zeros_like(parameter)
+    local = _local(parameter.grad)
+    local.copy_(flat[1:].view_as(local))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Of a DTensor the part that is here, as fully_shard makes of a stage's parameters."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _chunks(schedule: str, ranks: int, cuts: Sequence[str]) -> int:

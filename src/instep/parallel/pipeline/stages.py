@@ -193,7 +193,7 @@ class Runner:
         if seen not in self._shapes:
             args, kwargs = on_tensors(args, absent), on_tensors(kwargs, absent)
             try:
-                with torch.no_grad():
+                with torch.no_grad(), _uncompiled(self.chain.blocks[name]):
                     out = on_tensors(run(*args, **kwargs), absent)
             except NeedsValues as error:
                 out = self._like_first(name, given, error)
@@ -256,6 +256,17 @@ class _Pass:
         arrivals = list(found.values())
         for arrival, tensor in zip(arrivals, self._receive(arrivals), strict=True):
             arrival.like.value = tensor
+
+
+@contextmanager
+def _uncompiled(block: nn.Module) -> Iterator[None]:
+    """Without what `block.compile()` made, which would compile for absent tensors."""
+    before = block.__dict__.pop("_compiled_call_impl", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            block.__dict__["_compiled_call_impl"] = before
 
 
 def _arrived(tensor: Tensor) -> Tensor:
