@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from pipeline_models import GPT, UNet, batch_of, gpt, loss_of, mlp
+from pipeline_models import GPT, UNet, batch_of, gpt, hugging_face, loss_of, mlp
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -104,15 +104,64 @@ def test_blocks_that_change_their_input_in_place():
         same(*both(make, cuts=[first]))
 
 
-@pytest.mark.parametrize("reentrant", [False])
-def test_activation_checkpoints_around_blocks(reentrant):
+def test_code_between_blocks_may_use_what_the_first_block_was_called_with():
     def forward(model, x):
         x = model.start(x)
         for block in model.blocks:
-            x = model.drop(checkpoint(block, x, use_reentrant=reentrant))
+            x = model.drop(x + block(x) * 0.3)
+        return model.end(x)
+
+    def shared(model, x):
+        bias = model.start(x)
+        for block in model.blocks:
+            x = block(x, bias)
+            x += bias.sum(1, keepdim=True)
+        return model.end(x)
+
+    class Biased(nn.Linear):
+        def forward(self, x, bias):
+            return super().forward(x) * bias
+
+    same(*both(lambda: Odd(shared, blocks=nn.ModuleList([Biased(8, 8) for _ in range(4)]))))
+    same(*both(lambda: Odd(forward), cuts=["blocks.2"]))
+
+
+def test_what_arrives_is_passed_on_through_a_stage_in_the_middle():
+    class Biased(nn.Linear):
+        def forward(self, x, bias):
+            return super().forward(x) + bias.sin()
+
+    def forward(model, x):
+        bias = model.start(x)
+        for block in model.blocks:
+            x = block(x, bias)
+        return model.end(x)
+
+    torch.manual_seed(1)
+    model = Odd(forward, blocks=nn.ModuleList([Biased(8, 8) for _ in range(4)])).double().train()
+    batch = batch_of(model, 6)
+    cut = in_stages(copy.deepcopy(model), 6, cuts=["blocks.1", "blocks.2", "blocks.3"])
+    same(gradients(cut, batch, 6), gradients(in_stages(model, 6, stages=1), batch, 6))
+
+
+def test_activation_checkpoints_around_blocks():
+    def forward(model, x):
+        x = model.start(x)
+        for block in model.blocks:
+            x = model.drop(checkpoint(block, x, use_reentrant=False))
         return model.end(x)
 
     same(*both(lambda: Odd(forward)))
+
+
+@pytest.mark.slow
+def test_hugging_face_checkpointing():
+    torch.manual_seed(1)
+    model = hugging_face("llama")[0].double().train()
+    batch = batch_of(model, 4)
+    whole = in_stages(copy.deepcopy(model), 4, stages=1)
+    model.activation_checkpointing_enable()
+    same(gradients(in_stages(model, 4), batch, 4), gradients(whole, batch, 4))
 
 
 def test_the_sequence_length_may_change_from_step_to_step():
@@ -225,7 +274,7 @@ def test_what_only_a_run_can_show_is_refused_by_name():
     model = Odd(lambda model, x: model.end(chain(model, x)))
     model.blocks = nn.ModuleList([Counts(8, 8) for _ in range(3)])
     with pytest.raises(RecipeError, match=r"in front of 'blocks.1': the .* than that of the whole"):
-        in_stages(model.double().train(), 6)
+        in_stages(model.double().train(), 6, parts=1)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +332,18 @@ def test_cuts_that_do_not_fit_the_stages_are_refused():
         Pipeline(model, loss_of(model), batch_of(model, 6), 6, cuts=["4"])
     with pytest.raises(RecipeError, match="needs 2 stages, and the model has 1 blocks: 0"):
         in_stages(nn.Sequential(nn.Linear(8, 2)).double(), 6)
+
+
+def test_a_loss_that_compares_samples_is_refused():
+    def call(batch, samples):
+        made = functional.normalize(model(batch[0]), dim=1)
+        return functional.cross_entropy(made @ made.T, torch.arange(samples)), samples
+
+    model = mlp()[0].double().train()
+    with pytest.raises(RecipeError, match=r"mesh.pipeline_batches = 3 would change the result"):
+        in_stages(model, 6, call=call)
+    assert in_stages(model, 6, call=call, parts=1).cuts
+    assert all(module.training for module in model.modules())
 
 
 # ---- absent tensors

@@ -75,7 +75,7 @@ def find(model: nn.Module, call: Call, batch: Any, samples: int, cuts: Sequence[
             raise _no_chain(name, calls[name])
     order = [name for name in begun if calls[name] == 1]
     if not order:
-        worst = max(calls, key=calls.__getitem__, default="")
+        worst = max(calls, key=calls.__getitem__, default=next(iter(elements), ""))
         raise _no_chain(worst, calls[worst])
     begins = [time for time, name in enumerate(begun, 1) if calls[name] == 1]
     blocks = {name: elements[name] for name in order}

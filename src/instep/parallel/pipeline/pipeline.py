@@ -25,7 +25,7 @@ from instep.parallel.pipeline.measure import measure
 from instep.parallel.pipeline.parts import cut
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Arrival, Passed, Runner
-from instep.parallel.pipeline.trial import Trial, total_of
+from instep.parallel.pipeline.trial import Trial, compare_parts, total_of
 
 CHUNKS = 2
 """Stages of each rank in the interleaved schedule, unless cuts say otherwise."""
@@ -79,6 +79,7 @@ class Pipeline:
         self.module, self.parts, self.schedule = model, parts, schedule
         self._call, self._links = call, Links(group)
         chunks = _chunks(schedule, self._links.size, cuts)
+        compare_parts(model, call, batch, samples, parts)
         example, size = cut(batch, samples, parts)[0]
         chain = find(model, call, example, size, cuts)
         self._runner = Runner(model, chain)

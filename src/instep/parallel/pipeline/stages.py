@@ -17,12 +17,13 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from instep.errors import RecipeError
 from instep.parallel.nested import leaves, on_tensors, tensors_in
@@ -84,6 +85,8 @@ class Runner:
         self._alike: dict[str, Any] = {}
         self._by_rule: set[str] = set()
         self._pass: _Pass | None = None
+        self.uses_arrivals = False
+        """Whether code between blocks computes with what arrived, as in `x = x + block(x)`."""
         self.examined = False
         """Whether the trial is over: every process then knows the same of each block."""
 
@@ -123,7 +126,7 @@ class Runner:
         self._pass = now = _Pass(first, stop, key, receive)
         seed(key, "")
         try:
-            with self._without(self.names(first, stop)):
+            with self._without(self.names(first, stop)), self._arrivals_in_code():
                 result = call()
         except _Done:
             return Passed(now.sent, None)
@@ -141,6 +144,9 @@ class Runner:
         if any(isinstance(leaf, Absent) for leaf in leaves(result)):
             raise self._in_the_way(now, f"the loss, after {self._names[-1]!r}, needs them")
         return Passed([], result)
+
+    def _arrivals_in_code(self) -> AbstractContextManager[Any]:
+        return _Arrivals() if self.uses_arrivals else nullcontext()  # it slows each call down
 
     @contextmanager
     def _without(self, held: set[str]) -> Iterator[None]:
@@ -167,7 +173,7 @@ class Runner:
                 else f"mesh.stages: the block {name!r} was called a second time in one pass."
             )
         if place == now.stop:
-            now.sent = list(leaves((args, kwargs)))
+            now.sent = list(leaves(on_tensors((args, kwargs), _arrived)))
             raise _Done
         now.next += 1
         if place < now.first:
@@ -256,6 +262,18 @@ class _Pass:
         arrivals = list(found.values())
         for arrival, tensor in zip(arrivals, self._receive(arrivals), strict=True):
             arrival.like.value = tensor
+
+
+class _Arrivals(TorchFunctionMode):
+    """In this context torch's functions compute with what arrived."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Put arrived tensors in the place of absent ones."""
+        if Absent in types:
+            args, kwargs = on_tensors(args, _arrived), on_tensors(kwargs or {}, _arrived)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

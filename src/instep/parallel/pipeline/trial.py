@@ -2,11 +2,13 @@
 
 This finds what has to cross each cut. And it compares loss and gradients with those of the whole
 model, which finds what shapes cannot show: blocks that count their calls, collect results in a
-list, or leave something for each other.
+list, or leave something for each other. Models and losses that cannot be cut into parts are found
+by comparing a batch with its parts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,10 +19,15 @@ from torch import Tensor, nn
 
 from instep.errors import RecipeError
 from instep.parallel.pipeline.absent import Absent
+from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
-from instep.parallel.pipeline.stages import Arrival, Passed, Runner
+from instep.parallel.pipeline.parts import cut
+from instep.parallel.pipeline.stages import Arrival, Passed, Runner, seed
 
 _KEY = 20, 0
+
+_PARTS = 1e-4
+"""How far the loss of a batch may be from those of its parts: float32 rounds them differently."""
 
 
 class Trial:
@@ -47,6 +54,19 @@ class Trial:
         Raises:
             RecipeError: a cut is impossible, or gives another result than the whole model.
         """
+        if self._runner.uses_arrivals:
+            return self._stages(cuts)
+        try:
+            return self._stages(cuts)
+        except RecipeError as error:
+            self._runner.uses_arrivals = True
+            try:
+                return self._stages(cuts)
+            except RecipeError:
+                self._runner.uses_arrivals = False
+                raise error from None
+
+    def _stages(self, cuts: Sequence[int]) -> list[Boundary]:
         runner, blocks = self._runner, len(self._names)
         boundaries: list[Boundary] = []
         passes: list[tuple[Passed, Entry | None]] = []
@@ -120,6 +140,43 @@ class Trial:
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = before[name]
+
+
+@torch.no_grad()
+def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts: int) -> None:
+    """Refuse a model or a loss that looks at several samples at once: parts would not show it them.
+
+    Compares the loss of a batch with the losses of its parts, in evaluation mode, in which nothing
+    is dropped. A model that draws even then cannot be compared.
+
+    Raises:
+        RecipeError: they differ.
+    """
+    pieces = cut(batch, samples, parts)
+    if len(pieces) < 2:
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        seed(_KEY, "whole")
+        before = torch.get_rng_state()
+        whole = [call(batch, samples)]
+        if not torch.equal(before, torch.get_rng_state()):
+            return
+        totals = [
+            sum(float(total) for each in found if (total := total_of(each)) is not None)
+            for found in (whole, [call(*piece) for piece in pieces])
+        ]
+    finally:
+        for module in training:
+            module.training = True
+    if math.isfinite(totals[0]) and not math.isclose(*totals, rel_tol=_PARTS, abs_tol=_PARTS):
+        raise RecipeError(
+            f"mesh.pipeline_batches = {parts} would change the result: the loss of a batch is "
+            f"{totals[0]:.6g}, those of its parts add up to {totals[1]:.6g} (each times its "
+            "weight). The model or the loss looks at several samples at once, or its weight is "
+            "not what the loss is a mean of. Set mesh.pipeline_batches = 1, or give the weight."
+        )
 
 
 def total_of(found: Any) -> Tensor | None:
