@@ -5,7 +5,8 @@
 `bubble`: two stages whose blocks sleep, in two processes; the time of a micro-batch beside
 (parts + stages - 1) times that of one part. `cuts`: models of unequal blocks; the pipeline at the
 measured cut, at each other cut, and at equal numbers of blocks, in turns. `torch`: the same model
-cut by hand in torch's PipelineStage and Schedule1F1B, in turns. Prints JSON.
+cut by hand in torch's PipelineStage and Schedule1F1B, in turns. Prints JSON. `ONLY=asleep` leaves
+out the models that compute, for a busy machine.
 """
 
 import argparse
@@ -126,6 +127,8 @@ def bubble(turns: int) -> list[dict[str, Any]]:
 def cuts(turns: int) -> list[dict[str, Any]]:
     found = []
     for name, make in MODELS.items():
+        if not name.endswith(os.environ.get("ONLY", "")):
+            continue
         batch = torch.randn(SAMPLES, 8)
         pipelines = {}
         for cut in ("measured", "equal", *range(1, 8)):

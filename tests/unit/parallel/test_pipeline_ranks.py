@@ -32,7 +32,7 @@ def build(name, *, dropout=False):
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         for module in model.modules():
-            for key in ("dropout_prob", "attention_dropout", "attn_dropout_p"):
+            for key in ("dropout", "dropout_prob", "attention_dropout"):
                 if isinstance(getattr(module, key, None), float):
                     setattr(module, key, 0.0)
     return model, samples
@@ -51,8 +51,11 @@ def plain(name, steps):
     losses = []
     for batch, size in batches(model, samples, steps):
         optimizer.zero_grad()
-        loss, _ = loss_of(model)(batch, size)
-        loss.backward()
+        loss, weight = loss_of(model)(batch, size)
+        (loss * weight).backward()  # Hugging Face's norms round gradients to float32
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, {name: p.detach() for name, p in model.named_parameters()}
@@ -95,15 +98,15 @@ def run_ranks(size, tmp_path, jobs):
     return list(zip(*found, strict=True))
 
 
-def compare(parts, losses, whole):
+def compare(parts, losses, whole, within=1e-10):
     """Every parameter is held, owned once, and equal."""
     owned = [name for _, _, names, _ in parts for name in names]
     assert sorted(owned) == sorted(whole)
     for mine, held, _, _ in parts:
-        assert mine == pytest.approx(losses, rel=0, abs=1e-10)
+        assert mine == pytest.approx(losses, rel=0, abs=within)
         assert len(held) < len(whole)
         for name, tensor in held.items():
-            assert (tensor - whole[name]).abs().max() < 1e-10, name
+            assert (tensor - whole[name]).abs().max() < within, name
 
 
 def test_two_stages_train_as_one_process(tmp_path):
@@ -161,10 +164,26 @@ FAMILIES = [
 ]
 
 
+WITHIN = {"mamba": 1e-5}
+"""Mamba scans in float32, whatever its parameters are."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_families_train_as_one_process(tmp_path, size, name):
-    jobs = [((name, STEPS), {"parts": 3, "timed": size == 2})]
-    for (job, _), parts in zip(jobs, run_ranks(size, tmp_path, jobs), strict=True):
-        compare(parts, *plain(*job))
+    options = {"parts": 3, "timed": size == 2}
+    (parts,) = run_ranks(size, tmp_path, [((name, STEPS), options)])
+    compare(parts, *plain(name, STEPS), within=WITHIN.get(name, 1e-10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_stages_in_this_process_train_as_one(name):
+    found = piped(None, name, STEPS, parts=3, schedule="interleaved", timed=False)
+    losses, whole = plain(name, STEPS)
+    within = WITHIN.get(name, 1e-10)
+    assert found[0] == pytest.approx(losses, rel=0, abs=within)
+    assert found[1].keys() == whole.keys()
+    for key, tensor in found[1].items():
+        assert (tensor - whole[key]).abs().max() < within, key

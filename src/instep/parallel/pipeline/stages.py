@@ -271,7 +271,7 @@ class _Arrivals(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Put arrived tensors in the place of absent ones."""
-        if Absent in types:
+        if absents_in((args, kwargs)):
             args, kwargs = on_tensors(args, _arrived), on_tensors(kwargs or {}, _arrived)
         return func(*args, **(kwargs or {}))
 
