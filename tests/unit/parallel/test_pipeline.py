@@ -238,9 +238,10 @@ def test_bfloat16_autocast_and_tied_weights():
         torch.testing.assert_close(gradient, wanted[0][name], rtol=1e-2, atol=1e-4, msg=name)
 
 
-def test_skip_connections_are_cut_only_where_the_next_block_takes_all():
+def test_skip_connections_are_cut_only_where_the_next_block_is_called_with_all_of_them():
     same(*both(UNet))
-    assert in_stages(UNet().double().train(), 6).cuts == ["ups.2"]
+    assert in_stages(UNet().double().train(), 6).cuts == ["downs.1"]
+    same(*both(UNet, cuts=["ups.2"]))
 
 
 # ---- refused
@@ -286,7 +287,7 @@ def test_what_only_a_run_can_show_is_refused_by_name():
         (lambda: Odd(by_value), (), "at 'blocks.0', torch's _local_scalar_dense wants them"),
         (lambda: Odd(twice), (), "'blocks.0' is called 2 times in one pass"),
         (lambda: nn.Linear(8, 2), (), "it has no list of layers"),
-        (UNet, ("ups.0",), "in front of 'ups.0': only that block .* but 'ups.1' is called with"),
+        (UNet, ("ups.0",), "in front of 'ups.0': only what .* 'ups.1' is called with them"),
         (UNet, ("upps.0",), r"mesh.cuts names 'upps.0'. Did you mean 'ups.0'\?"),
         (lambda: Odd(lambda m, x: m.end(chain(m, m.start(x)))), ("drop",), "'drop' is called 0"),
     ],

@@ -5,9 +5,12 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
 from instep.errors import RecipeError, SpecError
+from instep.parallel.pipeline.blocks import find
 from instep.parallel.pipeline.cuts import best_cuts, slowest
+from instep.parallel.pipeline.measure import measure
 from instep.parallel.pipeline.parts import cut, sizes_of
 from instep.parallel.pipeline.schedule import Action, makespan, orders
 
@@ -64,6 +67,41 @@ def test_ranks_that_wait_in_a_circle_are_found():
     first, second = Action(True, 0, 0), Action(False, 0, 0)
     third = [Action(True, 1, 0), Action(False, 1, 0)]
     assert makespan([[second, first], third]) is None
+
+
+class Advance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock, seconds):
+        ctx.clock, ctx.seconds = clock, seconds
+        clock[0] += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.clock[0] += 2 * ctx.seconds
+        return grad, None, None
+
+
+def test_blocks_that_look_alike_are_timed_one_by_one():
+    class Takes(nn.Module):
+        def __init__(self, seconds):
+            super().__init__()
+            self.scale, self.seconds = nn.Parameter(torch.ones(2)), seconds
+
+        def forward(self, x):
+            return Advance.apply(x * self.scale, clock, self.seconds)
+
+    clock = [0.0]
+    model = nn.Sequential(*map(Takes, (1.0, 4.0, 2.0, 0.5)))
+
+    def call(batch, samples):
+        return model(batch).mean(), samples
+
+    chain = find(model, call, torch.ones(3, 2), 3)
+    found = measure(model, chain, call, torch.ones(3, 2), 3, lambda: clock[0])
+    assert found.seconds == pytest.approx([3.0, 12.0, 6.0, 1.5])
+    assert found.size_bytes == [0, 24, 24, 24]
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def every_cut(blocks, stages, banned):

@@ -1,15 +1,14 @@
 """How long each block of a chain takes, forward and backward, in passes of the whole model.
 
 Each pass measures all blocks, so a neighbour on the machine that disturbs one pass disturbs none
-of them more than the others. Blocks of one kind count as one: the same class, parameters and
-inputs.
+of them more than the others. Blocks that look alike are timed one by one: a window or a dilation is
+no parameter.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -68,11 +67,7 @@ def measure(
     finally:
         for parameter, grad in before:
             parameter.grad = grad
-    kinds: dict[Any, list[float]] = defaultdict(list)
-    for one in rounds:
-        for kind, took in zip(watch.kinds, one, strict=True):
-            kinds[kind].append(took)
-    return Times([_low(kinds[kind]) for kind in watch.kinds], watch.size_bytes)
+    return Times([_low(list(one)) for one in zip(*rounds, strict=True)], watch.size_bytes)
 
 
 class _Watch:
@@ -81,14 +76,13 @@ class _Watch:
     def __init__(self, chain: Chain, clock: Callable[[], float]) -> None:
         self._blocks, self._clock = chain.blocks, clock
         self._places = {name: place for place, name in enumerate(chain.blocks)}
-        self.kinds: list[Any] = []
         self.size_bytes: list[int] = []
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
 
     def one_pass(self, call: Call, batch: Any, samples: int) -> list[float]:
         """Seconds of each block."""
-        self.kinds, self.size_bytes, self._forward, self._backward = [], [], [], {}
+        self.size_bytes, self._forward, self._backward = [], [], {}
         began = self._clock()
         with intercepted(self._blocks, self._called):
             loss = total_of(call(batch, samples))
@@ -111,10 +105,6 @@ class _Watch:
             return run(*args, **kwargs)
         given = tensors_in((args, kwargs))
         moving = [tensor for tensor in given if tensor.requires_grad]
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in given)
-        parameters = tuple((p.shape, p.requires_grad) for p in self._blocks[name].parameters())
-        ends = place in (0, len(self._blocks) - 1)  # these have more than themselves
-        self.kinds.append((name if ends else "", type(self._blocks[name]), shapes, parameters))
         self.size_bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in moving))
         if moving:
             moving[0].register_hook(self._stamp(place))

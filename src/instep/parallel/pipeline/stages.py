@@ -238,9 +238,9 @@ class Runner:
     def _in_the_way(self, now: _Pass, what: str) -> RecipeError:
         """The refusal of a stage that needs more than what its first block is called with."""
         return RecipeError(
-            f"mesh.stages cannot cut this model in front of {self._names[now.first]!r}: only that "
-            "block may be called with activations from before the cut (it may pass them on), but "
-            f"{what}. Cut it elsewhere (mesh.cuts), or leave mesh.stages out."
+            f"mesh.stages cannot cut this model in front of {self._names[now.first]!r}: only what "
+            "that block is called with crosses the cut, and other activations from before it are "
+            f"needed: {what}. Cut it elsewhere (mesh.cuts), or leave mesh.stages out."
         )
 
 
