@@ -1,0 +1,370 @@
+"""A model cut into stages, of which each rank of a group runs its own, part by part of a batch.
+
+Made once in each process, from the whole model; afterwards the model has only this rank's
+parameters, under the names that they have in the whole model. `run` is one micro-batch: it is cut
+into parts, and each part goes forward and backward through all stages in the order of the schedule
+(`schedule.py`). Gradients add up in `.grad`.
+
+Replicas, optimizers and the job are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.errors import RecipeError, SpecError
+from instep.parallel.pipeline.blocks import Call, find
+from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
+from instep.parallel.pipeline.cuts import best_cuts
+from instep.parallel.pipeline.links import Incoming, Links
+from instep.parallel.pipeline.measure import measure
+from instep.parallel.pipeline.parts import cut
+from instep.parallel.pipeline.schedule import Action, orders
+from instep.parallel.pipeline.stages import Arrival, Passed, Runner
+from instep.parallel.pipeline.trial import Trial, compare_parts, total_of
+
+CHUNKS = 2
+"""Stages of each rank in the interleaved schedule, unless cuts say otherwise."""
+
+_LEAVES = 64
+"""Most tensors that cross one cut."""
+
+
+class Total(NamedTuple):
+    """The loss of a micro-batch, on the last stage; both 0 on the others."""
+
+    total: float
+    """The losses of the parts, times their weights."""
+    weight: float
+
+
+class Pipeline:
+    """This rank's stages.
+
+    Args:
+        model: whole, the same on every rank, in training mode.
+        call: from a batch and its number of samples to its mean loss and weight, by calling
+            `model`; None where nothing counts. Every rank gets the same batch.
+        batch: an example, as large as a micro-batch.
+        samples: in it.
+        group: torch's process group of the stages, in order; None: all stages in this process.
+        schedule: `1f1b`, `gpipe` or `interleaved`.
+        parts: into how many parts a micro-batch is cut.
+        cuts: names of the modules that begin a stage, in order; empty: measured.
+        timed: False: cut into equal numbers of blocks.
+
+    Raises:
+        RecipeError: the model is no sequence of blocks; the text names the module in the way.
+        SpecError: the numbers of cuts and stages do not fit.
+        PeerError: a rank was lost.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        batch: Any,
+        samples: int,
+        *,
+        group: Any = None,
+        schedule: str = "1f1b",
+        parts: int = 1,
+        cuts: Sequence[str] = (),
+        timed: bool = True,
+    ) -> None:
+        self.module, self.parts, self.schedule = model, parts, schedule
+        self._call, self._links = call, Links(group)
+        chunks = _chunks(schedule, self._links.size, cuts)
+        compare_parts(model, call, batch, samples, parts)
+        example, size = cut(batch, samples, parts)[0]
+        chain = find(model, call, example, size, cuts)
+        self._runner = Runner(model, chain)
+        self._boundaries: list[Boundary] = []
+        self._first = self._choose(cuts, chunks, timed, example, size)
+        self._stop = [*self._first[1:], len(chain.blocks)]
+        self._chunks = chunks
+        self._orders: dict[tuple[int, bool], list[Action]] = {}
+        used = [self._runner.names(*stage) for stage in zip(self._first, self._stop, strict=True)]
+        self.holders = {
+            name: sorted({s % self._links.size for s, names in enumerate(used) if name in names})
+            for name in chain.parts
+        }
+        """For each parameter of the whole model, the ranks that have it; the first owns it."""
+        self.held = {name for name, ranks in self.holders.items() if self._links.rank in ranks}
+        """Names of the parameters that this rank has."""
+        self._runner.drop(self.held)
+
+    # ---- what it is
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of all blocks, in order."""
+        return list(self._runner.chain.blocks)
+
+    @property
+    def cuts(self) -> list[str]:
+        """Names of the blocks that begin a stage, without the first stage."""
+        return [self.blocks[first] for first in self._first[1:]]
+
+    @property
+    def owned(self) -> set[str]:
+        """The parameters that count as this rank's where each is to count once."""
+        return {name for name in self.held if self.holders[name][0] == self._links.rank}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the loss."""
+        return (len(self._first) - 1) % self._links.size == self._links.rank
+
+    # ---- what it does
+
+    def run(self, batch: Any, samples: int, key: int, call: Call | None = None) -> Total:
+        """Forward and backward passes of one micro-batch. All ranks of the group call it.
+
+        Gradients of the losses times their weights, summed over the parts, are added to `.grad`.
+        Those of a parameter that several ranks have are complete after `sum_shared`.
+
+        Args:
+            batch: the same on every rank, of any shape that the model takes.
+            samples: in it; there may be none.
+            key: of the job, for this micro-batch; seeds all draws.
+            call: instead of the one that the pipeline was made with.
+
+        Raises:
+            RecipeError: the model did not do what it did on the example.
+            PeerError: a rank was lost.
+        """
+        one = _Batch(self, batch, samples, key, call or self._call, backward=True)
+        with self._runner.ready():
+            one.run()
+        totals = [total_of(found) for found in one.results if found is not None]
+        weights = [float(found[1]) for found in one.results if found is not None]
+        return Total(
+            sum(float(total.detach()) for total in totals if total is not None), sum(weights)
+        )
+
+    @torch.no_grad()
+    def results(self, batch: Any, samples: int, key: int, call: Call) -> list[Any]:
+        """What `call` returns for each part, on the last stage; empty on others. No gradients."""
+        one = _Batch(self, batch, samples, key, call, backward=False)
+        with self._runner.ready():
+            one.run()
+        return one.results
+
+    @torch.no_grad()
+    def sum_shared(self) -> None:
+        """Sum the gradients of parameters that several ranks have, once a step. All ranks call it.
+
+        The owner adds them up in the order of ranks, so all have the same bits. A parameter that
+        no rank used keeps no gradient.
+        """
+        links, rank = self._links, self._links.rank
+        parameters = dict(self.module.named_parameters())
+        shared = [name for name, ranks in self.holders.items() if len(ranks) > 1]
+        for tag, name in enumerate(shared):
+            owner, *others = self.holders[name]
+            if name not in self.held or not parameters[name].requires_grad:
+                continue
+            own = _flat(parameters[name])
+            if rank == owner:
+                for other in others:
+                    own += links.expect(own.shape, own, other, 2 * tag).wait()
+                for other in others:
+                    links.send(own, other, 2 * tag + 1)
+            else:
+                links.send(own, owner, 2 * tag)
+                own = links.expect(own.shape, own, owner, 2 * tag + 1).wait()
+            _set_grad(parameters[name], own)
+        links.finish()
+
+    # ---- how it is made
+
+    def _choose(
+        self, cuts: Sequence[str], chunks: int, timed: bool, batch: Any, samples: int
+    ) -> list[int]:
+        """The first block of each stage."""
+        names, call = self.blocks, self._call
+        stages = chunks * self._links.size
+        if stages == 1:
+            return [0]
+        trial = Trial(self.module, self._runner, lambda: call(batch, samples))
+        times, moved = [1.0] * len(names), [0.0] * len(names)
+        if cuts:
+            places = [names.index(name) for name in cuts]
+            if places != sorted(set(places)):
+                raise SpecError(
+                    f"mesh.cuts = {list(cuts)}: the blocks are called in another order."
+                )
+            self._boundaries = trial.run(places)
+            self._runner.examined = True
+            return [0, *places]
+        if timed:
+            found = measure(self.module, self._runner.chain, call, batch, samples)
+            rate = self._links.seconds_per_byte()
+            times = self._links.same(found.seconds)
+            moved = [2 * rate * size for size in found.size_bytes]
+        banned: set[int] = set()
+        refusal: RecipeError | None = None
+        too_few = RecipeError(
+            f"mesh.stages = {self._links.size} needs {stages} stages, and the model has "
+            f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
+        )
+        while (chosen := best_cuts(times, stages, moved, banned)) is not None:
+            try:
+                self._boundaries = trial.run(chosen)
+            except RecipeError as error:
+                banned.add(self._culprit(trial, chosen))
+                refusal = refusal or error
+                continue
+            self._runner.examined = True
+            return [0, *chosen]
+        raise refusal or too_few
+
+    def _culprit(self, trial: Trial, cuts: Sequence[int]) -> int:
+        """The first of these cuts that is impossible by itself, or simply the first."""
+        for place in cuts:
+            try:
+                trial.run([place])
+            except RecipeError:
+                return place
+        return cuts[0]
+
+    # ---- what a batch needs of it
+
+    def order(self, parts: int, backward: bool) -> list[Action]:
+        """What this rank does with so many parts."""
+        known = self._orders.get((parts, backward))
+        if known is None:
+            links = self._links
+            every = orders(self.schedule, links.size, parts, chunks=self._chunks, backward=backward)
+            known = self._orders[parts, backward] = every[links.rank]
+        return known
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    """[1 + n]: whether there is a gradient, and this rank's part of it."""
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    local = _local(grad.to_dense()).flatten()
+    return torch.cat([local.new_full((1,), float(parameter.grad is not None)), local])
+
+
+def _set_grad(parameter: nn.Parameter, flat: Tensor) -> None:
+    if not flat[0]:
+        return
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = torch.zeros_like(parameter)
+    local = _local(parameter.grad)
+    local.copy_(flat[1:].view_as(local))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Of a DTensor the part that is here, as fully_shard makes of a stage's parameters."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _chunks(schedule: str, ranks: int, cuts: Sequence[str]) -> int:
+    if not cuts:
+        return CHUNKS if schedule == "interleaved" else 1
+    chunks, rest = divmod(len(cuts) + 1, ranks)
+    if rest or (chunks > 1 and schedule != "interleaved"):
+        wanted = f"{ranks - 1}" if schedule != "interleaved" else f"{ranks} x n - 1"
+        raise SpecError(
+            f"mesh.cuts has {len(cuts)} names, but mesh.stages = {ranks} with schedule = "
+            f"{schedule!r} wants {wanted}: the modules that begin a stage, without the first stage."
+        )
+    return chunks
+
+
+class _Batch:
+    """One micro-batch on its way through this rank's stages."""
+
+    def __init__(
+        self, owner: Pipeline, batch: Any, samples: int, key: int, call: Call, *, backward: bool
+    ) -> None:
+        self._owner, self._links, self._runner = owner, owner._links, owner._runner
+        self._parts = cut(batch, samples, owner.parts) if samples else []
+        self._key, self._call, self._backward = key, call, backward
+        self._stages = len(owner._first)
+        self._entries: dict[tuple[int, int], Entry] = {}
+        self._graphs: dict[tuple[int, int], tuple[list[Tensor], list[Incoming]]] = {}
+        self.results: list[Any] = []
+
+    def run(self) -> None:
+        """All that this rank has to do."""
+        for forward, stage, part in self._owner.order(len(self._parts), self._backward):
+            if forward:
+                self._go_forward(stage, part)
+            else:
+                self._go_back(stage, part)
+        self._links.finish()
+
+    def _go_forward(self, stage: int, part: int) -> None:
+        batch, samples = self._parts[part]
+        owner, call = self._owner, self._call
+
+        def receive(arrivals: list[Arrival]) -> list[Tensor]:
+            boundary = owner._boundaries[stage - 1]
+            boundary.expect(arrivals, owner.cuts[stage - 1])
+            coming = [
+                self._links.expect(
+                    arrival.like.shape,
+                    arrival.like,
+                    self._rank(stage - 1),
+                    self._tag(stage, part, leaf),
+                )
+                for leaf, arrival in enumerate(arrivals)
+            ]
+            entry = Entry([each.wait() for each in coming], boundary.differentiable)
+            self._entries[stage, part] = entry
+            return list(entry.tensors)
+
+        first, stop = owner._first[stage], owner._stop[stage]
+        key = self._key, part
+        passed = self._runner.forward(first, stop, lambda: call(batch, samples), key, receive)
+        if stage + 1 == self._stages:
+            self.results.append(passed.result)
+            total = total_of(passed.result) if self._backward else None
+            self._graphs[stage, part] = ([total] if total is not None else [], [])
+            return
+        self._send(stage, part, passed)
+
+    def _send(self, stage: int, part: int, passed: Passed) -> None:
+        boundary = self._owner._boundaries[stage]
+        sent = boundary.sent(passed.leaves, self._owner.cuts[stage])
+        for leaf, tensor in enumerate(sent):
+            self._links.send(tensor, self._rank(stage + 1), self._tag(stage + 1, part, leaf))
+        if self._backward:
+            going = [t for t, one in zip(sent, boundary.differentiable, strict=True) if one]
+            coming = [
+                self._links.expect(
+                    tensor.shape,
+                    tensor,
+                    self._rank(stage + 1),
+                    self._tag(stage + 1, part, leaf, back=True),
+                )
+                for leaf, tensor in enumerate(going)
+            ]
+            self._graphs[stage, part] = going, coming
+
+    def _go_back(self, stage: int, part: int) -> None:
+        ends, coming = self._graphs.pop((stage, part))
+        if stage + 1 < self._stages:
+            go_back(ends, [each.wait() for each in coming])
+        elif ends and ends[0].requires_grad:
+            torch.autograd.backward(ends[0])
+        if stage:
+            grads = self._entries.pop((stage, part)).gradients()
+            for leaf, grad in enumerate(grads):
+                tag = self._tag(stage, part, leaf, back=True)
+                self._links.send(grad, self._rank(stage - 1), tag)
+
+    def _rank(self, stage: int) -> int:
+        return stage % self._links.size
+
+    def _tag(self, stage: int, part: int, leaf: int, *, back: bool = False) -> int:
+        """Of a tensor that crosses the cut in front of a stage."""
+        return ((part * self._stages + stage) * 2 + back) * _LEAVES + leaf

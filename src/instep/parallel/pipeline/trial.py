@@ -1,0 +1,218 @@
+"""Runs all stages of a pipeline one after the other in one process, before they are used.
+
+This finds what has to cross each cut. And it compares loss and gradients with those of the whole
+model, which finds what shapes cannot show: blocks that count their calls, collect results in a
+list, or leave something for each other. Models and losses that cannot be cut into parts are found
+by comparing a batch with its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.errors import RecipeError
+from instep.parallel.pipeline.absent import Absent
+from instep.parallel.pipeline.blocks import Call
+from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
+from instep.parallel.pipeline.parts import cut
+from instep.parallel.pipeline.stages import Arrival, Passed, Runner, seed
+
+_KEY = 20, 0
+
+_PARTS = 1e-4
+"""How far the loss of a batch may be from those of its parts: float32 rounds them differently."""
+
+
+class Trial:
+    """One batch through the whole model, and then through stages.
+
+    Args:
+        runner: of the model, which still has all its parameters.
+        call: the pass of the whole model on the batch.
+    """
+
+    def __init__(self, model: nn.Module, runner: Runner, call: Any) -> None:
+        self._runner, self._call = runner, call
+        self._parameters = dict(model.named_parameters())
+        self._names = list(runner.chain.blocks)
+        with runner.ready(), self._own_gradients():
+            result = runner.forward(0, len(self._names), call, _KEY, lambda _: []).result
+            self._loss = total_of(result)
+            _backward(self._loss)
+            self._grads = {name: p.grad for name, p in self._parameters.items()}
+
+    def run(self, cuts: Sequence[int]) -> list[Boundary]:
+        """What crosses each of the cuts.
+
+        Raises:
+            RecipeError: a cut is impossible, or gives another result than the whole model.
+        """
+        if self._runner.uses_arrivals:
+            return self._stages(cuts)
+        try:
+            return self._stages(cuts)
+        except RecipeError as error:
+            self._runner.uses_arrivals = True
+            try:
+                return self._stages(cuts)
+            except RecipeError:
+                self._runner.uses_arrivals = False
+                raise error from None
+
+    def _stages(self, cuts: Sequence[int]) -> list[Boundary]:
+        runner, blocks = self._runner, len(self._names)
+        boundaries: list[Boundary] = []
+        passes: list[tuple[Passed, Entry | None]] = []
+        with runner.ready(), self._own_gradients():
+            for first, stop in pairwise([0, *cuts, blocks]):
+                entry: list[Entry] = []
+
+                def receive(
+                    arrivals: list[Arrival], entry: list[Entry] = entry, first: int = first
+                ) -> list[Tensor]:
+                    leaves = passes[-1][0].leaves
+                    found = [leaves[arrival.place] for arrival in arrivals]
+                    if not all(_same_kind(*pair) for pair in zip(found, arrivals, strict=True)):
+                        raise _different(
+                            self._names[first], "what it is called with has another shape or type"
+                        )
+                    boundaries.append(
+                        Boundary(
+                            tuple(arrival.place for arrival in arrivals),
+                            tuple(tensor.requires_grad for tensor in found),
+                        )
+                    )
+                    entry.append(Entry(found, boundaries[-1].differentiable))
+                    return entry[0].tensors
+
+                passed = runner.forward(first, stop, self._call, _KEY, receive)
+                passes.append((passed, entry[0] if entry else None))
+            self._compare_loss(total_of(passes[-1][0].result), self._names[cuts[-1]])
+            self._go_back(passes, boundaries, cuts)
+            self._compare_gradients(cuts)
+        return boundaries
+
+    def _go_back(
+        self,
+        passes: list[tuple[Passed, Entry | None]],
+        boundaries: list[Boundary],
+        cuts: Sequence[int],
+    ) -> None:
+        _backward(total_of(passes[-1][0].result))
+        for stage in range(len(cuts) - 1, -1, -1):
+            entry = passes[stage + 1][1]
+            assert entry is not None
+            sent = boundaries[stage].sent(passes[stage][0].leaves, self._names[cuts[stage]])
+            going = [
+                t for t, one in zip(sent, boundaries[stage].differentiable, strict=True) if one
+            ]
+            go_back(going, entry.gradients())
+
+    def _compare_loss(self, loss: Tensor | None, block: str) -> None:
+        mine, theirs = (None if each is None else each.detach() for each in (loss, self._loss))
+        if (mine is None) != (theirs is None) or (
+            mine is not None and theirs is not None and not _near(mine, theirs)
+        ):
+            raise _different(block, "the loss is another")
+
+    def _compare_gradients(self, cuts: Sequence[int]) -> None:
+        for name, parameter in self._parameters.items():
+            mine, theirs = parameter.grad, self._grads[name]
+            if (mine is None) != (theirs is None) or (
+                mine is not None and theirs is not None and not _near(mine, theirs)
+            ):
+                raise _different(self._names[cuts[0]], f"the gradient of {name!r} is another")
+
+    @contextmanager
+    def _own_gradients(self) -> Iterator[None]:
+        before = {name: p.grad for name, p in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = before[name]
+
+
+@torch.no_grad()
+def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts: int) -> None:
+    """Refuse a model or a loss that looks at several samples at once: parts would not show it them.
+
+    Compares the loss of a batch with the losses of its parts, in evaluation mode, in which nothing
+    is dropped. A model that draws even then cannot be compared.
+
+    Raises:
+        RecipeError: they differ.
+    """
+    pieces = cut(batch, samples, parts)
+    if len(pieces) < 2:
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        seed(_KEY, "whole")
+        before = torch.get_rng_state()
+        whole = [call(batch, samples)]
+        if not torch.equal(before, torch.get_rng_state()):
+            return
+        totals = [
+            sum(float(total) for each in found if (total := total_of(each)) is not None)
+            for found in (whole, [call(*piece) for piece in pieces])
+        ]
+    finally:
+        for module in training:
+            module.training = True
+    if math.isfinite(totals[0]) and not math.isclose(*totals, rel_tol=_PARTS, abs_tol=_PARTS):
+        raise RecipeError(
+            f"mesh.pipeline_batches = {parts} would change the result: the loss of a batch is "
+            f"{totals[0]:.6g}, those of its parts add up to {totals[1]:.6g} (each times its "
+            "weight). The model or the loss looks at several samples at once, or its weight is "
+            "not what the loss is a mean of. Set mesh.pipeline_batches = 1, or give the weight."
+        )
+
+
+def total_of(found: Any) -> Tensor | None:
+    """The loss of a pass times its weight; None if nothing in its batch counts."""
+    if found is None:
+        return None
+    loss, weight = found[0], found[1]
+    total: Tensor = loss * (weight or 1.0)
+    return total
+
+
+def _backward(loss: Tensor | None) -> None:
+    if loss is not None and loss.requires_grad:
+        torch.autograd.backward(loss)
+
+
+def _same_kind(tensor: Any, arrival: Arrival) -> bool:
+    like: Absent = arrival.like
+    return isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+
+
+def _near(mine: Tensor, theirs: Tensor) -> bool:
+    """Equal to a hundred times the rounding of their type; NaN equals NaN."""
+    mine, theirs = mine.to_dense(), theirs.to_dense()
+    if torch.equal(mine, theirs):
+        return True
+    wide = mine.double(), theirs.double()
+    error = float((wide[0] - wide[1]).norm())
+    return error <= 100 * torch.finfo(mine.dtype).eps * float(wide[1].norm()) or bool(
+        (wide[0].isnan() == wide[1].isnan()).all() and wide[1].isnan().any()
+    )
+
+
+def _different(block: str, what: str) -> RecipeError:
+    return RecipeError(
+        f"mesh.stages cannot cut this model in front of {block!r}: {what} than that of the whole "
+        "model. Blocks pass on something else than tensors (a list, a counter, an attribute). Cut "
+        "it elsewhere (mesh.cuts), or leave mesh.stages out."
+    )

@@ -1,0 +1,189 @@
+"""Pipelines over real processes train as one process does."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_models import batch_of, gpt, hugging_face, loss_of, mlp
+from torch import nn
+
+from helpers import run_processes
+from instep.errors import PeerError
+from instep.parallel.pipeline import Pipeline
+from instep.recipe.quick_start import spare_dynamo
+
+pytestmark = pytest.mark.process
+
+STEPS = 50
+
+
+def build(name, *, dropout=False):
+    torch.manual_seed(3)
+    if name == "mlp":
+        model, samples = mlp()
+    elif name.startswith("gpt") and name != "gpt2":
+        model, samples = gpt(tied="tied" in name)
+    else:
+        model, samples = hugging_face(name)
+    model = model.double().train()
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for module in model.modules():
+            for key in ("dropout", "dropout_prob", "attention_dropout"):
+                if isinstance(getattr(module, key, None), float):
+                    setattr(module, key, 0.0)
+    return model, samples
+
+
+def batches(model, samples, steps):
+    """Lengths change from step to step, and sizes do not divide."""
+    for step in range(steps):
+        yield batch_of(model, samples - step % 2, step, 8 + step % 3), samples - step % 2
+
+
+def plain(name, steps):
+    """A plain loop in one process: whole batches, no parts."""
+    model, samples = build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch, size in batches(model, samples, steps):
+        optimizer.zero_grad()
+        loss, weight = loss_of(model)(batch, size)
+        (loss * weight).backward()  # Hugging Face's norms round gradients to float32
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def piped(group, name, steps, *, dropout=False, **options):
+    """The same over the stages: losses on the last, and what this rank holds."""
+    model, samples = build(name, dropout=dropout)
+    example = batch_of(model, samples)
+    pipeline = Pipeline(model, loss_of(model), example, samples, group=group, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step, (batch, size) in enumerate(batches(model, samples, steps)):
+        optimizer.zero_grad()
+        total, weight = pipeline.run(batch, size, step)
+        pipeline.sum_shared()
+        if group is not None:
+            both = torch.tensor([total, weight], dtype=torch.float64)
+            dist.all_reduce(both)
+            total, weight = both.tolist()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
+        optimizer.step()
+        losses.append(total / weight)
+    held = {name: p.detach() for name, p in model.named_parameters()}
+    assert set(held) == pipeline.held
+    return losses, held, pipeline.owned, pipeline.cuts
+
+
+def ranks(comm, meeting, jobs):
+    spare_dynamo()
+    dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+    return [piped(dist.group.WORLD, *job, **options) for job, options in jobs]
+
+
+def run_ranks(size, tmp_path, jobs):
+    """Of each job what each rank returned."""
+    found = run_processes(size, ranks, tmp_path, str(tmp_path / "world"), jobs)
+    return list(zip(*found, strict=True))
+
+
+def compare(parts, losses, whole, within=1e-10):
+    """Every parameter is held, owned once, and equal."""
+    owned = [name for _, _, names, _ in parts for name in names]
+    assert sorted(owned) == sorted(whole)
+    for mine, held, _, _ in parts:
+        assert mine == pytest.approx(losses, rel=0, abs=within)
+        assert len(held) < len(whole)
+        for name, tensor in held.items():
+            assert (tensor - whole[name]).abs().max() < within, name
+
+
+def test_two_stages_train_as_one_process(tmp_path):
+    steps = 6
+    jobs = [
+        (("mlp", steps), {"parts": 4}),
+        (("gpt", steps), {"parts": 3, "schedule": "gpipe", "timed": False}),
+        (("gpt tied", steps), {"parts": 4, "schedule": "interleaved", "timed": False}),
+        (("gpt tied", steps), {"parts": 1, "cuts": ["blocks.1"]}),
+        (("gpt tied", steps), {"parts": 3, "timed": False, "dropout": True}),
+    ]
+    *whole, dropping = run_ranks(2, tmp_path, jobs)
+    for (job, _), parts in zip(jobs, whole, strict=False):
+        compare(parts, *plain(*job))
+    losses, parameters, _, _ = piped(None, "gpt tied", steps, parts=3, dropout=True)
+    compare(dropping, losses, parameters)
+    assert abs(losses[0] - plain("gpt tied", 1)[0][0]) > 1e-4, "nothing was dropped"
+
+
+def lose_one(comm, meeting):
+    dist.init_process_group("gloo", f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+    model, samples = build("gpt")
+    loss, batch = loss_of(model), batch_of(model, samples)
+    pipeline = Pipeline(model, loss, batch, samples, group=dist.group.WORLD, parts=3, timed=False)
+
+    def dies(part, size):
+        if comm.rank == 1:
+            os._exit(1)
+        return loss(part, size)
+
+    pipeline.run(batch, samples, 1)
+    with pytest.raises(PeerError, match="another stage of the pipeline went away"):
+        pipeline.run(batch, samples, 2, dies)
+    return "survived"
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_killed_is_noticed(tmp_path):
+    found = run_processes(2, lose_one, tmp_path, str(tmp_path / "world"))
+    assert found == ["survived", None]
+
+
+FAMILIES = [
+    "mlp",
+    "gpt",
+    "gpt tied",
+    "gpt2",
+    "llama",
+    "qwen3",
+    "mixtral",
+    "bert",
+    "vit",
+    "t5",
+    "mamba",
+]
+
+
+WITHIN = {"mamba": 1e-5}
+"""Mamba scans in float32, whatever its parameters are."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_families_train_as_one_process(tmp_path, size, name):
+    options = {"parts": 3, "timed": size == 2}
+    (parts,) = run_ranks(size, tmp_path, [((name, STEPS), options)])
+    compare(parts, *plain(name, STEPS), within=WITHIN.get(name, 1e-10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_stages_in_this_process_train_as_one(name):
+    found = piped(None, name, STEPS, parts=3, schedule="interleaved", timed=False)
+    losses, whole = plain(name, STEPS)
+    within = WITHIN.get(name, 1e-10)
+    assert found[0] == pytest.approx(losses, rel=0, abs=within)
+    assert found[1].keys() == whole.keys()
+    for key, tensor in found[1].items():
+        assert (tensor - whole[key]).abs().max() < within, key
