@@ -256,6 +256,10 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """What `shard` splits: 3: parameters too, which are gathered for each block of layers and
     freed again; 2: parameters stay whole from the forward pass to the end of the backward pass."""
 
+    checkpointing: Literal["none", "blocks"] = "none"
+    """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
+    memory, about a third more time."""
+
     @property
     def ranks(self) -> int:
         """Processes of one replica."""

@@ -58,7 +58,7 @@ def check_equal(program, wanted, most=1e-10):
     ("workers", "mesh"),
     [
         (2, {"shard": 2}),
-        slow(2, {"shard": 2, "zero": 2}),
+        slow(2, {"shard": 2, "zero": 2, "checkpointing": '"blocks"'}),
         slow(4, {"shard": 2}),
         slow(3, {"shard": 3}),
         slow(4, {"shard": 4}),

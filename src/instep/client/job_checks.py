@@ -57,6 +57,12 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
                 f"mesh.{axis} = {asked}: this version splits a replica along mesh.shard only. "
                 "Leave the key out."
             )
+    if job.mesh.ranks == 1 and job.mesh.checkpointing != "none":
+        raise SpecError(
+            f"mesh.checkpointing = {job.mesh.checkpointing!r} is for a replica of several "
+            "processes, and mesh.shard = 1. Leave the key out, or call "
+            "torch.utils.checkpoint in the model."
+        )
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")

@@ -42,10 +42,13 @@ class Replica:
         device: torch.device,
         steady: Container[str] | None = None,
     ) -> None:
+        from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.sharded import shard
 
         mesh = member.job.mesh
+        if mesh.checkpointing == "blocks":
+            checkpoint_blocks(model)
         self._model, self._device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         store = member.replica_store()
