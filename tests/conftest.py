@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(autouse=True)
+def drawn_alike() -> None:
+    """Whatever a test draws is the same whichever tests its process ran before."""
+    for name in ("torch", "numpy.random"):
+        if (module := sys.modules.get(name)) is not None:
+            (module.manual_seed if name == "torch" else module.seed)(0)
 
 
 @pytest.fixture

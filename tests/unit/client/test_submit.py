@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             for other in (
                 {"sync": {"name": "server_sync"}},
                 {"sync": {"codec": "int8"}},
-                {"check": {"corruption": True}},
+                {"check": {"corruption": True}, "train": {"determinism": "bits"}},
             )
         ),
         ({"recipe": "nowhere.py:f"}, RecipeError, "no recipe file 'nowhere.py'"),
