@@ -109,6 +109,7 @@ def compare(parts, losses, whole, within=1e-10):
             assert (tensor - whole[name]).abs().max() < within, name
 
 
+@pytest.mark.slow
 def test_two_stages_train_as_one_process(tmp_path):
     steps = 6
     jobs = [

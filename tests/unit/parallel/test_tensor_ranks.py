@@ -191,6 +191,7 @@ def on_two(tmp_path_factory):
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cut_model_trains_as_one_process(on_two, name):
     for found in on_two:
@@ -199,6 +200,7 @@ def test_a_cut_model_trains_as_one_process(on_two, name):
         assert max(found.values()) <= 1e-10, found
 
 
+@pytest.mark.slow
 def test_float32_and_bfloat16_stay_near(on_two):
     for found in on_two:
         assert found["float32"]["loss"] <= 1e-5
@@ -206,6 +208,7 @@ def test_float32_and_bfloat16_stay_near(on_two):
         assert found["bfloat16"]["loss"] <= 3e-4
 
 
+@pytest.mark.slow
 def test_a_found_plan_sends_no_more_than_a_plan_by_hand(on_two):
     for found in on_two:
         (loss, calls, size), (loss_by_hand, calls_by_hand, size_by_hand) = found["sent"]
@@ -215,10 +218,12 @@ def test_a_found_plan_sends_no_more_than_a_plan_by_hand(on_two):
         assert size <= 1.1 * size_by_hand
 
 
+@pytest.mark.slow
 def test_draws_that_the_plan_does_not_know_are_an_error(on_two):
     assert "blocks.1 draws random numbers more often than the 3 times" in on_two[0]["more draws"]
 
 
+@pytest.mark.slow
 def test_a_model_without_memory_is_cut(on_two):
     assert on_two[0]["meta"] == ["meta", [64, 16], [32, 16]]
 

@@ -345,6 +345,7 @@ def both(path, target):
     print(reads(path), watched(lambda: extract(Path(path), Path(target))))
 
 
+@pytest.mark.slow
 def test_reading_and_extracting_hold_one_tensor_at_a_time(tmp_path):
     model = wide()
     turn = turn_of(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
