@@ -338,7 +338,6 @@ class Loop(ABC):
             except PeerError as error:
                 if not self.member.recovers:
                     raise
-                self._interrupt()  # first: a fellow may wait for this process, and not know
                 self._fellows_agree(False)
                 broken = error
             self._leave(broken)

@@ -268,7 +268,11 @@ class Training(Loop):
                 self.member.wait_for_group()
 
     def _fellows_agree(self, well: bool) -> bool:
-        return well if self._replica is None else bool(min(self._ask_fellows(int(well))))
+        if self._replica is None:
+            return well
+        if not well:
+            self._interrupt()  # one of them may wait for this process, and not know
+        return bool(min(self._ask_fellows(int(well))))
 
     def _ask_fellows(self, own: int) -> list[int]:
         """A number of each process of the replica; all call it at the same time."""
