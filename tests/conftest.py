@@ -11,6 +11,8 @@ import pytest
 from disks import Disk, Ext4
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# else every program that a test starts compiles all of instep again, which takes 0.2 s each time
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
 

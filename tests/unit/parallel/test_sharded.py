@@ -173,6 +173,7 @@ def quickly(rank: int, ranks: int, folder: Path) -> None:
     group.close()
 
 
+@pytest.mark.slow
 def test_sharded_training_equals_plain_pytorch(tmp_path: Path) -> None:
     """On three ranks, so that no parameter divides; the same bits with ZeRO 2 and 3."""
     start_processes(quickly, (3, tmp_path), nprocs=3, start_method="forkserver")

@@ -105,6 +105,7 @@ def assert_equal(own, whole, what):
         assert torch.equal(expected, found), (what, name, own.layout.axes.get(name))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_eight_random_pairs_of_meshes_continue_to_the_bit(tmp_path):
     on_ranks(4, pairs, tmp_path, 0, 8)
