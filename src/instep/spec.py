@@ -266,6 +266,12 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         return self.shard * self.tensor * self.stages
 
     @property
+    def axes(self) -> str:
+        """The axes with several processes, as the job file has them."""
+        sizes = {"shard": self.shard, "tensor": self.tensor, "stages": self.stages}
+        return ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+
+    @property
     def same_batch(self) -> int:
         """Processes of a replica that get the same micro-batch: those on `tensor` and `stages`."""
         return self.tensor * self.stages
@@ -278,10 +284,8 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         """Why so many workers make no whole replicas; empty if they do."""
         if workers % self.ranks == 0:
             return ""
-        sizes = {"shard": self.shard, "tensor": self.tensor, "stages": self.stages}
-        axes = ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
         return (
-            f"workers = {workers}: a replica has {self.ranks} processes ([mesh] {axes}), "
+            f"workers = {workers}: a replica has {self.ranks} processes ([mesh] {self.axes}), "
             f"so {self.ranks}, {2 * self.ranks}, ..."
         )
 

@@ -28,7 +28,6 @@ from instep.data.order import Position, position, steps_in_epoch
 from instep.data.samples import last_read
 from instep.data.samples.contents import Record
 from instep.errors import CheckpointError, PeerError
-from instep.parallel.slots import Split
 from instep.state.retention import Best
 from instep.state.save import Shard
 from instep.sync.base import make_strategy
@@ -41,6 +40,7 @@ from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths,
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
+from instep.worker.step.slots import Split
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 from instep.worker.stopping import Stopping

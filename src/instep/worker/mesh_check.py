@@ -8,7 +8,7 @@ of it. Steps and other replicas are not known here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +118,7 @@ class MeshCheck:
         for name, slot in slots.items():
             gradient, slot.grad = slot.grad, None
             held[name] = boxes[name], None if gradient is None else gradient / weight
-        return self._gate.compare(held, comm, _axes(self._job)), ""
+        return self._gate.compare(held, comm, self._job.mesh.axes), ""
 
     def _passes(self, replica: Replica, comm: Comm, reads: Reads | None, *, merge: bool) -> float:
         """Run the batch; gradients add up in the slots.
@@ -173,10 +173,3 @@ def _kept(model: nn.Module) -> Iterator[None]:
 def _box(parameter: Tensor) -> Box:
     cut = cut_of(parameter)
     return whole(parameter.shape) if cut is None else cut.box
-
-
-def _axes(job: JobSpec) -> str:
-    named: Sequence[tuple[str, int]] = [
-        (axis, getattr(job.mesh, axis)) for axis in ("shard", "tensor", "stages")
-    ]
-    return ", ".join(f"{axis} = {size}" for axis, size in named if size > 1)

@@ -39,9 +39,8 @@ from instep.comm.late_errors import LateErrors
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
-from instep.parallel.slots import Split, give, local
 from instep.records import Attempt, Law
-from instep.state.boxes import MeshRank
+from instep.state.boxes import MeshRank, local
 from instep.store.ledger import Ledger, mend
 from instep.sync.base import Mover, Servers, Strategy
 from instep.sync.norm import norm, squares
@@ -58,6 +57,7 @@ from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Pass
 from instep.worker.step.skipping import scale_gradients, share_read
+from instep.worker.step.slots import Split, give
 from instep.worker.step.turns import TurnState
 from instep.worker.step.update import Update
 

@@ -1,15 +1,17 @@
-"""What this process has of a tensor that a mesh splits, as a plain tensor on the same memory.
+"""What this process has of parameters that a mesh splits: slots, plain parameters on their memory.
 
-Strategies, norms and checksums know plain tensors; optimizers and models have DTensors. A plain
-tensor is its own part. Which part of the whole it is, is not known here.
+Strategies, norms and checksums know plain tensors; optimizers and models have DTensors. Which part
+of the whole a slot is, is known to `state/boxes.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
+
+from instep.state.boxes import is_split
 
 
 class Split(Protocol):
@@ -24,25 +26,14 @@ class Split(Protocol):
         have the same."""
 
 
-def is_split(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; without importing those, which takes half as long as torch."""
-    return hasattr(tensor, "to_local")
-
-
-def local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor: a view, without a collective."""
-    part: Tensor = tensor.to_local() if is_split(tensor) else tensor
-    return part
-
-
 def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
     """Have each parameter's gradient be what its slot has, or none where it has none."""
     for slot, parameter in zip(slots, parameters, strict=True):
         if slot is not parameter:
-            parameter.grad = None if slot.grad is None else split_like(parameter, slot.grad)
+            parameter.grad = None if slot.grad is None else _split_like(parameter, slot.grad)
 
 
-def split_like(whole: Any, part: Tensor) -> Tensor:
+def _split_like(whole: Tensor, part: Tensor) -> Tensor:
     """A DTensor of which this rank has `part`, split as another one; the part, if that is whole."""
     if not is_split(whole):
         return part
