@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.comm.dtensors import is_split, split_like
 from instep.errors import CheckpointError
 
 _PIECE_BYTES = 4 << 20
@@ -139,7 +139,7 @@ def _load(tensor: Tensor, file: Any, begin: int, name: str, entry: dict[str, Any
             f"{list(tensor.shape)} in the model: it is the file of another model."
         )
     into, starts = tensor, (0,) * len(shape)
-    if isinstance(tensor, DTensor):
+    if is_split(tensor):
         into = tensor.to_local()
         _, starts = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
@@ -170,15 +170,7 @@ def _fill(buffer: bytearray, file: Any, name: str) -> None:
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
+    if not is_split(parameter):
         return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     local = torch.empty_like(parameter.to_local(), device=device)
-    held = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return nn.Parameter(held, parameter.requires_grad)
+    return nn.Parameter(split_like(parameter, local), parameter.requires_grad)

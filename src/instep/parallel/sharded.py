@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from instep.comm.dtensors import local_part
 from instep.errors import RecipeError
 from instep.parallel.block_order import BlockOrder
 from instep.parallel.blocks import repeated_blocks
@@ -245,8 +246,7 @@ class Sharded:
         local, gradient, parameter.grad = self._local[parameter], parameter.grad, None
         if not used or gradient is None:
             return
-        if isinstance(gradient, DTensor):
-            gradient = gradient.to_local()
+        gradient = local_part(gradient)
         local.grad = gradient if local.grad is None else local.grad + gradient
         for hook in (getattr(local, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(local)
@@ -344,5 +344,4 @@ class _Notes:
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:
-    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return nn.Parameter(held.detach(), requires_grad=parameter.requires_grad)
+    return nn.Parameter(local_part(parameter).detach(), requires_grad=parameter.requires_grad)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from instep.comm.dtensors import is_split
 from instep.errors import CheckpointError
 from instep.spec import MeshSpec
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:  # imported where there is one: it takes a second
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """[first, stop) of each dim, in elements; that of a tensor without dims is empty."""
-
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Cut(NamedTuple):
@@ -57,15 +55,6 @@ class MeshRank(NamedTuple):
     def has_all_names(self) -> bool:
         """Whether it has a part of every tensor; a rank of a pipeline has only some tensors."""
         return self.mesh.stages == 1
-
-
-def is_split(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor, of which a rank has a part."""
-    if type(tensor) in _PLAIN:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 def cut_of(tensor: Tensor, name: str = "a tensor") -> Cut | None:

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from instep.comm.base import Comm
 from instep.state.boxes import read_cut
-from instep.state.snapshot import DTYPES, Snapshot, tied_names
+from instep.state.snapshot import DTYPES, TYPES, Snapshot, tied_names
 
 CHUNK_BYTES = 1 << 25
 """Tensors are sent together up to this many bytes; a larger one is sent alone."""
 
 _ALIGNED = 8
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def broadcast_snapshot(
@@ -114,7 +113,7 @@ def _chunks(entries: list[Any]) -> Iterator[list[Any]]:
 
 def _padded(entry: Any) -> int:
     _, _, kind, shape = entry
-    size = _TYPES[kind].itemsize * torch.Size(shape).numel()
+    size = TYPES[kind].itemsize * torch.Size(shape).numel()
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -123,7 +122,7 @@ def _places(chunk: list[Any], flat: Tensor) -> Iterator[Tensor]:
     at = 0
     for entry in chunk:
         _, _, kind, shape = entry
-        dtype = _TYPES[kind]
+        dtype = TYPES[kind]
         size = dtype.itemsize * torch.Size(shape).numel()
         yield flat[at : at + size].view(dtype).view(shape)
         at += _padded(entry)

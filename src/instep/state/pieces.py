@@ -26,7 +26,7 @@ from instep.state.boxes import Box, Cut, elements, extent, gap, inside, meet, re
 from instep.state.manifest import SUFFIX, FileEntry, check_file, open_regular, read_manifest
 from instep.state.model_file import open_tensors
 from instep.state.packing import unpack_state
-from instep.state.snapshot import COPIES, DTYPES, PART, RESERVED, Snapshot, tied_names
+from instep.state.snapshot import COPIES, PART, RESERVED, TYPES, Snapshot, tied_names
 
 CUTS = "cuts"
 """Entry of a part's metadata: JSON, name to [shape, box] of each tensor that is not whole."""
@@ -34,8 +34,6 @@ CUTS = "cuts"
 SHARD = "shard-"
 """Begins the name of a group of tensors that one server has written: its part of the optimizer's
 state."""
-
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Piece(NamedTuple):
@@ -328,7 +326,7 @@ class _File:
                     f"{self._path} is damaged: {name} has the shape {list(shape)} and is "
                     f"said to be {list(cut.box)} of {list(cut.shape)}."
                 )
-            own[name] = Piece(cut, _TYPES[entry["dtype"]], self._fetcher(name))
+            own[name] = Piece(cut, TYPES[entry["dtype"]], self._fetcher(name))
         tied = {a: own[k] for a, k in facts.items() if k in own and a not in own and a != CUTS}
         return [*own.items(), *tied.items()]
 
@@ -342,7 +340,7 @@ class _File:
 
     def _fetcher(self, name: str) -> Callable[[tuple[slice, ...] | None], Tensor]:
         entry = self._header[name]
-        dtype, (start, stop) = _TYPES[entry["dtype"]], entry["data_offsets"]
+        dtype, (start, stop) = TYPES[entry["dtype"]], entry["data_offsets"]
 
         def fetch(part: tuple[slice, ...] | None) -> Tensor:
             if not self._checked:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.comm.dtensors import is_split
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut, is_split, local
+from instep.state.boxes import Cut, local
 
 DTYPES = {
     torch.float64: "F64",
@@ -43,6 +44,9 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """Every tensor type that can be saved, and its name in a safetensors file."""
+
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+"""The types by these names."""
 
 RESERVED = "__metadata__"
 """A name that safetensors reserves."""

@@ -24,7 +24,7 @@ from instep.state.boxes import Box, Cut, elements, extent, gap, inside, read_cut
 from instep.state.manifest import reason
 from instep.state.model_file import HASH_BLANK, HASH_KEY
 from instep.state.pieces import open_pieces
-from instep.state.snapshot import DTYPES, raw_bytes, tied_names
+from instep.state.snapshot import DTYPES, TYPES, raw_bytes, tied_names
 from instep.state.staging import (
     SAVING,
     check_room,
@@ -37,8 +37,6 @@ from instep.state.staging import (
 
 DIGEST_KEY = "parameters_sha256"
 """Entry of the file's metadata: what `snapshot.parameters_sha256` says of the whole model."""
-
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def lend(comm: Comm, own: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
@@ -92,7 +90,7 @@ class Lent:
                 if name in self.tied:
                     continue
                 cut = read_cut(shape, box)
-                self.entries[name] = torch.empty(shape, dtype=_TYPES[dtype], device="meta")
+                self.entries[name] = torch.empty(shape, dtype=TYPES[dtype], device="meta")
                 held = self._where.setdefault(name, [])
                 if elements(cut.box):
                     held.append((rank, cut.box))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.comm.dtensors import local_part
 from instep.errors import RecipeError, SpecError
 from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
@@ -248,7 +249,7 @@ class Pipeline:
 def _flat(parameter: nn.Parameter) -> Tensor:
     """[1 + n]: whether there is a gradient, and this rank's part of it."""
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    local = _local(grad.to_dense()).flatten()
+    local = local_part(grad.to_dense()).flatten()
     return torch.cat([local.new_full((1,), float(parameter.grad is not None)), local])
 
 
@@ -257,13 +258,8 @@ def _set_grad(parameter: nn.Parameter, flat: Tensor) -> None:
         return
     if parameter.grad is None or parameter.grad.is_sparse:
         parameter.grad = torch.zeros_like(parameter)
-    local = _local(parameter.grad)
+    local = local_part(parameter.grad)
     local.copy_(flat[1:].view_as(local))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Of a DTensor the part that is here, as fully_shard makes of a stage's parameters."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _chunks(schedule: str, ranks: int, cuts: Sequence[str]) -> int:

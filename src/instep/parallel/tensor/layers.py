@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from instep.comm.dtensors import local_part
 from instep.parallel.tensor.links import Links
 from instep.parallel.tensor.plan import Cut
 
@@ -76,17 +76,13 @@ def _with_base(style: Any, base: Any) -> Any:
     return made
 
 
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 class _Cut:
     _tensor_cut: tuple[str, Cut, Links, int]
     weight: Tensor
     bias: Tensor | None
 
     def _matrix(self) -> Tensor:
-        weight: Tensor = _local(self.weight)
+        weight: Tensor = local_part(self.weight)
         return weight if kind_of(self) == "linear" else weight.t()
 
 
@@ -94,7 +90,9 @@ class _Column(_Cut):
     def forward(self, values: Tensor) -> Tensor:
         name, cut, links, width = self._tensor_cut
         values = links.copy(values, cut.group)
-        made = F.linear(values, self._matrix(), _local(self.bias))
+        made = F.linear(
+            values, self._matrix(), None if self.bias is None else local_part(self.bias)
+        )
         return links.gather(made, cut.group, name, width) if cut.style != "column" else made
 
 
@@ -110,7 +108,7 @@ class _ColumnEmbedding(_Cut):
         name, cut, links, width = self._tensor_cut
         own: Any = self
         made = F.embedding(
-            indices, _local(self.weight), own.padding_idx, None, 2.0, own.scale_grad_by_freq
+            indices, local_part(self.weight), own.padding_idx, None, 2.0, own.scale_grad_by_freq
         )
         return links.gather(made, cut.group, name, width) if cut.style != "column" else made
 
@@ -123,7 +121,7 @@ class _Vocabulary(_Cut):
         elsewhere = (indices < first) | (indices >= stop)
         if own.padding_idx is not None:  # its row gets no gradient
             elsewhere |= indices == own.padding_idx
-        weight = _local(self.weight)
+        weight = local_part(self.weight)
         if first == stop:
             made = weight.new_zeros(*indices.shape, weight.shape[1])
         else:

@@ -19,12 +19,10 @@ from torch.utils import _pytree as nested
 from instep.comm.base import Comm
 from instep.data.loader import Loader, Slice
 from instep.errors import DataError, SpecError
-from instep.state.snapshot import DTYPES
+from instep.state.snapshot import DTYPES, TYPES
 
 if TYPE_CHECKING:
     from instep.worker.own.loop import OwnLoop
-
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 NONE = -1
 """The number of a batch that another process has: what comes of it does not count."""
@@ -170,7 +168,7 @@ def _leaves(row: Tensor, said_bytes: int) -> list[Tensor]:
     _, kinds = json.loads(bytes(row[:said_bytes].numpy()))
     at, leaves = said_bytes, []
     for kind, shape in kinds:
-        dtype = _TYPES[kind]
+        dtype = TYPES[kind]
         size = torch.Size(shape).numel() * dtype.itemsize
         leaves.append(row[at : at + size].clone().view(dtype).view(shape))
         at += size

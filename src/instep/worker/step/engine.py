@@ -387,10 +387,9 @@ class Engine:
             losses=self._parts,  # of each pass, times its weight: a place of its own, for one order
             weights=self._parts,
             buffers=len(self.buffers),  # who moved each
-            squares=self._mesh.ranks
-            if self._measures
-            else 0,  # of each rank's part of the gradient
-            again=1,  # whose gradients did not fit; with a mesh
+            # on a mesh: the squares of each rank's part of the gradient; whose did not fit
+            squares=self._mesh.ranks if self._measures else 0,
+            again=int(self._mesh.ranks > 1),
             **{name: observer.size for name, observer in self.observers.items()},
         )
         self._base = member.started  # Unix seconds, the same in every worker

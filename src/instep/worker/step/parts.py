@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.comm.buckets import laid_out_like
+from instep.comm.dtensors import is_split, split_like
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut, MeshRank, cut_of, is_split, local, primary
+from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.pieces import Pieces
 from instep.worker.step.served import kept_as, taken
 
@@ -214,16 +215,7 @@ def _value(pieces: Pieces, of: str, state: str, parameter: Tensor) -> tuple[str,
     cut, own = cut_of(parameter), local(parameter)
     value = laid_out_like(pieces.read(name, cut and cut.box).to(parameter.device), own)
     if is_split(parameter):
-        from torch.distributed.tensor import DTensor
-
-        value = DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        value = split_like(parameter, value)
     return state, value
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
-from instep.state.boxes import is_split
+from instep.comm.dtensors import is_split, split_like
 
 
 class Split(Protocol):
@@ -29,21 +29,9 @@ class Split(Protocol):
 def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
     """Have each parameter's gradient be what its slot has, or none where it has none."""
     for slot, parameter in zip(slots, parameters, strict=True):
-        if slot is not parameter:
-            parameter.grad = None if slot.grad is None else _split_like(parameter, slot.grad)
-
-
-def _split_like(whole: Tensor, part: Tensor) -> Tensor:
-    """A DTensor of which this rank has `part`, split as another one; the part, if that is whole."""
-    if not is_split(whole):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part,
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.size(),
-        stride=whole.stride(),
-    )
+        if slot is parameter:
+            continue
+        gradient = slot.grad
+        if gradient is not None and is_split(parameter):
+            gradient = split_like(parameter, gradient)
+        parameter.grad = gradient
