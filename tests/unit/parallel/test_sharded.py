@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
+from instep.comm.dtensors import split_like
 from instep.errors import RecipeError
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.sharded import Sharded, shard
@@ -136,7 +136,7 @@ def equals_plain(
         distributed.all_reduce(squares)
         scale = min(1.0, clip / (squares.sqrt().item() + 1e-6))  # as torch
         for slot, each in enumerate(mine):
-            each.grad = taken[slot] * scale if slot in taken else None
+            each.grad = (taken[slot] * scale).to_dense() if slot in taken else None
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
@@ -217,17 +217,6 @@ WAYS = [
 ]
 
 
-def distribute_like(local: Any, parameter: Any) -> Tensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    ).full_tensor()
-
-
 def other_ways(rank: int, ranks: int, folder: Path) -> None:
     group = replica(rank, ranks, folder)
     torch.set_default_dtype(torch.float64)
@@ -251,7 +240,7 @@ def other_ways(rank: int, ranks: int, folder: Path) -> None:
             mine.append(local)
             assert (local.grad is None) == (other.grad is None), (name, ways)
             if other.grad is not None:
-                whole = distribute_like(local.grad, parameter)
+                whole = split_like(parameter, local.grad).full_tensor()
                 torch.testing.assert_close(whole, other.grad, rtol=1e-10, atol=1e-12)
             local.grad = other.grad = None
     with pytest.raises(RecipeError, match="in the same order on every rank"):
