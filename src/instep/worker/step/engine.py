@@ -618,8 +618,8 @@ class Engine:
             self._fill_slots()
         if fits and self._measures and place[0] == 0:
             assert self._split is not None, "a mesh"
-            counted = [s.grad for s in self._slots[self.turn] if self._split.counts(s)]
-            gradients = [gradient for gradient in counted if gradient is not None]
+            pairs = zip(self._slots[self.turn], self.turns[self.turn].parameters, strict=True)
+            gradients = [s.grad for s, p in pairs if s.grad is not None and self._split.counts(p)]
             notes["squares"][place[1]] = math.fsum(squares(gradients).tolist())
         summed = self._notes.pack(notes)
         self.comm.all_reduce(summed).wait()

@@ -1,0 +1,61 @@
+"""A model that is cut into stages: how its passes are run, and what this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from instep.parallel.pipeline.blocks import Call
+from instep.parallel.pipeline.pipeline import Pipeline, Total
+from instep.parallel.slots import Slots
+
+
+class Staged:
+    """One rank's stages.
+
+    Args:
+        pipeline: of the model; what it holds may have been cut further.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, model = pipeline, pipeline.module
+        self._held = [p for _, p in model.named_parameters()]
+        self.slots = Slots(self._held)
+        owned = pipeline.owned
+        self._others = {p for name, p in model.named_parameters() if name not in owned}
+
+    def train(self, batch: Any, samples: int, key: int, call: Call) -> Total:
+        """Forward and backward passes of one micro-batch; then all gradients have been told.
+
+        All ranks call it together.
+
+        Args:
+            batch: the same on every rank.
+            samples: in it.
+            key: of the job, for this micro-batch.
+            call: from a part and its samples to its mean loss and weight.
+
+        Returns:
+            The loss, on the last stage. The gradients are of the parts' losses times their
+            weights.
+        """
+        total = self._pipeline.run(batch, samples, key, call)
+        self._pipeline.sum_shared()
+        for parameter in self._held:
+            self.slots.tell(parameter)
+        return total
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that uses the model, without gradients; all ranks do so together.
+
+        Returns:
+            What it returns, on the last stage; None on the others.
+        """
+        found = self._pipeline.results(None, 1, 0, lambda *_: function(*arguments), parts=1)
+        return found[0] if found else None
+
+    def shares(self, parameter: nn.Parameter) -> bool:
+        """Whether an earlier stage has this parameter too."""
+        return parameter in self._others
