@@ -80,6 +80,8 @@ def check_equal(program, wanted, most=1e-10):
         slow(4, {"stages": 2, "pipeline_batches": 1}),
         slow(2, {"stages": 2, "pipeline_batches": 2, "schedule": '"gpipe"'}),
         slow(4, {"stages": 2, "tensor": 2, "pipeline_batches": 2}),
+        slow(4, {"stages": 2, "shard": 2, "zero": 2, "pipeline_batches": 2}),
+        slow(8, {"stages": 2, "shard": 2, "tensor": 2, "zero": 2, "pipeline_batches": 1}),
     ],
     ids=str,
 )

@@ -64,11 +64,11 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
 
 def _check_mesh(mesh: MeshSpec) -> None:
     """Refuse axes that do not go together, and keys of an axis that is not there."""
-    if mesh.shard > 1 and mesh.stages > 1:
+    if mesh.shard > 1 and mesh.stages > 1 and mesh.zero == 3:
         raise SpecError(
-            f"mesh.shard = {mesh.shard} and mesh.stages = {mesh.stages}: this version cannot share "
-            "out the parameters of a stage. Use one of the two; each goes together with "
-            "mesh.tensor."
+            f"mesh.zero = 3 with mesh.stages = {mesh.stages}: the parts of a micro-batch go "
+            "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
+            "= 2: they are gathered once for a micro-batch."
         )
     if mesh.ranks == 1 and mesh.checkpointing != "none":
         raise SpecError(

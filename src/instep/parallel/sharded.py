@@ -233,7 +233,8 @@ class Sharded:
 
     def _tell_one(self, parameter: Tensor, used: bool) -> None:
         assert isinstance(parameter, nn.Parameter)
-        self.slots.tell(parameter, counts=used)
+        gradient, parameter.grad = parameter.grad, None
+        self.slots.tell(parameter, gradient if used else None)
 
 
 class _Pass(nn.Module):

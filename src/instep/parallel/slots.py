@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.comm.dtensors import local_part
 
@@ -30,20 +30,19 @@ class Slots:
         """The slot of each parameter, which may have no elements; the same objects each time."""
         return [self._slots[parameter] for parameter in parameters]
 
-    def tell(self, parameter: nn.Parameter, *, counts: bool = True) -> None:
-        """Move a gradient that is complete to the slot, and run the slot's hooks.
+    def tell(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Give a gradient that is complete to the slot, and run the slot's hooks.
 
         They are those of `register_post_accumulate_grad_hook`, and may take the gradient away;
         what they leave is added to the next time.
 
         Args:
-            parameter: has it, and has none afterwards.
-            counts: whether it is told; else it is dropped.
+            parameter: whose slot.
+            gradient: the parameter's, or this rank's part of it; None: there is none.
         """
-        slot, gradient, parameter.grad = self._slots[parameter], parameter.grad, None
-        if gradient is None or not counts:
+        if gradient is None:
             return
-        gradient = local_part(gradient)
+        slot, gradient = self._slots[parameter], local_part(gradient)
         slot.grad = gradient if slot.grad is None else slot.grad + gradient
         for hook in (getattr(slot, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(slot)

@@ -84,7 +84,12 @@ def split(
     if pipeline is not None:
         from instep.parallel.pipeline.staged import Staged
 
-        return Staged(pipeline)
+        rows = None
+        if mesh.shard > 1:
+            from instep.parallel.rows import Rows
+
+            rows = Rows(model, group.device_mesh)
+        return Staged(pipeline, rows)
     if mesh.shard > 1:
         from instep.parallel.sharded import shard
 

@@ -194,9 +194,11 @@ class WholeBatch:
         for number, work in enumerate(works):
             since = time.perf_counter()
             engine.begin_pass(work.part, 1.0 / batch_size, last=number == last)
-            total = stages.train(work.batch, work.size, work.keys[0], call)
-            losses[work.part.number] = Weighed(*total)
-            engine.end_pass(work.part, work.size / batch_size)
+            size = work.size if work.counts else 0
+            total = stages.train(work.batch, size, work.keys[0], call)
+            if work.counts:
+                losses[work.part.number] = Weighed(*total)
+            engine.end_pass(work.part, size / batch_size)
             engine.clock.lap(since, "backward")
         return losses
 

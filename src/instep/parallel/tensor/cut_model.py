@@ -30,7 +30,8 @@ class CutModel:
 
     def _tell(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        self.slots.tell(parameter, counts=self._counts)
+        gradient, parameter.grad = parameter.grad, None
+        self.slots.tell(parameter, gradient if self._counts else None)
 
     def set_counts(self, counts: bool) -> None:
         """Whether the gradients of the next passes count."""
