@@ -72,8 +72,10 @@ class Replica:
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
-        told = told_layout(self.comm, layout, device)
-        self._split = split(model, self._group, mesh, told, example, steady)
+        layout = told_layout(self.comm, layout, device)
+        self.draws_by_block = layout.draws
+        """Whether its model draws random numbers for each block and part of a micro-batch."""
+        self._split = split(model, self._group, mesh, layout, example, steady)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)
