@@ -66,7 +66,7 @@ class Replica:
         """Whether this process tells the losses of its passes, and which samples it could not
         read: of those that get the same micro-batch, one does."""
         self.proposes = own.tensor == 0
-        """Whether it tells what its passes do to buffers."""
+        """Whether it tells what its passes do to buffers, and the statistics of its batches."""
         store = member.replica_store()
         self._group = ReplicaGroup(store, place, mesh, device=device, address=address)
         store = member.replica_store("comm ")

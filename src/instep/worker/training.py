@@ -213,6 +213,8 @@ class Training(Loop):
         with preserved():
             replica = Replica(self.member, model, self.device, layout, example, steady)
         self._forward.run = replica.run
+        if self._reads is not None:
+            self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
         if self.member.number == 0 and not trains:
