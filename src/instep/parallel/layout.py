@@ -6,7 +6,7 @@ different ones. It is found once, and all ranks of all replicas get the same (`w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ class Example:
     samples: int
     call: Call
     """From a batch and its number of samples to its mean loss and weight; calls the model."""
+    others: Sequence[tuple[Any, int]]
+    """More micro-batches with their samples, for models that take other ways for other samples."""
     compute_loss: Callable[[nn.Module, Any], Tensor]
     """The mean loss of this batch, with any model, in float32."""
 
@@ -73,6 +75,7 @@ def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
             schedule=mesh.schedule,
             parts=mesh.pipeline_batches,
             cuts=mesh.cuts,
+            others=example.others,
         )
     return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
 

@@ -10,7 +10,7 @@ Replicas, optimizers and the job are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -234,12 +234,14 @@ def find_cuts(
     schedule: str,
     parts: int,
     cuts: Sequence[str] = (),
+    others: Iterable[tuple[Any, int]] = (),
 ) -> tuple[list[str], list[str]]:
     """Where a pipeline of so many ranks cuts a model, found by one process alone.
 
     Args:
         model, call, batch, samples, schedule, parts, cuts: as for `Pipeline`.
         ranks: of the pipeline.
+        others: more batches with their samples, on which the cuts are tried too.
 
     Returns:
         Names of the blocks that begin a stage, without the first; and of all blocks, in order.
@@ -252,7 +254,17 @@ def find_cuts(
     example, size = cut(batch, samples, parts)[0]
     chain = find(model, call, example, size, cuts)
     runner, names = Runner(model, chain), list(chain.blocks)
-    found = choose(model, runner, call, example, size, ranks=ranks, stages=stages, cuts=cuts)
+    found = choose(
+        model,
+        runner,
+        call,
+        example,
+        size,
+        ranks=ranks,
+        stages=stages,
+        cuts=cuts,
+        others=[cut(*other, parts)[0] for other in others],
+    )
     return [names[first] for first in found.first[1:]], names
 
 

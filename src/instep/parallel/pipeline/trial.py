@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.errors import RecipeError
+from instep.errors import RecipeError, one_line
 from instep.parallel.pipeline.absent import Absent
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
@@ -165,7 +165,7 @@ def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts:
             return
         totals = [
             sum(float(total) for each in found if (total := total_of(each)) is not None)
-            for found in (whole, [call(*piece) for piece in pieces])
+            for found in (whole, [_of_part(call, *piece, parts) for piece in pieces])
         ]
     finally:
         for module in training:
@@ -177,6 +177,17 @@ def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts:
             "weight). The model or the loss looks at several samples at once, or its weight is "
             "not what the loss is a mean of. Set mesh.pipeline_batches = 1, or give the weight."
         )
+
+
+def _of_part(call: Call, batch: Any, samples: int, parts: int) -> Any:
+    try:
+        return call(batch, samples)
+    except Exception as error:  # the user's model may raise anything
+        raise RecipeError(
+            f"mesh.pipeline_batches = {parts}: the model computes a batch, but not the first "
+            f"{samples} of its samples alone ({type(error).__name__}: {one_line(error)}). Set "
+            "mesh.pipeline_batches = 1."
+        ) from error
 
 
 def total_of(found: Any) -> Tensor | None:
