@@ -188,7 +188,11 @@ IN_A_JOB_FILE = [
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
     Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
-    Job("[mesh]\ntensor = 2", ["mesh.tensor = 2", "along mesh.shard only", "Leave the key out."]),
+    Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
+    Job(
+        "workers = 4\n[mesh]\nstages = 2\nshard = 2",
+        ["mesh.zero = 3 with mesh.stages = 2", "Set mesh.zero"],
+    ),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(

@@ -144,9 +144,13 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             "does not go with check.corruption",
         ),
         (rounds(stop={"gradient_norm": 0.1}), SpecError, "does not go with stop.gradient_norm"),
-        *(
-            ({"mesh": {axis: 2}}, SpecError, "splits a replica along mesh.shard only")
-            for axis in ("tensor", "stages")
+        ({"workers": 4, "mesh": {"stages": 2, "shard": 2}}, SpecError, "Set mesh.zero = 2"),
+        ({"mesh": {"cuts": ["a"]}}, SpecError, "mesh.cuts = ('a',) is for mesh.stages above 1"),
+        ({"mesh": {"plan": {"*": "row"}}}, SpecError, "is for mesh.tensor above 1"),
+        (
+            {"mesh": {"stages": 2, "schedule": "gpipe"}, "recipe": "nowhere.py:f"},
+            RecipeError,
+            "no recipe file 'nowhere.py'",
         ),
         *(
             ({"mesh": {"shard": 2}, **other}, SpecError, "([mesh]) does not go with")
