@@ -7,7 +7,7 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +28,13 @@ class Replica:
         member: this worker's membership in the run.
         model: built, whole; afterwards each process has its part of the parameters.
         device: where it computes.
-        steady: names of the blocks that every pass runs; None: all.
 
     Raises:
         RecipeError: the model cannot be split; or the program has made torch's default group.
         PeerError: another process of the replica was lost meanwhile.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        model: nn.Module,
-        device: torch.device,
-        steady: Container[str] | None = None,
-    ) -> None:
+    def __init__(self, member: Member, model: nn.Module, device: torch.device) -> None:
         from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.sharded import shard
@@ -56,7 +49,7 @@ class Replica:
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
-        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero, steady=steady)
+        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that uses the model; all processes of the replica do so together."""

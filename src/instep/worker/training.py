@@ -22,7 +22,6 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
-from instep.parallel.blocks import repeated_blocks
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward
@@ -51,7 +50,6 @@ from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
 from instep.worker.trial.reads import try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
-from instep.worker.trial.steady import single_samples, steady_blocks
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
@@ -197,11 +195,8 @@ class Training(Loop):
             first=self.member.number % self.job.mesh.ranks == 0,
             why="other replicas train already" if trains else "",
         )
-        alone = single_samples(self._loader, self.samples)
-        blocks = list(repeated_blocks(model))
-        steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
-        replica = Replica(self.member, model, self.device, steady)
+        replica = Replica(self.member, model, self.device)
         self._forward.run = replica.run
         found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
