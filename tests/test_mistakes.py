@@ -190,6 +190,8 @@ IN_A_JOB_FILE = [
     Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
     Job("[mesh]\ntensor = 2", ["mesh.tensor = 2", "along mesh.shard only", "Leave the key out."]),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
+    Job('[mesh]\noffload = "optimizer"', ["mesh.offload = 'optimizer'", "mesh.shard = 1"]),
+    Job('[mesh]\ncompile = "blocks"', ["mesh.compile = 'blocks'", "or call compile() on the"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(
         '[mesh]\nshard = 2\n[sync]\ncodec = "int8"',

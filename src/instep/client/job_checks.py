@@ -57,12 +57,12 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
                 f"mesh.{axis} = {asked}: this version splits a replica along mesh.shard only. "
                 "Leave the key out."
             )
-    if job.mesh.ranks == 1 and job.mesh.checkpointing != "none":
-        raise SpecError(
-            f"mesh.checkpointing = {job.mesh.checkpointing!r} is for a replica of several "
-            "processes, and mesh.shard = 1. Leave the key out, or call "
-            "torch.utils.checkpoint in the model."
-        )
+    for key, instead in _OF_SEVERAL.items():
+        if job.mesh.ranks == 1 and (given := getattr(job.mesh, key)) != "none":
+            raise SpecError(
+                f"mesh.{key} = {given!r} is for a replica of several processes, and "
+                f"mesh.shard = 1. Leave the key out{instead}."
+            )
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
@@ -154,6 +154,11 @@ _WITH_A_CODEC = {
     "train.determinism = 'bits'": "what a codec drops depends on how many workers there are",
     "check.corruption": "gradients are not compared to the bit",
     "train.precision = 'float16'": "the scale of the loss changes",
+}
+_OF_SEVERAL = {
+    "checkpointing": ", or call torch.utils.checkpoint in the model",
+    "offload": "",
+    "compile": ", or call compile() on the model",
 }
 _WITH_A_MESH = {
     "a loop of your own": "this version splits only the model of a recipe",

@@ -35,11 +35,13 @@ class Replica:
     """
 
     def __init__(self, member: Member, model: nn.Module, device: torch.device) -> None:
+        from instep.parallel.compiled import compile_blocks
         from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.sharded import shard
 
         mesh = member.job.mesh
+        compile_blocks(model, device, every=mesh.compile == "blocks")
         if mesh.checkpointing == "blocks":
             checkpoint_blocks(model)
         self._model, self._device = model, device

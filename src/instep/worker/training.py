@@ -22,6 +22,8 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
+from instep.parallel.compiled import COMPILING
+from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward
@@ -106,6 +108,8 @@ class Training(Loop):
             self._replica = self._split(model, merge=trial.merge)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
+        if self.job.mesh.offload == "optimizer":
+            keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
@@ -296,7 +300,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=self.phase,
+            phase="compiling" if COMPILING.is_set() else self.phase,
             progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
