@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing import start_processes
 
 from instep.errors import RecipeError
-from instep.parallel.compiled import compile_blocks
+from instep.parallel.compiled import COMPILING, compile_blocks
 from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.sharded import shard
@@ -26,6 +26,7 @@ CALLS: list[int] = []
 
 def counted(graph: Any, inputs: Any) -> Any:
     """A backend that makes no machine code, and counts how often a graph runs."""
+    assert COMPILING.is_set()
     run = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     def count(*given: Any) -> Any:
@@ -69,7 +70,7 @@ def equals_plain(group: ReplicaGroup, zero: Any, *, checkpointing: bool, every: 
     torch._dynamo.utils.counters.clear()
     CALLS.clear()
     torch.manual_seed(0)
-    model: Any = Net()
+    model: Any = Net(2 if every else BLOCKS)
     plain = copy.deepcopy(model)
     if not every:
         for block in model.blocks:
@@ -105,6 +106,7 @@ def equals_plain(group: ReplicaGroup, zero: Any, *, checkpointing: bool, every: 
     counters = torch._dynamo.utils.counters
     assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
     assert not counters["graph_break"]
+    assert not COMPILING.is_set()
     assert every or len(CALLS) >= STEPS * (BLOCKS - 1), "blocks were not compiled"
 
 
@@ -112,7 +114,7 @@ def on_ranks(rank: int, folder: Path, every: bool) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "meeting"), 2)
     group = ReplicaGroup(store, rank, MeshSpec(shard=2), timeout_s=300)
-    for zero, checkpointing in ((3, False), (2, True)) if every else ((3, True), (2, False)):
+    for zero, checkpointing in ((3, True),) if every else ((3, True), (2, False)):
         equals_plain(group, zero, checkpointing=checkpointing, every=every)
     group.close()
 
