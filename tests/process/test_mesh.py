@@ -73,6 +73,7 @@ def check_equal(program, wanted, most=1e-10):
         slow(4, {"shard": 2, "tensor": 2}),
         slow(2, {"shard": 2, "zero": 2, "checkpointing": '"blocks"'}),
         slow(4, {"shard": 2}),
+        slow(2, {"shard": 2, "offload": '"optimizer"'}),
         slow(3, {"shard": 3}),
         slow(4, {"shard": 4}),
         (2, {"stages": 2, "pipeline_batches": 2}),
@@ -121,12 +122,33 @@ def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
         (STEPS, 2, 2, 1, 1),
     ):
         keys = [f"workers={workers}", f"train.stop_after_steps={steps}", "mesh.zero=2"]
+        keys += [f"mesh.offload={'optimizer' if shard == 3 else 'none'!r}"]
         keys += [f"mesh.shard={shard}", f"mesh.tensor={tensor}", f"mesh.stages={stages}"]
         sets = [part for key in keys for part in ("--set", key)]
         program = start("-m", "instep", "resume", first.run, *sets)
         assert program.end() == 0, program.stderr
     check_equal(first, plain_loop(drop=0.0))
     assert first.summary["repeated_samples"] == first.summary["missing_samples"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_blocks_train_what_a_plain_loop_does(run: Start):
+    keys = ("workers=2", "mesh.shard=2", 'mesh.compile="blocks"', 'mesh.checkpointing="blocks"')
+    program = run("splits.py:recipe", *QUICK, *keys)
+    assert program.end(360) == 0, program.stderr
+    check_equal(program, plain_loop())
+    assert len(program.events("mesh_checked")) == 1
+
+
+def test_a_machine_that_cannot_compile_is_refused_before_the_first_step(
+    run: Start, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    program = run("splits.py:recipe", *QUICK, "workers=2", "mesh.shard=2", 'mesh.compile="blocks"')
+    assert program.end() == 2
+    assert "torch.compile does not work on this machine" in program.stderr
 
 
 @pytest.mark.slow

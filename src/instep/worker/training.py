@@ -23,7 +23,8 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
-from instep.parallel.blocks import repeated_blocks
+from instep.parallel.compiled import COMPILING
+from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward
@@ -53,7 +54,6 @@ from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
 from instep.worker.trial.reads import try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
-from instep.worker.trial.steady import single_samples, steady_blocks
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
@@ -110,6 +110,8 @@ class Training(Loop):
             self._replica = self._split(model, merge=trial.merge)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
+        if self.job.mesh.offload == "optimizer":
+            keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
@@ -206,12 +208,9 @@ class Training(Loop):
             why="other replicas train already" if trains else "",
             blocks=layout.blocks if layout is not None else (),
         )
-        alone = single_samples(self._loader, self.samples)
-        blocks = list(repeated_blocks(model))
-        steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
         with preserved():
-            replica = Replica(self.member, model, self.device, layout, example, steady)
+            replica = Replica(self.member, model, self.device, layout, example)
         self._forward.run = replica.run
         if self._reads is not None:
             self._reads.tells = replica.proposes
@@ -313,7 +312,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=self.phase,
+            phase="compiling" if COMPILING.is_set() else self.phase,
             progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
