@@ -27,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -52,14 +53,22 @@ NEWEST = 5000
 
 
 class UnderInstep:
-    """`instep run` to the bit, training without end in `folder`."""
+    """`instep run`, training without end in `folder`; to the bit, unless `settings` say else."""
 
-    def __init__(self, folder: Path, workers: int, global_batch: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        global_batch: int,
+        recipe: str = RECIPE,
+        settings: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.workers, self.run = workers, folder / "disturbed"
         job = folder / "job.toml"
-        job.write_text(f'name = "disturbed"\nrecipe = "{RECIPE}"\nworkers = {workers}\nseed = 7\n')
+        job.write_text(f'name = "disturbed"\nrecipe = "{recipe}"\nworkers = {workers}\nseed = 7\n')
         train = {**TRAIN, "global_batch": global_batch, "steps": 1_000_000}
-        sets = [word for k, v in train.items() for word in ("--set", f"train.{k}={v}")]
+        keys = {**{f"train.{name}": value for name, value in train.items()}, **settings}
+        sets = [word for k, v in keys.items() for word in ("--set", f"{k}={v}")]
         command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(folder), *sets]
         with (folder / "said").open("w") as said:
             self._process = subprocess.Popen(command, stdout=said, stderr=said)

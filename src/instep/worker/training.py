@@ -52,7 +52,7 @@ from instep.worker.stopping import check_rules
 from instep.worker.trial.reads import try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial.steady import single_samples, steady_blocks
-from instep.worker.trial_result import Trial
+from instep.worker.trial_result import Known, Trial
 from instep.worker.whole_batch import WholeBatch
 
 
@@ -104,8 +104,9 @@ class Training(Loop):
             each.begin()
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
-            trial = self._try()  # on the whole model, and so before it is split
-            self._replica = self._split(model, merge=trial.merge)
+            known = Known.read(member.known)
+            trial = known.trial if known else self._try()  # before the model is split
+            self._replica = self._split(model, trial, known)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
@@ -185,27 +186,29 @@ class Training(Loop):
             )
         )
 
-    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+    def _split(self, model: nn.Module, trial: Trial, known: Known | None) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
-        nobody trains it yet, compare them with one process."""
-        trains = self.member.others_have_state
+        none has trained it yet, compare them with one process."""
         check = MeshCheck(
             self._forward,
             self._loader,
             self.job,
             self.samples,
             first=self.member.number % self.job.mesh.ranks == 0,
-            why="other replicas train already" if trains else "",
+            why="such a replica has been compared" if known else "",
         )
-        alone = single_samples(self._loader, self.samples)
-        blocks = list(repeated_blocks(model))
-        steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
+        if known:
+            self._steady = known.steady
+        else:
+            alone = single_samples(self._loader, self.samples)
+            blocks = list(repeated_blocks(model))
+            self._steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
-        replica = Replica(self.member, model, self.device, steady)
+        replica = Replica(self.member, model, self.device, self._steady)
         self._forward.run = replica.run
-        found, why = check.run(replica, self._reads, merge=merge)
+        found, why = check.run(replica, self._reads, merge=trial.merge)
         self.phase = "building"
-        if self.member.number == 0 and not trains:
+        if self.member.number == 0 and not known:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
         return replica
@@ -397,6 +400,8 @@ class Training(Loop):
         if sample := int(found[2]):
             trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
         self.state.trial = trial
+        if self._replica is not None and comm.rank == 0 and not self.member.known:
+            self.member.remember(Known(trial, self._steady).encoded())
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."

@@ -1,0 +1,25 @@
+"""The GPT of `gpt.py` at any size, in a run that copies its commits into host memory or does not.
+
+Every other `block` steps are without copies, up to step `until`; then all are copied.
+"""
+
+from functools import wraps
+from typing import Any
+
+from gpt import recipe as gpt
+
+import instep
+from instep.records import Attempt
+from instep.worker.step.host_copy import HostCopy
+
+
+def recipe(until: int = 0, block: int = 1, **size: int) -> instep.Recipe:
+    keep = HostCopy.keep
+
+    @wraps(keep)
+    def keep_some(self: HostCopy, snapshot: Any, at: Attempt) -> None:
+        if at.number > until or at.number // block % 2:
+            keep(self, snapshot, at)
+
+    HostCopy.keep = keep_some  # type: ignore[method-assign]
+    return gpt(**size)
