@@ -116,9 +116,9 @@ def newest_pids(run: Path) -> list[int]:
     return list({e["worker"]: e["pid"] for e in joined}.values())
 
 
-def full_again(contender: Contender, moment: float) -> bool:
+def full_again(contender: Contender, moment: float, limit_s: float = LIMIT_S) -> bool:
     """Wait for a step of the full number, in a group that began after the moment."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while recovery(contender.steps(NEWEST), moment, contender.workers) is None:
         if time.monotonic() > deadline or not contender.alive():
             return False
@@ -126,10 +126,12 @@ def full_again(contender: Contender, moment: float) -> bool:
     return True
 
 
-def disturb(contender: Contender, kills: int, draw: random.Random, name: str) -> list[float]:
+def disturb(
+    contender: Contender, kills: int, draw: random.Random, name: str, limit_s: float = LIMIT_S
+) -> list[float]:
     """Kill so many workers, each when the number is full; the moments of those survived."""
     survived: list[float] = []
-    going = full_again(contender, 0.0)
+    going = full_again(contender, 0.0, limit_s)
     while going and len(survived) < kills:
         time.sleep(draw.uniform(0.5, 1.5))
         victim, moment = draw.choice(contender.pids()), time.time()
@@ -137,7 +139,7 @@ def disturb(contender: Contender, kills: int, draw: random.Random, name: str) ->
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:  # its system has ended it, or is about to replace it
             continue
-        going = full_again(contender, moment)
+        going = full_again(contender, moment, limit_s)
         if going:
             survived.append(moment)
             print(f"\r{name}: {len(survived)} of {kills} ", end="", file=sys.stderr, flush=True)

@@ -51,6 +51,7 @@ from instep.spec_file import build
 from instep.system.environment import END, SETTINGS
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
+from instep.system.malloc import return_freed_memory
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
     MEMBERS,
@@ -96,6 +97,7 @@ def main() -> None:
     file, _, function = job["recipe"].rpartition(":")
     if build(job, source="the master").mesh.ranks > 1:
         _import_meshes()
+        return_freed_memory()
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
