@@ -94,6 +94,8 @@ class Welcome(Message, frozen=True):
     """Of the process, as in `Form`."""
     restarts: int = 0
     """How often its replica was started again; the same for all processes that may meet."""
+    known: bytes = b""
+    """What earlier processes left under the key `KNOWN`."""
 
 
 class Refused(Message, frozen=True):
@@ -311,6 +313,10 @@ def keys_of_replica(replica: int, restarts: int | None = None) -> str:
     """The prefix of the keys by which the processes of a replica connect, or of all its starts."""
     start = f"replica-{replica}-"
     return start if restarts is None else f"{start}{restarts}/"
+
+
+KNOWN = "known"
+"""The key of what is found out once, for all processes of the run."""
 
 
 class StoreSet(Message, frozen=True):

@@ -23,6 +23,7 @@ from instep.comm.channel_store import ChannelStore
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
+    KNOWN,
     AnyMessage,
     Broken,
     Built,
@@ -43,6 +44,7 @@ from instep.comm.messages import (
     Regroup,
     Release,
     Stop,
+    StoreSet,
     StoreValue,
     Verdict,
     keys_of_generation,
@@ -122,6 +124,8 @@ class Member:
         """Whether other workers have the state of the run."""
         self.restarts = welcome.restarts
         """How often the replica of this worker was started again."""
+        self.known = welcome.known
+        """What `remember` of an earlier process was given; empty if there was none."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
@@ -281,6 +285,11 @@ class Member:
             keys_of_replica(replica, self.restarts) + group,
             released=Released,
         )
+
+    def remember(self, what: bytes) -> None:
+        """Have it known to processes that are started from now on."""
+        self.known = what
+        self._connection.send(StoreSet(key=KNOWN, value=what))
 
     def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:
         """The group inside this worker's replica came apart: usually another process was lost.

@@ -106,8 +106,9 @@ class Training(Loop):
             each.begin()
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
-            trial = self._try()  # on the whole model, and so before it is split
-            self._replica = self._split(model, merge=trial.merge)
+            known = Trial.read(member.known)
+            trial = known or self._try()  # before the model is split
+            self._replica = self._split(model, merge=trial.merge, compare=known is None)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         if self.job.mesh.offload == "optimizer":
@@ -189,10 +190,10 @@ class Training(Loop):
             )
         )
 
-    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+    def _split(self, model: nn.Module, *, merge: bool, compare: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
-        nobody trains it yet, compare them with one process."""
-        trains, mesh = self.member.others_have_state, self.job.mesh
+        none has trained it yet, compare them with one process."""
+        mesh = self.job.mesh
         first = self.member.number % mesh.ranks == 0
         example = layout = None
         if mesh.same_batch > 1:
@@ -205,7 +206,7 @@ class Training(Loop):
             self.job,
             self.samples,
             first=first,
-            why="other replicas train already" if trains else "",
+            why="" if compare else "such a replica has been compared",
             blocks=layout.blocks if layout is not None else (),
         )
         self.phase = "meeting"
@@ -216,7 +217,7 @@ class Training(Loop):
             self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
-        if self.member.number == 0 and not trains:
+        if self.member.number == 0 and compare:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
         return replica
@@ -408,6 +409,8 @@ class Training(Loop):
         if sample := int(found[2]):
             trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
         self.state.trial = trial
+        if self._replica is not None and comm.rank == 0 and not self.member.known:
+            self.member.remember(trial.encoded())
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
