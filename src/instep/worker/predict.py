@@ -185,7 +185,8 @@ class Predictor:
                     model.eval()  # the user's function may have changed that
                     with torch.no_grad(), forward.autocast(), self._in_step(turn):
                         outputs = forward.run(predict, model, to_device(batch, device))
-                    found = columns(outputs, read.size) if read.size else None
+                    if read.size and self._writes(turn):
+                        found = columns(outputs, read.size)
                 if self._writes(turn):
                     self._phase = "saving"
                     self._write(part, read, found, plan.format)
@@ -214,8 +215,9 @@ class Predictor:
         return turn[self._at.shard % len(turn)]
 
     def _writes(self, turn: list[int]) -> bool:
-        """Whether this process is the first of those that compute the same batch."""
-        return self._at.shard < len(turn) and self._at.tensor == self._at.stage == 0
+        """Whether this process tells what it computes: one of those with the same batch does."""
+        last = self._at.stage == self._job.mesh.stages - 1
+        return self._at.shard < len(turn) and self._at.tensor == 0 and last
 
     def _slices(
         self, samples: int, batch: int, begun: deque[tuple[list[int], Slice]]
