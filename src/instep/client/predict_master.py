@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from instep import spec_file
 from instep.client.batches import START, Batches
 from instep.client.own_server import OwnServer
+from instep.client.predict_pace import Pace
 from instep.client.predict_replicas import Process, Replica
 from instep.client.results import failure
 from instep.comm import messages as m
@@ -35,24 +36,18 @@ from instep.spec import JobSpec
 from instep.store.joined import check_same
 from instep.store.predictions import Damaged, Predictions
 from instep.system.lease import Lease
-from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched
 from instep.units import readable_seconds
 
 TICK_S = 0.05
 """How long the master waits for a message."""
 
-FIRST_S = 600.0
-"""How long a worker may take to predict the first batch of all: it may compile."""
-
 REPORT_S = 0.5
 """How long the fork server may take to report the end of a worker."""
 
 LEAVE_S = 2.0
 """How long workers may take to end when everything is predicted."""
-
-SAID_S = 2.0
-"""Seconds between two lines of progress."""
 
 
 class Ended(NamedTuple):
@@ -100,10 +95,9 @@ class PredictMaster:
         self._starting: dict[int, float] = {}  # when the fork server was asked for them
         self._confirmed = False  # whether the dataset is the one of the parts that are there
         self._lost = 0
-        self._longest_s: float | None = None  # without progress, of a worker that continued
         self._known: dict[str, Any] | None = None  # the head of a part, to compare others with
-        self._now = self._said = time.monotonic()
-        self._first_done: float | None = None
+        self._now = time.monotonic()
+        self._pace = Pace(self._batches, self._now)
 
     def serve(self) -> Ended:
         """Until every batch has a part, or a signal has come; no process is left then.
@@ -158,18 +152,8 @@ class PredictMaster:
         self._start_missing(now)
         for replica in self._replicas:
             self._hand_out(replica, now)
-        self._progress(now)
-
-    def _progress(self, now: float) -> None:
-        batches = self._batches
-        if now - self._said < SAID_S or not batches.samples:
-            return
-        self._said, rate = now, ""
-        new = len(batches.done) - batches.before
-        if self._first_done is not None and new > 1:
-            per_s = (new - 1) * batches.size / max(now - self._first_done, 1e-9)
-            rate = f", {per_s:,.0f} samples/s"
-        self._say(f"batch {len(batches.done):,} of {batches.total:,}{rate}")
+        if line := self._pace.line(now):
+            self._say(line)
 
     # ---- connections
 
@@ -246,7 +230,7 @@ class PredictMaster:
             case m.Heartbeat(phase=phase, progress=progress):
                 if process.at != (phase, progress):
                     process.at = phase, progress
-                    self._moves(process, now)
+                    self._pace.moves(self._replica(process.number), process, now)
             case m.Emit(name="dataset_known", fields=fields):
                 self._count(process, int(fields["samples"]))
             case m.Emit(name="warning", fields=fields):
@@ -284,22 +268,15 @@ class PredictMaster:
 
     def _predicted(self, process: Process, batch: int, now: float) -> None:
         self._batches.done.add(batch)
-        self._moves(process, now)
-        self._replica(process.number).finish(batch)
-        if self._first_done is None:
-            self._first_done = now
+        replica = self._replica(process.number)
+        self._pace.moves(replica, process, now)
+        self._pace.predicts(now)
+        replica.finish(batch)
         with suppress(Damaged):  # then it is predicted again, at the end
             head = self._folder.head(batch)
             if head["columns"] is not None:
                 self._known = self._known or head
                 check_same(self._known, head)  # at once, rather than at the end
-
-    def _moves(self, process: Process, now: float) -> None:
-        """A process has made progress."""
-        replica = self._replica(process.number)
-        if replica.turns and self._first_done is not None:
-            self._longest_s = max(self._longest_s or 0.0, now - replica.since)
-        process.since = now
 
     # ---- workers
 
@@ -356,19 +333,10 @@ class PredictMaster:
         process = replica.slowest()
         if process is None or process.system.ended:
             return
-        limit_s = self._limit_s(process, replica.batch_of(process))
+        limit_s = self._pace.limit_s(process, replica.batch_of(process))
         if now - replica.since > limit_s:
             process.kill(f"it got nothing done for {readable_seconds(limit_s)}")
             process.hung = True
-
-    def _limit_s(self, process: Process, at: int) -> float:
-        """How long it may take for what it does; each worker that was lost there doubles it."""
-        usual = UNKNOWN_S
-        if self._longest_s is not None:
-            usual = max(usual, 2 * STEPS * self._longest_s)
-        elif process.at[0] != m.READING:
-            usual = FIRST_S
-        return float(usual * 2 ** self._batches.times(at))
 
     def _exited(self, report: m.Exited) -> None:
         """The fork server reports that a process has ended, or could not be started."""
