@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
-from started import RECIPES, Start, Started
+from started import RECIPES, Start, Started, kill
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.process
@@ -150,6 +152,41 @@ def test_one_process_may_be_killed_again_and_again(
     assert program.end() == 0, program.stderr
     check(program, by_hand())
     assert told(program)["workers_lost"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "shard"), [(2, 2), (4, 2)])
+def test_processes_that_are_killed_at_random_moments_change_no_number(
+    start: Start, tmp_path: Path, workers: int, shard: int
+) -> None:
+    draw, kills = random.Random(workers), 0
+    words = (*command(tmp_path), "--set", "arguments.predict=pauses", *on(workers, shard))
+    words = (*words, "--batch", 1, "--set", "data.loaders=1")  # a process of its own reads
+    program = start(*words)
+    while program.process.poll() is None and kills < 8:
+        time.sleep(draw.uniform(0.3, 1.5))  # the moment is what is drawn
+        found = worker(program, draw.randrange(workers))
+        if found is not None:
+            kills += kill(found.pid)
+    assert program.end(200) == 0, program.stderr
+    model = made(predicts_words).eval()
+    with torch.no_grad():
+        wanted = torch.cat([model(tokens) for tokens in predicts_words.inputs().split(1)])
+    check(program, wanted)
+    assert kills == 8
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_while_others_wait_for_it_in_a_pass_is_replaced(
+    start: Start, tmp_path: Path
+) -> None:
+    mark = f"arguments.mark={tmp_path / 'hung'}"
+    words = (*command(tmp_path), "--set", "arguments.predict=hangs", "--set", mark)
+    program = start(*words, *on(2, 2))
+    assert program.end() == 0, program.stderr
+    check(program, by_hand())
+    assert "it got nothing done for" in program.stderr
+    assert told(program)["workers_lost"] == 1
 
 
 @pytest.mark.slow

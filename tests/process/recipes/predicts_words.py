@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from first_come import first
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -54,9 +55,15 @@ def continued(model: Any, tokens: Tensor) -> Tensor:
 
 
 def recipe(predict: str = "", mark: str = "") -> instep.Recipe:
-    """`predict` is one of the functions below."""
-    functions = {"": None, "waits": waits, "continued": lambda m, b: continued(m, b[0])}
-    functions["raises"] = raises
+    """`predict` is one of these functions; who makes the file `mark` does not go on."""
+    functions: dict[str, Any] = {
+        "": None,
+        "continued": lambda model, batch: continued(model, batch[0]),
+        "hangs": lambda model, batch: hangs(model, batch, Path(mark)),
+        "pauses": pauses,
+        "raises": raises,
+        "waits": waits,
+    }
     return instep.Recipe(
         model=Net,
         loss=lambda scores, targets: nn.functional.cross_entropy(scores.flatten(0, 1), targets),
@@ -72,6 +79,21 @@ def waits(model: Any, batch: Any) -> Tensor:
         Path(f"{os.environ[GATE]}-{os.getpid()}").touch()
         time.sleep(0.01)
     found: Tensor = model(tokens)
+    return found
+
+
+def hangs(model: Any, batch: Any, mark: Path) -> Tensor:
+    (tokens,) = batch
+    if place_of(tokens) == 40 and first(mark):
+        while True:
+            time.sleep(1.0)
+    found: Tensor = model(tokens)
+    return found
+
+
+def pauses(model: Any, batch: Any) -> Tensor:
+    time.sleep(0.1)
+    found: Tensor = model(*batch)
     return found
 
 
