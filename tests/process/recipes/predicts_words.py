@@ -66,7 +66,7 @@ def recipe(predict: str = "", mark: str = "") -> instep.Recipe:
     }
     return instep.Recipe(
         model=Net,
-        loss=lambda scores, targets: nn.functional.cross_entropy(scores.flatten(0, 1), targets),
+        loss=lambda scores, targets: nn.functional.cross_entropy(scores.mT, targets),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         train=TensorDataset(inputs(), inputs()),
         predict=functions[predict],
