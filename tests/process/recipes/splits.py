@@ -79,3 +79,7 @@ def sabotaged():
 
     lockstep.in_rank_order = whole_sums.in_rank_order = first_rank_s
     return recipe()
+
+
+def inputs():
+    return samples(1, SAMPLES)
