@@ -56,12 +56,13 @@ def compile_blocks(model: nn.Module, device: torch.device, *, every: bool) -> No
         return
     import torch._dynamo
     import torch._inductor.config
+    from torch._dynamo.callback import on_compile_end, on_compile_start
 
     torch._inductor.config.fallback_random = True
     limit = max(torch._dynamo.config.recompile_limit, _FORMS * len(chosen))
     torch._dynamo.config.recompile_limit = limit  # beyond it blocks are no longer compiled
-    torch._dynamo.on_compile_start(lambda _: COMPILING.set())  # type: ignore[attr-defined]
-    torch._dynamo.on_compile_end(lambda _: COMPILING.clear())  # type: ignore[attr-defined]
+    on_compile_start(lambda _: COMPILING.set())
+    on_compile_end(lambda _: COMPILING.clear())
     _check_compiler(_compiler(given[chosen[0]]), device)
     for name in chosen:
         block = blocks[name]
