@@ -144,13 +144,13 @@ def main() -> None:
             plain = turn % 2 == 0
             found = measure(millions, blocks, shard, args.steps, plain=plain)
             results.append(found)
+            if args.json:
+                write(args.json, results)
             times[plain].append(found["step_s"])
             print(json.dumps({k: v for k, v in found.items() if k != "workers"}), flush=True)
         pairs = zip(times[False], times[True], strict=True)
         ratio = statistics.median(ours / theirs for ours, theirs in pairs)
         print(f"  a step takes {ratio:.3f} times as long as with malloc's own thresholds")
-    if args.json:
-        write(args.json, results)
 
 
 if __name__ == "__main__":

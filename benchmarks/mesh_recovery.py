@@ -30,6 +30,7 @@ from instep.events import STEPS, read_events, read_records
 
 RECIPE = f"{HERE / 'recipes' / 'host_copies.py'}:recipe"
 SIZES = {
+    1: {"layers": 2, "width": 192, "heads": 4, "length": 16},
     10: {"layers": 8, "width": 320, "heads": 5, "length": 16},
     100: {"layers": 14, "width": 768, "heads": 12, "length": 16},
     300: {"layers": 24, "width": 1024, "heads": 16, "length": 16},
@@ -131,6 +132,8 @@ def main() -> None:
         for shard in args.shard:
             result = one(millions, shard)
             results.append(result)
+            if args.json:
+                write(args.json, results)
             print(
                 f"{millions} million, {RANKS // shard} replicas of {shard}: first step "
                 f"{result['first_s']}, all {result['full_s']}, usual step "
@@ -139,8 +142,6 @@ def main() -> None:
             )
             if "copies" in result:
                 print(f"  copies: {result['copies']}")
-    if args.json:
-        write(args.json, results)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def main() -> None:
     job = tomllib.loads(welcome.job)
     file, _, function = job["recipe"].rpartition(":")
     if build(job, source="the master").mesh.ranks > 1:
-        _import_meshes()
         return_freed_memory()
+        _import_meshes()
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)

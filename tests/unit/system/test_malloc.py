@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,34 @@ for each in blocks:
     libc.free(each)
 print((resident() - before) >> 20)
 """
+
+
+PAGES = """
+import resource
+from instep.launch.fork_server import _import_meshes, _import_torch
+from instep.system.malloc import return_freed_memory
+
+_import_torch()
+assert return_freed_memory()
+_import_meshes()
+import torch
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.empty(8 << 20).fill_(1.0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_large_tensor_takes_few_pages_where_the_system_has_large_ones():
+    known = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not known.exists() or "[never]" in known.read_text():
+        pytest.skip("the system has no large pages")
+    ours = {name: value for name, value in os.environ.items() if name not in malloc._OWN}
+    done = subprocess.run([sys.executable, "-c", PAGES], env=ours, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 4000  # of 8,192
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
