@@ -1,5 +1,6 @@
 """Tensor plans: what is found, what is said, and what a trial finds out."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -257,3 +258,11 @@ def test_a_model_that_cannot_be_float64_is_tried_in_float32():
 
 def test_an_empty_plan_prints():
     assert str(Plan(2)) == "tensor plan for 2 ranks"
+
+
+@pytest.mark.parametrize("name", ["dropout", "grouped", "tied", "encoder"])
+def test_a_plan_goes_through_json_to_other_processes(name):
+    plan = plan_of(name)
+    again = Plan.from_data(json.loads(json.dumps(plan.to_data())))
+    assert again == plan
+    assert str(again) == str(plan)
