@@ -63,6 +63,11 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
             "processes, and mesh.shard = 1. Leave the key out, or call "
             "torch.utils.checkpoint in the model."
         )
+    if job.mesh.sequence and job.mesh.tensor == 1:
+        raise SpecError(
+            "mesh.sequence = true splits activations over the processes of mesh.tensor, which is "
+            "1. Leave the key out, or set mesh.tensor."
+        )
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")

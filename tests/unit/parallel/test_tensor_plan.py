@@ -12,7 +12,7 @@ from torch import nn
 from instep.errors import RecipeError, SpecError
 from instep.parallel.tensor import Plan, find_plan
 from instep.parallel.tensor.alone import Failed
-from instep.parallel.tensor.plan import Cut
+from instep.parallel.tensor.plan import Cut, Draw
 from instep.parallel.tensor.trial import Trial
 
 BLOCK = {
@@ -104,8 +104,8 @@ def test_what_stays_whole_is_said():
 def test_draws_between_cut_layers_are_found():
     draws = plan_of("dropout").draws
     assert draws == {  # probabilities by heads, then the perceptron's hidden values
-        **{f"blocks.{n}.attention": (1,) for n in range(2)},
-        **{f"blocks.{n}": (None, 2, None) for n in range(2)},
+        **{f"blocks.{n}.attention": (Draw(1),) for n in range(2)},
+        **{f"blocks.{n}": (None, Draw(2), None) for n in range(2)},
     }
 
 
