@@ -144,6 +144,11 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             "does not go with check.corruption",
         ),
         (rounds(stop={"gradient_norm": 0.1}), SpecError, "does not go with stop.gradient_norm"),
+        (
+            {"mesh": {"sequence": True}},
+            SpecError,
+            "over the processes of mesh.tensor, which is 1. Leave the key out, or set mesh.tensor",
+        ),
         *(
             ({"mesh": {axis: 2}}, SpecError, "splits a replica along mesh.shard only")
             for axis in ("tensor", "stages")

@@ -224,23 +224,27 @@ MODELS = {
     "dropout": (lambda: GPT(dropout=0.2), next_word, words),
     "grouped": (lambda: GPT(pairs=2, norm=True), next_word, words),
     "llama": (Llama, next_word, words),
-    "odd heads": (lambda: GPT(width=24), next_word, words),
+    "odd heads": (lambda: GPT(width=24, layers=1), next_word, words),
     "fused": (Fused, squares, lambda: torch.randn(3, 5, 8)),
     "gated": (Gated, squares, lambda: torch.randn(5, 4, 7)),
     "experts": (Experts, squares, lambda: torch.randn(12, 8)),
     "sparse": (Table, squares, lambda: torch.randint(0, 30, (6, 2))),
     "encoder": (Encoder, squares, lambda: words().masked_fill(torch.rand(4, LENGTH) < 0.2, 0)),
+}
+"""Name to how the model is built, its loss from model and batch, and a batch."""
+
+SEQUENCES = {
     "time first": (lambda: Encoder(first=False), squares, words),
     "lengths": (lambda: GPT(dropout=0.2), next_word, of_some_length),
     "odd lengths": (lambda: GPT(width=24, dropout=0.2), next_word, of_some_length),
 }
-"""Name to how the model is built, its loss from model and batch, and a batch."""
+"""The same, for tests of sequences."""
 
 
 def made(name, dtype=torch.float64):
     """A model from a fixed seed, its loss, and four batches."""
     torch.manual_seed(11)
-    build, compute_loss, batch = MODELS[name]
+    build, compute_loss, batch = {**MODELS, **SEQUENCES}[name]
     batches = [batch() for _ in range(4)]
     batches = [each.to(dtype) if each.is_floating_point() else each for each in batches]
     return build().to(dtype), compute_loss, batches
