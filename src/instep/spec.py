@@ -249,6 +249,10 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     tensor: Positive = 1
     """Processes that share one matrix product."""
 
+    sequence: bool = False
+    """Whether `tensor` splits activations between the layers that it cuts too, along the sequence.
+    As many bytes, less memory. A model that does not allow it is refused."""
+
     stages: Positive = 1
     """Pipeline stages, split by layer."""
 

@@ -76,6 +76,11 @@ def _check_mesh(mesh: MeshSpec) -> None:
                 f"mesh.{key} = {given!r} is for a replica of several processes, and "
                 f"mesh.shard = 1. Leave the key out{instead}."
             )
+    if mesh.sequence and mesh.stages > 1:
+        raise SpecError(
+            f"mesh.sequence = true with mesh.stages = {mesh.stages}: what crosses from stage to "
+            "stage is whole in this version. Leave one of the two out."
+        )
     if mesh.same_batch > 1 and mesh.compile != "none":
         raise SpecError(
             f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
@@ -84,13 +89,13 @@ def _check_mesh(mesh: MeshSpec) -> None:
     default = MeshSpec()
     for axis, keys in (
         ("stages", ("schedule", "pipeline_batches", "cuts")),
-        ("tensor", ("plan",)),
+        ("tensor", ("plan", "sequence")),
     ):
         for key in keys if getattr(mesh, axis) == 1 else ():
             if (given := getattr(mesh, key)) != getattr(default, key):
                 raise SpecError(
-                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, or set "
-                    f"mesh.{axis}."
+                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, "
+                    f"or set mesh.{axis}."
                 )
 
 

@@ -64,7 +64,14 @@ def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
     plan, cuts, blocks = None, list[str](), list[str]()
     if mesh.tensor > 1:
         table = None if mesh.plan == "auto" else mesh.plan
-        plan = find_plan(model, example.compute_loss, example.batch, mesh.tensor, table=table)
+        plan = find_plan(
+            model,
+            example.compute_loss,
+            example.batch,
+            mesh.tensor,
+            table=table,
+            sequence=mesh.sequence,
+        )
     if mesh.stages > 1:
         cuts, blocks = find_cuts(
             model,

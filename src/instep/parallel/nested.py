@@ -34,7 +34,8 @@ def on_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if type(value) is dict or not isinstance(value, MutableMapping):
             return changed
         other = copy.copy(value)  # one that has more than its items, as Hugging Face's has
-        other.update(changed)
+        for key, each in changed.items():
+            other[key] = each
         return other
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(on_tensors(each, change) for each in value))

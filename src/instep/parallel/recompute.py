@@ -6,7 +6,7 @@ Works with and without sharding, before `shard` only: FSDP2 must see the block, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,19 @@ from instep.parallel.blocks import repeated_blocks
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
+def checkpoint_blocks(model: nn.Module, blocks: Mapping[str, nn.Module] | None = None) -> None:
     """Have each block of `repeated_blocks` keep only its inputs for the backward pass, in place.
 
     Names, parameters and classes stay as they are. Random numbers are drawn again as before.
 
+    Args:
+        model: has the blocks.
+        blocks: as they were found while the model was whole; None: they are found now.
+
     Raises:
         RecipeError: the model has no repeated blocks.
     """
-    blocks = repeated_blocks(model)
+    blocks = repeated_blocks(model) if blocks is None else blocks
     if not blocks:
         raise RecipeError(
             "mesh.checkpointing = 'blocks', but the model has no list of repeated blocks "

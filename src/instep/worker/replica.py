@@ -50,15 +50,10 @@ class Replica:
         layout: Layout | None = None,
         example: Example | None = None,
     ) -> None:
-        from instep.parallel.compiled import compile_blocks
-        from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.split import split
 
         mesh = member.job.mesh
-        compile_blocks(model, device, every=mesh.compile == "blocks")
-        if mesh.checkpointing == "blocks":
-            checkpoint_blocks(model)
         self._model, self._device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
@@ -75,7 +70,7 @@ class Replica:
         layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
-        self._split = split(model, self._group, mesh, layout, example)
+        self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)

@@ -152,6 +152,11 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             RecipeError,
             "no recipe file 'nowhere.py'",
         ),
+        (
+            {"mesh": {"sequence": True}},
+            SpecError,
+            "mesh.sequence = True is for mesh.tensor above 1. Leave the key out",
+        ),
         *(
             ({"mesh": {"shard": 2}, **other}, SpecError, "([mesh]) does not go with")
             for other in (
