@@ -265,6 +265,8 @@ class Runner:
                     found = on_tensors(run(*args, **kwargs), absent)
             except NeedsValues as error:
                 found = self._like_first(name, given, error)
+            # new ones, as these may be the arguments, which may become what arrives
+            found = on_tensors(found, lambda one: Absent(kind_of(one), device))
             self._shapes[seen] = found
         if type(found) is Absent:
             return Absent(found.kind, device)
