@@ -13,6 +13,7 @@ off. Each case runs as the launcher starts it, and with thresholds of malloc as 
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended on the way out
     cases = [tuple(map(int, text.split(","))) for text in args.case] or CASES
     results = []
     for millions, blocks, shard in cases:

@@ -15,6 +15,7 @@ is not repeated in a replica that starts again.
 import argparse
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended on the way out
     one = partial(measure, kills=args.kills, compared=args.compared, seed=args.seed)
     results = []
     for millions in args.millions:
