@@ -13,6 +13,7 @@ off. Each case runs as the launcher starts it, and with thresholds of malloc as 
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -81,7 +82,7 @@ def measure(
                 raise SystemExit("the run did not begin")
             first = wait_for(run, 3)
             pids = newest_pids(run.run)
-            base = memory_of(psutil.Process(pids[0]).ppid())["Rss"]
+            server = memory_of(psutil.Process(pids[0]).ppid())
             start = [memory_of(pid) for pid in pids]
             for pid in pids:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
@@ -93,7 +94,8 @@ def measure(
                 os.environ.pop(name, None)
         records = read_records(run.run / "steps.bin", STEPS)
     begins = np.sort(records["begin"][(records["worker"] == 0) & (records["step"] >= first)])
-    wanted = promise(blocks, width, shard)
+    wanted, base = promise(blocks, width, shard), server["Rss"]
+    own = max(e["VmHWM"] - e["RssShmem"] - e["RssFile"] - server["RssAnon"] for e in trained)
 
     def peak(of: list[dict[str, int]]) -> int:
         return max(each["VmHWM"] - trained[0]["RssShmem"] - base for each in of)
@@ -107,6 +109,7 @@ def measure(
         "base_mb": round(base / 1e6, 1),
         "training_mb": round(peak(trained) / 1e6, 1),
         "training_over_promise": round(peak(trained) / wanted, 3),
+        "training_anonymous_over_promise": round(own / wanted, 3),
         "start_over_promise": round(peak(start) / wanted, 3),
         "host_copies_mb": round(trained[0]["RssShmem"] / 1e6, 1),
         "step_s": round(float(np.median(np.diff(begins))), 4),
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended on the way out
     cases = [tuple(map(int, text.split(","))) for text in args.case] or CASES
     results = []
     for millions, blocks, shard in cases:

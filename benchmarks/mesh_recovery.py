@@ -15,6 +15,7 @@ is not repeated in a replica that starts again.
 import argparse
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -67,8 +68,8 @@ def cost_of_copies(run: Path, until: int) -> dict[str, object]:
 
 def phases_of_restarts(run: Path) -> dict[str, float]:
     """Medians of what workers that were started again did before their first step, in seconds."""
-    ready = read_events(run / "events.jsonl")
-    ready = [e["phases"] for e in ready if e["event"] == "worker_ready"][RANKS:]
+    events = read_events(run / "events.jsonl")
+    ready = [e["phases"] for e in events if e["event"] == "worker_ready"][RANKS:]
     names = dict.fromkeys(name for phases in ready for name in phases)
     return {
         name: round(statistics.median([p[name] for p in ready if name in p]), 3) for name in names
@@ -94,7 +95,7 @@ def measure(millions: int, shard: int, kills: int, compared: int, seed: int) -> 
             moments = disturb(run, kills, draw, name, LIMIT_S)
             steps = run.steps()
             each = [recovery(steps, moment, RANKS) for moment in moments]
-            events = read_events(run.run / "events.jsonl")
+            events = list(read_events(run.run / "events.jsonl"))
         finally:
             run.end()
         found["restarts"] = phases_of_restarts(run.run)
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended on the way out
     one = partial(measure, kills=args.kills, compared=args.compared, seed=args.seed)
     results = []
     for millions in args.millions:
