@@ -51,9 +51,9 @@ def shard(
 ) -> Sharded:
     """Share out a model's parameters, in place; the parameters become DTensors, same names.
 
-    Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled by
-    `load_shards`. Each block of `repeated_blocks` is gathered by itself, the
-    rest with the first use of the model. Parameters that several blocks share are of the rest.
+    Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled
+    from a file. Each block of `repeated_blocks` is gathered by itself, the rest with the first use
+    of the model. Parameters that several blocks share are of the rest.
 
     Args:
         model: the same on all ranks, with the same values.
