@@ -27,8 +27,10 @@ from instep.parallel.blocks import repeated_blocks
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward
+from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
+from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
@@ -51,7 +53,7 @@ from instep.worker.step.served import ServedUpdate
 from instep.worker.step.turns import check_turns, key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
-from instep.worker.trial.reads import try_recipe
+from instep.worker.trial.reads import try_blocks, try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
 from instep.worker.trial.steady import single_samples, steady_blocks
 from instep.worker.trial_result import Trial
@@ -94,7 +96,13 @@ class Training(Loop):
             )
         check_mesh(self.job, recipe)
         model, begun = build_model(
-            recipe, self.job.seed, device, self.job.start, self.job.lora, load=fresh
+            recipe,
+            self.job.seed,
+            device,
+            self.job.start,
+            self.job.lora,
+            load=fresh,
+            building=measured(self.job, member.run) if self.job.mesh.ranks > 1 else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -106,8 +114,8 @@ class Training(Loop):
             each.begin()
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
-            trial = self._try()  # on the whole model, and so before it is split
-            self._replica = self._split(model, merge=trial.merge)
+            trial = self._try(begun)  # on the whole model, and so before it is split
+            self._replica = self._split(model, begun, merge=trial.merge)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
@@ -187,7 +195,7 @@ class Training(Loop):
             )
         )
 
-    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+    def _split(self, model: nn.Module, begun: Begun, *, merge: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
         nobody trains it yet, compare them with one process."""
         trains, mesh = self.member.others_have_state, self.job.mesh
@@ -205,13 +213,17 @@ class Training(Loop):
             first=first,
             why="other replicas train already" if trains else "",
             blocks=layout.blocks if layout is not None else (),
+            begun=begun,
         )
-        alone = single_samples(self._loader, self.samples)
-        blocks = list(repeated_blocks(model))
-        steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
+        steady = None
+        if begun.small:
+            alone = single_samples(self._loader, self.samples)
+            blocks = list(repeated_blocks(model))
+            steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
         with preserved():
             replica = Replica(self.member, model, self.device, layout, example, steady)
+        begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
             self._reads.tells = replica.proposes
@@ -380,8 +392,10 @@ class Training(Loop):
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try(self) -> Trial:
+    def _try(self, begun: Begun = NOTHING) -> Trial:
         self.phase = "trying a batch"
+        if not begun.small:
+            return try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
             samples = min(self._validation_batch, self._validation_samples)

@@ -5,7 +5,7 @@ of a mesh is used. How a mesh computes, and what its ranks hold, is for the call
 counts as the same is decided in `parallel/gate.py`.
 
 The order: a `Gate` of the whole model on every rank; `compute` on rank 0; the mesh is made; its
-ranks compute the same batch within `moved`; `compare` on every rank.
+ranks `agree`, and compute the same batch within `moved`; `compare` on every rank.
 """
 
 from __future__ import annotations
@@ -137,6 +137,11 @@ class Gate:
                     self._reference[name] = total if before is None else before.add_(total)
         for gradient in self._reference.values():
             gradient.div_(weight or 1.0)
+
+    def agree(self, comm: Comm) -> None:
+        """Take from rank 0 what only who has the whole model knows; all ranks of the mesh call
+        this."""
+        self._moves.agree(comm, self._forward.device)
 
     def moved(self, parts: Iterable[tuple[str, Box, Tensor]]) -> AbstractContextManager[None]:
         """In this context the parameters of a mesh are where those of the reference were.
