@@ -68,14 +68,15 @@ def build_large(
 
     Returns:
         The model, None if it is to be built as always; and whether it is small enough for one
-        process to copy and try the whole of it.
+        process to copy and try the whole of it. What tensor ranks and stages share is found out on
+        the whole model, so with these it is always built as always.
 
     Raises:
         SpecError: the job asks for what cannot be done.
         RecipeError: the disk has no room, or the model cannot be built so.
     """
     mesh, forced = building.mesh, building.mesh.build == "parts"
-    if mesh.build == "whole":
+    if mesh.build == "whole" or mesh.same_batch > 1:
         return None, True
     if isinstance(model := recipe.model, nn.Module):
         if forced:
@@ -93,8 +94,6 @@ def build_large(
         empty, why = None, sentence(error)
     if not forced and (empty is None or TRIAL * size_of(empty) <= building.room):
         return None, True
-    if mesh.same_batch > 1:
-        return None, False
     return_freed_memory()
     if empty is not None and filled and not why:
         return empty, False

@@ -95,11 +95,8 @@ class MeshCheck:
 
     def _cannot(self) -> str:
         """Why the two cannot be compared; empty if they can."""
-        if self._two is not None and (not self._two or self._job.mesh.stages > 1):
-            return (
-                f"the model has {self._size:,} parameters, too many to compute it on one process"
-                + ("" if self._two else ", and no list of more than two blocks")
-            )
+        if self._two is not None and not (self._two and self._job.mesh.same_batch == 1):
+            return f"the model has {self._size:,} parameters, too many to compute it on one process"
         if short := [str(dtype) for dtype in self._names.values() if dtype in _SHORT]:
             return f"it has parameters of {short[0]}, in which a difference does not show"
         return ""
