@@ -19,7 +19,6 @@ from instep.errors import InstepError, RecipeError, SpecError
 from instep.parallel.meta_start import drawn, in_files, without_memory
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, MeshSpec
-from instep.system.causes import sentence
 from instep.system.kernels import per_machine
 from instep.system.memory import return_freed_memory, room
 from instep.units import readable_bytes
@@ -87,16 +86,17 @@ def build_large(
         return None, TRIAL * size_of(model) <= building.room
     try:
         empty = without_memory(lambda: make(recipe, seed))
-        why = drawn(empty, without_memory(lambda: make(recipe, seed + 1)))
     except InstepError:
         raise
-    except Exception as error:  # it may use what parameters do not have
-        empty, why = None, sentence(error)
+    except Exception:  # it uses the values of parameters
+        empty = None
     if not forced and (empty is None or TRIAL * size_of(empty) <= building.room):
         return None, True
     return_freed_memory()
-    if empty is not None and filled and not why:
-        return empty, False
+    if empty is not None and filled:
+        again = without_memory(lambda: make(recipe, seed + 1))
+        if not drawn(empty, again):
+            return empty, False
     folder = building.folder if building.folder.is_dir() else Path(tempfile.gettempdir())
     try:
         return in_files(lambda: make(recipe, seed), folder), False

@@ -29,6 +29,7 @@ from instep.recipe.forward import Forward
 from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.boxes import cut_of, whole
+from instep.system.kernels import per_machine
 from instep.worker.replica import Replica
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.clock import Clock
@@ -77,7 +78,8 @@ class MeshCheck:
         self._why = why or self._cannot()
         two = self._two.alone() if self._two is not None else nullcontext()
         if first and not self._why and self._two is not None:
-            two = on_two_blocks(forward, self._two, begun.fill)
+            processes = per_machine(job.workers, len(job.launch.hosts))
+            two = on_two_blocks(forward, self._two, begun.fill, processes)
         try:
             with two:
                 self._gate = Gate(forward, job.seed)
@@ -85,7 +87,7 @@ class MeshCheck:
                     passes = whole_passes(loader, job, samples)
                     if blocks:
                         passes = in_parts(passes, job.mesh.pipeline_batches)
-                    self._gate.compute(passes, blocks)
+                    self._gate.compute(passes, blocks, copied=self._two is not None)
         except Exception as error:  # a user's module may raise anything
             self._why = f"the model cannot be copied to try it ({error})"
 
@@ -122,6 +124,12 @@ class MeshCheck:
         comm.broadcast(able)
         if not able.item():
             return None, self._why or "the process that computes the reference could not"
+        alike = torch.tensor([float(self._two is not None), float(merge)], device=able.device)
+        comm.all_reduce(alike).wait()
+        two, merged = alike.tolist()
+        if two not in (0, comm.size):
+            return None, "some of its processes have room for the whole model, and some have not"
+        merge = merged == comm.size
         if self._two is None:
             return self._compare(replica, reads, merge=merge), ""
         with torch.no_grad():

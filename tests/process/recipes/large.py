@@ -18,7 +18,7 @@ class Tied(nn.Module):
     def __init__(self, drawn=False, copied=False, classes=CLASSES):
         super().__init__()
         self.enter = nn.Linear(5, WIDTH, bias=False)
-        blocks = [Block() for _ in range(4)]
+        blocks = [Block(0.1) for _ in range(4)]
         if copied:
             encoder = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True, dropout=0.0)
             self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)

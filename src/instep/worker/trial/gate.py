@@ -105,12 +105,15 @@ class Gate:
         }
         self._reference: dict[str, Tensor] = {}
 
-    def compute(self, passes: Iterable[WholePass], blocks: Sequence[str] = ()) -> None:
+    def compute(
+        self, passes: Iterable[WholePass], blocks: Sequence[str] = (), *, copied: bool = False
+    ) -> None:
         """Compute the reference, on a copy of the model in float32 without autocast; on rank 0.
 
         Args:
             passes: of the global batch.
             blocks: names of modules at which the draws of a pass are keyed anew, as in stages.
+            copied: whether the model is a copy already, and need not stay as it is.
 
         Raises:
             Exception: of whatever kind, the model cannot be copied.
@@ -118,15 +121,15 @@ class Gate:
         """
         forward = self._forward
         original = Copied(forward.model, forward.losses)
-        copied = original.again(by_batch=True)
-        with forward.on(copied.model, "float32", copied.losses):
-            model = TrialModel(forward, copied, original, self._seed)
+        own = original if copied else original.again(by_batch=True)
+        with forward.on(own.model, "float32", own.losses):
+            model = TrialModel(forward, own, original, self._seed)
             model.move()
             weight = 0.0
             for batch, size, keys, sizes, part in passes:
                 model.draws = partial(_draws, keys, sizes)
                 if blocks:
-                    model.draws = partial(_drawn_by_block, copied.model, blocks, (keys[0], part))
+                    model.draws = partial(_drawn_by_block, own.model, blocks, (keys[0], part))
                 found = model.run(batch, size)
                 if found is None:  # nothing in it counts
                     continue

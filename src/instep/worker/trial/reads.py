@@ -13,6 +13,7 @@ from instep.data.order import key, position, steps_in_epoch
 from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
+from instep.system.kernels import per_machine
 from instep.worker.step.passes import OF_PASS, parts_of, share_of
 from instep.worker.trial.sameness import (
     LEAST,
@@ -65,7 +66,9 @@ def try_blocks(
     """
     found = ""
     if forward.recipe.compute_loss is not None and forward.recipe.weight is None:
-        with suppress(Exception), on_two_blocks(forward, TwoBlocks(forward.model), fill):
+        processes = per_machine(job.workers, len(job.launch.hosts))
+        blocks = TwoBlocks(forward.model)
+        with suppress(Exception), on_two_blocks(forward, blocks, fill, processes):
             places = _Places(job, samples)
             found = _mean_of(forward, loader, places, key(job.seed, OF_PASS, 0))
     why = "the model is too large for one process to try the whole of it"
