@@ -194,6 +194,8 @@ IN_A_JOB_FILE = [
         ["mesh.zero = 3 with mesh.stages = 2", "Set mesh.zero"],
     ),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
+    Job('[mesh]\noffload = "optimizer"', ["mesh.offload = 'optimizer'", "mesh.shard = 1"]),
+    Job('[mesh]\ncompile = "blocks"', ["mesh.compile = 'blocks'", "or call compile() on the"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(
         '[mesh]\nshard = 2\n[sync]\ncodec = "int8"',

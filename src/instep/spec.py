@@ -277,6 +277,14 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
     memory, about a third more time."""
 
+
+    offload: Literal["none", "optimizer"] = "none"
+    """`optimizer`: on a GPU, the optimizer's state lies in memory of the host, where its step is
+    computed. Less memory of the GPU, more time."""
+
+    compile: Literal["none", "blocks"] = "none"
+    """`blocks`: each block of layers trains with code that `torch.compile` makes of it."""
+
     build: Literal["auto", "whole", "parts"] = "auto"
     """How a process builds the model: `whole` in memory before it is split, or in `parts`, so that
     no process ever has all of it. `auto`: in parts if its memory is too small for the whole."""

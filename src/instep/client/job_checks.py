@@ -70,11 +70,16 @@ def _check_mesh(mesh: MeshSpec) -> None:
             "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
             "= 2: they are gathered once for a micro-batch."
         )
-    if mesh.ranks == 1 and mesh.checkpointing != "none":
+    for key, instead in _OF_SEVERAL.items():
+        if mesh.ranks == 1 and (given := getattr(mesh, key)) != "none":
+            raise SpecError(
+                f"mesh.{key} = {given!r} is for a replica of several processes, and "
+                f"mesh.shard = 1. Leave the key out{instead}."
+            )
+    if mesh.same_batch > 1 and mesh.compile != "none":
         raise SpecError(
-            f"mesh.checkpointing = {mesh.checkpointing!r} is for a replica of several "
-            "processes, and mesh.shard = 1. Leave the key out, or call "
-            "torch.utils.checkpoint in the model."
+            f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
+            "version. Leave it out, or leave mesh.tensor and mesh.stages out."
         )
     default = MeshSpec()
     for axis, keys in (
@@ -170,6 +175,11 @@ _WITH_A_CODEC = {
     "train.determinism = 'bits'": "what a codec drops depends on how many workers there are",
     "check.corruption": "gradients are not compared to the bit",
     "train.precision = 'float16'": "the scale of the loss changes",
+}
+_OF_SEVERAL = {
+    "checkpointing": ", or call torch.utils.checkpoint in the model",
+    "offload": "",
+    "compile": ", or call compile() on the model",
 }
 _WITH_A_MESH = {
     "a loop of your own": "this version splits only the model of a recipe",

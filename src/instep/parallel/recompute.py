@@ -45,6 +45,10 @@ def _again(
     forward = own or functools.partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    # a transformer's cache of keys would grow when the block runs again, and nobody generates here
-    options |= {name: None for name in _CACHES if name in options}
-    return checkpoint(forward, *arguments, use_reentrant=False, **options)
+    return checkpoint(forward, *arguments, use_reentrant=False, **without_caches(options))
+
+
+def without_caches(options: dict[str, Any]) -> dict[str, Any]:
+    """The same without a transformer's cache of keys: it would grow when a block runs again, and
+    nobody generates while gradients are recorded."""
+    return options | {name: None for name in _CACHES if name in options}

@@ -6,7 +6,7 @@ other replicas are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
@@ -42,7 +42,6 @@ def split(
     mesh: MeshSpec,
     layout: Layout,
     example: Example | None = None,
-    steady: Container[str] | None = None,
 ) -> Any:
     """Split a model in place; each rank keeps its part.
 
@@ -52,7 +51,6 @@ def split(
         mesh: the axes.
         layout: of the model; the same on every rank of every replica.
         example: where there are stages.
-        steady: names of the blocks that every pass runs; None: all.
 
     Returns:
         A `SplitModel`; with stages a `pipeline.staged.Staged`, whose passes go forward and back.
@@ -93,7 +91,7 @@ def split(
     if mesh.shard > 1:
         from instep.parallel.sharded import shard
 
-        return shard(model, group.axis("shard"), zero=mesh.zero, steady=steady)
+        return shard(model, group.axis("shard"), zero=mesh.zero)
     from instep.parallel.tensor.cut_model import CutModel
 
     return CutModel(model)
