@@ -212,7 +212,7 @@ def test_a_llama_is_adapted_and_peft_opens_what_it_has_learnt(tmp_path):
 def test_a_llama_is_tuned_by_processes_that_none_of_them_alone_has_memory_for(tmp_path):
     folder = EXAMPLES / "11_sharded"
     finished(python(folder / "start.py", "runs/llama", cwd=tmp_path), 300)
-    start = ("--set", f"start.model={tmp_path / 'runs/llama'}", "--json")
+    start = ("--set", f"start.model={tmp_path / 'runs/llama'}", "--set", "train.steps=2", "--json")
     run = ("-m", "instep", "run", folder / "job.toml", *start)
     alone = ("--workers", 1, "--set", "mesh.shard=1", "--set", 'mesh.checkpointing="none"')
     process = python(*run, *alone, "--name", "alone", cwd=tmp_path, limit_kb=900_000)
@@ -237,7 +237,7 @@ def test_a_llama_is_tuned_by_processes_that_none_of_them_alone_has_memory_for(tm
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama")
     assert float(before.split()[1]) == pytest.approx(loss_of_the_book(example, plain), rel=1e-5)
     optimizer = torch.optim.AdamW(plain.train().parameters(), lr=1e-4)
-    for step in range(1, job.train.steps + 1):
+    for step in (1, 2):
         epoch, first, stop = position(step, 32, job.train.global_batch)
         rows = Order(32, job.seed).indices(epoch, first, stop).tolist()
         batch = [
@@ -247,7 +247,7 @@ def test_a_llama_is_tuned_by_processes_that_none_of_them_alone_has_memory_for(tm
         example.loss(plain, batch).backward()
         optimizer.step()
     assert float(after.split()[1]) == pytest.approx(loss_of_the_book(example, plain), rel=1e-4)
-    assert float(after.split()[1]) < float(before.split()[1]) - 0.5
+    assert float(after.split()[1]) < float(before.split()[1]) - 0.3
 
 
 @torch.no_grad()
