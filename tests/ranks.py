@@ -477,7 +477,7 @@ class World:
     def _replacement(self, dead: Rank) -> Rank:
         """In the place of one that died, with the memory of its host."""
         newcomer = Rank(self, dead.number)
-        newcomer.engine.memory = dead.engine.memory
+        newcomer.engine.own.memory = dead.engine.own.memory
         return newcomer
 
     # ---- what ranks tell
@@ -541,6 +541,8 @@ class World:
             replica = self.members[begin : begin + self.ranks]
             if "killed" not in fates[begin : begin + self.ranks]:
                 members += replica
+            elif self.strategy_votes:  # what each of its ranks remembers outlives them
+                members += map(self._replacement, replica)
             elif replace or fates.count("killed") > 1:
                 members += [Rank(self, rank.number) for rank in replica]
         return members

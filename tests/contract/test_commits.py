@@ -249,27 +249,34 @@ def check_turns(folder, votes, every):
 
 
 @cache
-def calm_mesh(determinism):
+def calm_mesh(determinism, codec):
     with TemporaryDirectory() as folder:
-        world = World(folder, determinism=determinism, shard=2)
+        world = World(folder, options={"codec": codec}, determinism=determinism, shard=2)
         world.train()
     return [rank.tensors() for rank in world.members], [rank.trace for rank in world.members]
 
 
-@pytest.mark.parametrize("determinism", ["order", "bits"])
-def test_a_replica_that_loses_a_rank_at_any_message_leaves_one_commit_or_none(folder, determinism):
-    check_meshes(folder, determinism, every=61)
+MESHES = pytest.mark.parametrize(
+    ("determinism", "codec"), [("order", "none"), ("bits", "none"), ("order", "int8")]
+)
+
+
+@MESHES
+def test_a_replica_that_loses_a_rank_at_any_message_leaves_one_commit_or_none(
+    folder, determinism, codec
+):
+    check_meshes(folder, determinism, codec, every=61)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("determinism", ["order", "bits"])
-def test_every_death_in_a_replica_of_several_ranks(folder, determinism):
-    check_meshes(folder, determinism, every=1)
+@MESHES
+def test_every_death_in_a_replica_of_several_ranks(folder, determinism, codec):
+    check_meshes(folder, determinism, codec, every=1)
 
 
-def check_meshes(folder, determinism, every):
+def check_meshes(folder, determinism, codec, every):
     """Each rank at each message of a step, with all selections of who misses its last one."""
-    wanted, traces = calm_mesh(determinism)
+    wanted, traces = calm_mesh(determinism, codec)
     first, second = ({n.split(" ", 1)[1]: t for n, t in each.items()} for each in wanted[:2])
     assert {name for name in first if not torch.equal(first[name], second[name])}
     cases = []
@@ -284,7 +291,7 @@ def check_meshes(folder, determinism, every):
                 for replace in (True, False)
             ]
     for script, replace in cases[::every]:
-        world = World(folder, determinism=determinism, shard=2)
+        world = World(folder, options={"codec": codec}, determinism=determinism, shard=2)
         try:
             world.train([script], replace=replace)
             for rank in world.members:

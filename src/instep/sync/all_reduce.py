@@ -71,6 +71,7 @@ class AllReduce(Gathering):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        everyone: Comm | None = None,
     ) -> None:
         """Lay out the buckets."""
         self._keep()
@@ -86,7 +87,7 @@ class AllReduce(Gathering):
             sums = Wide(parameters)
         self._gather(parameters, comm, sums, notes)
         if self._codec is not None:
-            self._carry_over(self._codec, memory, at, draining)
+            self._carry_over(self._codec, everyone or comm, memory, at, draining)
 
     def _keep(self) -> None:
         """What the group of before has dropped is carried over."""
@@ -95,7 +96,12 @@ class AllReduce(Gathering):
             self._two = None
 
     def _carry_over(
-        self, codec: Codec, memory: Memory | None, at: Attempt, draining: Sequence[int]
+        self,
+        codec: Codec,
+        everyone: Comm,
+        memory: Memory | None,
+        at: Attempt,
+        draining: Sequence[int],
     ) -> None:
         """Lay out what the codec drops, beginning with what was dropped before.
 
@@ -118,9 +124,9 @@ class AllReduce(Gathering):
         carried.fill(slots[0], layout, comm)
         if memory is not None:
             memory.staged(*at)
-        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
+        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
         self._next = at.generation, carried
-        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
+        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
         if memory is not None:
             slot = memory.stage(*at._replace(number=at.number + 1))
             slot["place"].copy_(place)

@@ -73,6 +73,7 @@ class Averaging(NothingOfItsOwn):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        everyone: Comm | None = None,
     ) -> None:
         """Lay out the buckets."""
         self._given, self._comm = [], comm

@@ -126,6 +126,7 @@ class Strategy(Protocol):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        everyone: Comm | None = None,
     ) -> None:
         """A generation begins; every rank holds the same parameters, and nothing is staged.
 
@@ -144,6 +145,8 @@ class Strategy(Protocol):
             draining: ranks that leave after it: what they alone remember, others take over
                 now, or nobody does; which of the two, `resolve` says after a PeerError.
             servers: the ranks that are; for strategies that have some.
+            everyone: all ranks of the run, where `comm` has a part of them: what is laid out counts
+                once all of them have laid out theirs.
 
         Raises:
             PeerError: a rank went away; `resolve` comes before the next `start`.

@@ -85,6 +85,7 @@ class ServerSync(Gathering):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        everyone: Comm | None = None,
     ) -> None:
         """Lay out buckets and parts; a server makes sure that its memory has what it holds."""
         if servers is None or not servers.ranks or len(servers.ranks) == comm.size:

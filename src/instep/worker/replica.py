@@ -1,4 +1,4 @@
-"""A replica that is a mesh of processes: what a job may have with one, and how this process enters.
+"""A replica that is a mesh of processes, and how this process enters.
 
 The group of a replica is formed once, when its processes build their models, and lives as long as
 they do: one that loses a process is started again whole. How the model is split is known to
@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 from instep.comm.torch_comm import TorchComm
-from instep.errors import SpecError
-from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
 
@@ -97,22 +94,3 @@ class Replica:
         """Leave the groups; a second call does nothing."""
         self.comm.close()
         self._group.close()
-
-
-def check_mesh(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse what a recipe has that a replica of several processes cannot do.
-
-    Raises:
-        SpecError: naming it.
-    """
-    if job.mesh.ranks == 1:
-        return
-    for given, name, why in (
-        (recipe.turns, "Recipe.turns", "takes several updates in a step"),
-        (recipe.batch_loss, "Recipe.batch_loss", "computes each batch twice"),
-    ):
-        if given:
-            raise SpecError(
-                f"[mesh] asks for replicas of {job.mesh.ranks} processes, which cannot be used "
-                f"with {name}: it {why}. Leave one of the two out."
-            )

@@ -257,10 +257,10 @@ def test_the_replacement_of_one_that_ended_as_it_had_taken_over_has_what_it_took
     model = nn.ParameterList(parameters)
     turn = TurnState("", parameters, update, replacement.strategy)
     engine = Engine(FakeMember(job, tmp_path, 0), model, parameters, [turn])
-    engine.memory = replacement.memory
+    engine.own.memory = replacement.memory
     engine.state.progress = Progress(step=5)
     engine.state._made = {1: (0, 5), 2: (0, 5)}  # as its peers know
-    engine._take_what_was_left()
+    engine.own.take_what_was_left()
     run.check([replacement, workers[1]])
 
 
