@@ -221,6 +221,10 @@ class OwnPart:
         """No two ranks have the same."""
         return True
 
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Only this one."""
+        return ()
+
 
 class Rank:
     """One process of the run: its engine, and what it has done."""

@@ -256,6 +256,23 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """What `shard` splits: 3: parameters too, which are gathered for each block of layers and
     freed again; 2: parameters stay whole from the forward pass to the end of the backward pass."""
 
+    plan: Literal["auto"] | dict[str, str] = "auto"
+    """How `tensor` cuts layers: `auto` finds it from the model's structure, by trials. Or a table
+    from patterns of module names to `column`, `row`, `column_gather`, `vocabulary` or
+    `replicate`."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """In which order `stages` run their parts: `1f1b` keeps the least activations, `gpipe` runs
+    all forward passes first, `interleaved` gives each process several stages and waits less."""
+
+    pipeline_batches: Positive = 8
+    """Parts that `stages` cut a micro-batch into. More parts, less waiting; smaller parts compute
+    less efficiently."""
+
+    cuts: tuple[str, ...] = ()
+    """Names of the modules that begin a stage, without the first stage; empty: the blocks are
+    timed."""
+
     checkpointing: Literal["none", "blocks"] = "none"
     """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
     memory, about a third more time."""
@@ -275,6 +292,15 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     def same_batch(self) -> int:
         """Processes of a replica that get the same micro-batch: those on `tensor` and `stages`."""
         return self.tensor * self.stages
+
+    def batches_of(self, workers: int) -> int:
+        """How many of so many workers get a micro-batch of their own at the same time."""
+        return workers // self.same_batch
+
+    def batch_of(self, worker: int) -> int:
+        """Which of these a worker gets."""
+        place = self.coordinate(worker)
+        return place.replica * self.shard + place.shard
 
     def refusal(self, workers: int) -> str:
         """Why so many workers make no whole replicas; empty if they do."""

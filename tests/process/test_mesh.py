@@ -1,6 +1,8 @@
 """Replicas that are meshes of processes, against a plain loop in one process."""
 
 import random
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import splits
@@ -11,9 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from instep.data.order import Order, key, micro_batch, position
+from instep.parallel.pipeline.stages import drawn_by_block
 
 pytestmark = pytest.mark.process
 
+BLOCKS = [f"blocks.{number}" for number in range(3)]
 BATCH, MICRO_BATCHES, STEPS = 32, 8, 24
 QUICK = (
     f"train.steps={STEPS}",
@@ -25,8 +29,9 @@ QUICK = (
 )
 
 
-def plain_loop(steps=STEPS):
-    """Whole global batches in one process, dropout drawn micro-batch by micro-batch."""
+def plain_loop(steps=STEPS, pieces=0):
+    """Whole global batches in one process, dropout drawn micro-batch by micro-batch; or with
+    `pieces` by each of so many parts of one, and by the block that draws."""
     torch.manual_seed(0)
     model = splits.recipe().model
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -39,9 +44,15 @@ def plain_loop(steps=STEPS):
         for number in range(parts):
             low, high = micro_batch(first, stop, number, parts)
             rows = torch.from_numpy(order.indices(epoch, low, high))
-            torch.manual_seed(key(0, 1, step, number))
-            loss = functional.cross_entropy(model(x[rows]), y[rows], reduction="sum")
-            (loss / (stop - first)).backward()
+            keyed, drawn = key(0, 1, step, number), nullcontext
+            for part, own in enumerate(rows.tensor_split(pieces) if pieces else [rows]):
+                if pieces:
+                    drawn = partial(drawn_by_block, model, BLOCKS, (keyed, part))
+                else:
+                    torch.manual_seed(keyed)
+                with drawn():
+                    loss = functional.cross_entropy(model(x[own]), y[own], reduction="sum")
+                    (loss / (stop - first)).backward()
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
     return model.state_dict()
@@ -58,17 +69,27 @@ def check_equal(program, wanted, most=1e-10):
     ("workers", "mesh"),
     [
         (2, {"shard": 2}),
+        (2, {"tensor": 2}),
+        slow(4, {"tensor": 2}),
+        slow(4, {"shard": 2, "tensor": 2}),
         slow(2, {"shard": 2, "zero": 2, "checkpointing": '"blocks"'}),
         slow(4, {"shard": 2}),
         slow(3, {"shard": 3}),
         slow(4, {"shard": 4}),
+        (2, {"stages": 2, "pipeline_batches": 2}),
+        slow(4, {"stages": 2, "pipeline_batches": 1}),
+        slow(2, {"stages": 2, "pipeline_batches": 2, "schedule": '"gpipe"'}),
+        slow(4, {"stages": 2, "tensor": 2, "pipeline_batches": 2}),
+        slow(4, {"stages": 2, "shard": 2, "zero": 2, "pipeline_batches": 2}),
+        slow(8, {"stages": 2, "shard": 2, "tensor": 2, "zero": 2, "pipeline_batches": 1}),
     ],
+    ids=str,
 )
-def test_a_sharded_replica_trains_what_a_plain_loop_does(run: Start, workers, mesh):
+def test_a_mesh_trains_what_a_plain_loop_does(run: Start, workers, mesh):
     keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
     program = run("splits.py:recipe", *QUICK, f"workers={workers}", *keys)
     assert program.end() == 0, program.stderr
-    check_equal(program, plain_loop())
+    check_equal(program, plain_loop(pieces=mesh.get("pipeline_batches", 0)))
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     (checked,) = program.events("mesh_checked")
     assert checked["tensors"] == 16

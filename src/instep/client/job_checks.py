@@ -15,7 +15,7 @@ from instep.comm.endpoint import Switchboard
 from instep.errors import RecipeError, SpecError, file_beside
 from instep.launch import LAUNCHERS
 from instep.recipe.start_file import start_file
-from instep.spec import JobSpec
+from instep.spec import JobSpec, MeshSpec
 from instep.state.model_file import check_hash
 from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
@@ -51,18 +51,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     CODECS.check(job.sync.codec)
     _check_sync(job)
     clashes.check(job)
-    for axis in ("tensor", "stages"):
-        if (asked := getattr(job.mesh, axis)) > 1:
-            raise SpecError(
-                f"mesh.{axis} = {asked}: this version splits a replica along mesh.shard only. "
-                "Leave the key out."
-            )
-    if job.mesh.ranks == 1 and job.mesh.checkpointing != "none":
-        raise SpecError(
-            f"mesh.checkpointing = {job.mesh.checkpointing!r} is for a replica of several "
-            "processes, and mesh.shard = 1. Leave the key out, or call "
-            "torch.utils.checkpoint in the model."
-        )
+    _check_mesh(job.mesh)
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
         raise RecipeError(f"there is no recipe file {str(file)!r}. {file_beside(file, '*.py')}")
@@ -71,6 +60,33 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     model = None if resumed else start_file(job.start)
     if model is not None:
         check_hash(model)
+
+
+def _check_mesh(mesh: MeshSpec) -> None:
+    """Refuse axes that do not go together, and keys of an axis that is not there."""
+    if mesh.shard > 1 and mesh.stages > 1 and mesh.zero == 3:
+        raise SpecError(
+            f"mesh.zero = 3 with mesh.stages = {mesh.stages}: the parts of a micro-batch go "
+            "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
+            "= 2: they are gathered once for a micro-batch."
+        )
+    if mesh.ranks == 1 and mesh.checkpointing != "none":
+        raise SpecError(
+            f"mesh.checkpointing = {mesh.checkpointing!r} is for a replica of several "
+            "processes, and mesh.shard = 1. Leave the key out, or call "
+            "torch.utils.checkpoint in the model."
+        )
+    default = MeshSpec()
+    for axis, keys in (
+        ("stages", ("schedule", "pipeline_batches", "cuts")),
+        ("tensor", ("plan",)),
+    ):
+        for key in keys if getattr(mesh, axis) == 1 else ():
+            if (given := getattr(mesh, key)) != getattr(default, key):
+                raise SpecError(
+                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, or set "
+                    f"mesh.{axis}."
+                )
 
 
 def _check_sync(job: JobSpec) -> None:

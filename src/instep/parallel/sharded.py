@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from instep.comm.dtensors import local_part
 from instep.errors import RecipeError
 from instep.parallel.block_order import BlockOrder
 from instep.parallel.blocks import repeated_blocks
@@ -37,6 +36,7 @@ from instep.parallel.lockstep import (
 )
 from instep.parallel.meta_start import give_memory
 from instep.parallel.shardable import owners_of, unshardable
+from instep.parallel.slots import Slots
 from instep.parallel.whole_sums import sum_gradients
 
 Answer = TypeVar("Answer")
@@ -125,8 +125,7 @@ class Sharded:
             give_memory(self._root, torch.device(device_mesh.device_type))
         self._by_name = dict(model.named_parameters())
         self._whole = [p for p, kept in zip(self._by_name.values(), stays, strict=True) if kept]
-        self._local = {p: _local(p) for p in self._by_name.values()}
-        self._whole_locals = {self._local[p] for p in self._whole}
+        self.slots = Slots(self._by_name.values())
         self._trained: list[list[nn.Parameter]] = []
         for name, module in modules.items():
             trained = [n for n in held[name] if self._by_name[n].requires_grad]
@@ -204,9 +203,8 @@ class Sharded:
     def local_parameters(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """For each parameter of the model, a plain one that shares the memory of what is held here.
 
-        Their hooks (`register_post_accumulate_grad_hook`) run once per pass with the pass's summed
-        gradient in `.grad`, and may take it away; what they leave is added to in the next pass.
-        Not for a parameter that no rank used. The order is the same on all ranks: blocks during
+        Their hooks run once per pass with the pass's summed gradient (`Slots.tell`). Not for a
+        parameter that no rank used. The order is the same on all ranks: blocks during
         `backward`, the last used first, each in the order of its parameters; the rest of the
         model at the end of `backward`; parameters that stay whole in `finish_pass`.
 
@@ -214,14 +212,7 @@ class Sharded:
             This rank's rows of each, the whole of it if it stays whole; may have no elements. The
             same objects each time.
         """
-        return [self._local[parameter] for parameter in parameters]
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank adds a local parameter to a sum over the ranks, as of squares.
-
-        Rows count where they are, a whole parameter on rank 0.
-        """
-        return self._group.rank() == 0 or parameter not in self._whole_locals
+        return self.slots.of(parameters)
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a DTensor, on every rank; all call this together. Others as they are."""
@@ -241,15 +232,9 @@ class Sharded:
             self._tell_one(parameter, used)
 
     def _tell_one(self, parameter: Tensor, used: bool) -> None:
-        """Move a summed gradient to the plain parameter, and run its hooks."""
         assert isinstance(parameter, nn.Parameter)
-        local, gradient, parameter.grad = self._local[parameter], parameter.grad, None
-        if not used or gradient is None:
-            return
-        gradient = local_part(gradient)
-        local.grad = gradient if local.grad is None else local.grad + gradient
-        for hook in (getattr(local, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(local)
+        gradient, parameter.grad = parameter.grad, None
+        self.slots.tell(parameter, gradient if used else None)
 
 
 class _Pass(nn.Module):
@@ -341,7 +326,3 @@ class _Notes:
             self._unit.used[place] = True
 
         return note
-
-
-def _local(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local_part(parameter).detach(), requires_grad=parameter.requires_grad)

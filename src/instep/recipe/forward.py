@@ -151,7 +151,9 @@ class Forward:
 
         return CachedGradients(self.model, embedded, loss, precision=self.autocast, go_back=go_back)
 
-    def loss(self, batch: Any, samples: int, *, always: bool = False) -> Found | None:
+    def loss(
+        self, batch: Any, samples: int, *, always: bool = False, plain: bool = False
+    ) -> Found | None:
         """The mean loss of a batch and its weight; None if nothing in the batch counts.
 
         Args:
@@ -159,6 +161,7 @@ class Forward:
             samples: in the batch.
             always: compute it in any case, since other workers need what the model gives;
                 `Found.counts` says whether there is a loss.
+            plain: call the model as it is, and not by `run`.
 
         Raises:
             RecipeError: the batch is not (inputs, target), the loss not a scalar that can be
@@ -167,7 +170,7 @@ class Forward:
         weight = self._weight(batch, samples)
         if not weight and not always:
             return None
-        loss, own, _, _ = self.run(self._outputs, batch)
+        loss, own, _, _ = (_call if plain else self.run)(self._outputs, batch)
         if own is None and not weight:  # a mean over nothing
             loss = loss * 0.0
         found = Found(loss, weight if own is None else own)
@@ -201,11 +204,15 @@ class Forward:
             found = loss_of(self.losses.loss, outputs, target)
             return checked(found, "loss"), None, outputs, target
 
-    def measure(self, batch: Any, samples: int) -> Measured:
-        """Loss and metrics of one batch, in the order of the recipe."""
+    def measure(self, batch: Any, samples: int) -> Measured | None:
+        """Loss and metrics of one batch, in the order of the recipe; None if another process of
+        this replica has them."""
         weight = self._weight(batch, samples)
         with torch.set_grad_enabled(self.losses.compute_loss is not None):  # it may need some
-            loss, own, outputs, target = self.run(self._outputs, batch)
+            given = self.run(self._outputs, batch)
+        if given is None:
+            return None
+        loss, own, outputs, target = given
         found = Found(loss.detach(), weight if own is None else own)
         values = {"loss": float(found.loss) * found.factor if found.counts else 0.0}
         for name, metric in self.recipe.metrics.items():

@@ -43,6 +43,8 @@ def evaluate(
     comm: Comm,
     speeds: Sequence[float] | None = None,
     workers: int | None = None,
+    rank: int | None = None,
+    tells: bool = True,
     arrived: Callable[[], None] = lambda: None,
     lockstep: bool = False,
 ) -> Evaluation:
@@ -57,7 +59,10 @@ def evaluate(
         batch: samples of one forward pass.
         comm: the workers that share the work.
         speeds: of each worker, if they differ; a slow one gets fewer batches.
-        workers: how many ranks share the work, from rank 0 on; all, if left out.
+        workers: how many share the work; all ranks, if left out.
+        rank: which of these this one is; its rank in `comm`, if left out. Several ranks may be
+            the same one.
+        tells: whether this rank tells what it computes; one does, of those that are the same.
         arrived: called when this worker has finished and waits for the others.
         lockstep: whether ranks compute a batch together, so that all must run equally many.
 
@@ -71,18 +76,21 @@ def evaluate(
     table = torch.zeros(count, len(names) + 2, dtype=torch.float64)
     skipped: list[Skipped] = []
     dealt = deal(count, workers or comm.size, speeds)
-    own = list(dealt[comm.rank]) if comm.rank < len(dealt) else []
+    rank = comm.rank if rank is None else rank
+    own = list(dealt[rank]) if rank < len(dealt) else []
     beside = max(map(len, dealt)) - len(own) if lockstep else 0
     was_training = forward.model.training
     forward.model.eval()
     try:
         reads = loader.read(_slices(own, batch, samples))
         for number, read in zip(own, reads, strict=True):
-            skipped += read.skipped
+            skipped += read.skipped if tells else []
             if read.size:
-                values, weight = forward.measure(read.batch, read.size)
-                row = [*(values[name] for name in names), read.size, weight]
-                table[number] = torch.tensor(row, dtype=torch.float64)
+                found = forward.measure(read.batch, read.size)
+                if tells and found is not None:
+                    values, weight = found
+                    row = [*(values[name] for name in names), read.size, weight]
+                    table[number] = torch.tensor(row, dtype=torch.float64)
             else:
                 beside += lockstep
         if beside:

@@ -277,7 +277,9 @@ class Member:
         """
         replica = self.job.mesh.coordinate(self.number).replica
         return ChannelStore(
-            self._connection, keys_of_replica(replica, self.restarts), released=Released
+            self._connection,
+            keys_of_replica(replica, self.restarts) + group,
+            released=Released,
         )
 
     def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:

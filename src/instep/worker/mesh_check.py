@@ -8,7 +8,7 @@ of it. Steps and other replicas are not known here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from instep.worker.replica import Replica
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.clock import Clock
 from instep.worker.step.passes import Pass
-from instep.worker.trial.gate import STEP, Gate, whole_passes
+from instep.worker.trial.gate import STEP, Gate, in_parts, whole_passes
 from instep.worker.whole_batch import WholeBatch
 
 LARGEST = 200_000_000
@@ -49,6 +49,7 @@ class MeshCheck:
         first: whether this process is the first of its replica: it computes the reference, and
             what it knows decides.
         why: there is no need to compare; empty if there is.
+        blocks: of a model in stages: where the draws of a pass are keyed anew.
     """
 
     def __init__(
@@ -60,13 +61,17 @@ class MeshCheck:
         *,
         first: bool,
         why: str = "",
+        blocks: Sequence[str] = (),
     ) -> None:
         self._forward, self._loader, self._job, self._samples = forward, loader, job, samples
         self._names = {name: p.dtype for name, p in forward.model.named_parameters()}
         self._gate, self._why = Gate(forward, job.seed), why or self._cannot()
         if first and not self._why:
             try:
-                self._gate.compute(whole_passes(loader, job, samples))
+                passes = whole_passes(loader, job, samples)
+                if blocks:
+                    passes = in_parts(passes, job.mesh.pipeline_batches)
+                self._gate.compute(passes, blocks)
             except Exception as error:  # a user's module may raise anything
                 self._why = f"the model cannot be copied to try it ({error})"
 
@@ -141,18 +146,20 @@ class MeshCheck:
         total = torch.tensor([own], dtype=torch.float64, device=device)
         comm.all_reduce(total).wait()
         _, first, stop = position(STEP, self._samples, job.train.global_batch)
-        return float(total.item()) / (stop - first) or 1.0
+        return float(total.item()) / (stop - first) / passes.weight or 1.0
 
 
 class _Passes:
     """What passes need of an engine, where nothing is committed."""
 
     def __init__(self, comm: Comm) -> None:
+        self.weight = 1.0
         self.comm, self.clock = comm, Clock(begin=time.time())
         self.update = SimpleNamespace(scaler=torch.amp.GradScaler("cuda", enabled=False))
 
     def begin_pass(self, part: Pass, weight: float, *, last: bool) -> None:
-        """Its gradients stay where they are."""
+        """Its gradients stay where they are, and are still to be multiplied by the weight."""
+        self.weight = weight
 
     def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
         """It is over."""

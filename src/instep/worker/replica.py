@@ -8,14 +8,20 @@ they do: one that loses a process is started again whole. How the model is split
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from instep.comm.torch_comm import TorchComm
+from instep.state.boxes import MeshRank, holders, primary
 from instep.system.addresses import address_towards
+from instep.worker.layout import told_layout
 from instep.worker.member import Member
+
+if TYPE_CHECKING:
+    from instep.parallel.layout import Example, Layout
+    from instep.parallel.pipeline.staged import Staged
 
 
 class Replica:
@@ -25,6 +31,8 @@ class Replica:
         member: this worker's membership in the run.
         model: built, whole; afterwards each process has its part of the parameters.
         device: where it computes.
+        layout: of the model, on the first process of the replica; where it has one.
+        example: of what is trained on, where there is a layout.
         steady: names of the blocks that every pass runs; None: all.
 
     Raises:
@@ -37,29 +45,45 @@ class Replica:
         member: Member,
         model: nn.Module,
         device: torch.device,
+        layout: Layout | None = None,
+        example: Example | None = None,
         steady: Container[str] | None = None,
     ) -> None:
         from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
-        from instep.parallel.sharded import shard
+        from instep.parallel.split import split
 
         mesh = member.job.mesh
         if mesh.checkpointing == "blocks":
             checkpoint_blocks(model)
         self._model, self._device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
+        own = mesh.coordinate(member.number)
+        self.tells = own.tensor == 0 and own.stage == mesh.stages - 1
+        """Whether this process tells the losses of its passes, and which samples it could not
+        read: of those that get the same micro-batch, one does."""
+        self.proposes = own.tensor == 0
+        """Whether it tells what its passes do to buffers."""
         store = member.replica_store()
         self._group = ReplicaGroup(store, place, mesh, device=device, address=address)
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
-        self._sharded = shard(model, self._group.axis("shard"), zero=mesh.zero, steady=steady)
+        told = told_layout(self.comm, layout, device)
+        self._split = split(model, self._group, mesh, told, example, steady)
+        self.stages: Staged | None = self._split if mesh.stages > 1 else None
+        """The model, if it is cut into stages: then its passes go forward and back in one."""
+        self._rank = MeshRank(mesh, member.number)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that uses the model; all processes of the replica do so together."""
-        result = self._sharded.run(function, *arguments)
-        if not self._model.training:  # nobody goes back from here
-            self._sharded.free()
+        """Call a function that uses the model; all processes of the replica do so together.
+
+        Returns:
+            What it returns; with stages on the last one only, elsewhere None.
+        """
+        result = self._split.run(function, *arguments)
+        if not self._model.training and self.stages is None:  # nobody goes back from here
+            self._split.free()
         return result
 
     def gather(self, own: int) -> list[int]:
@@ -76,19 +100,26 @@ class Replica:
 
     def set_counts(self, counts: bool) -> None:
         """Whether the gradients of this process's next passes count."""
-        self._sharded.set_counts(counts)
+        self._split.set_counts(counts)
 
     def finish_pass(self) -> None:
         """A backward pass is over."""
-        self._sharded.finish_pass()
+        self._split.finish_pass()
 
     def slots(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """For each parameter one that is this rank's part of it, on the same memory."""
-        return self._sharded.local_parameters(parameters)
+        slots: list[nn.Parameter] = self._split.slots.of(parameters)
+        return slots
 
-    def counts(self, slot: nn.Parameter) -> bool:
-        """Whether this rank adds its part to a sum over the replica."""
-        return self._sharded.counts(slot)
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank adds its part of a parameter to a sum over the replica."""
+        shared = self.stages is not None and self.stages.shares(parameter)
+        return primary(parameter, self._rank) and not shared
+
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks of this replica that have the same part of a parameter, in their order."""
+        stages = self.stages.holders(parameter) if self.stages is not None else ()
+        return holders(parameter, self._rank, stages)
 
     def close(self) -> None:
         """Leave the groups; a second call does nothing."""

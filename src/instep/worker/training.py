@@ -36,6 +36,7 @@ from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import evaluate
+from instep.worker.layout import agreed_layout, example_of
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
@@ -183,20 +184,27 @@ class Training(Loop):
     def _split(self, model: nn.Module, *, merge: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
         nobody trains it yet, compare them with one process."""
-        trains = self.member.others_have_state
+        trains, mesh = self.member.others_have_state, self.job.mesh
+        first = self.member.number % mesh.ranks == 0
+        example = layout = None
+        if mesh.same_batch > 1:
+            example = example_of(self._forward, self._loader, self.job, self.samples)
+            if first:
+                layout = agreed_layout(self.member.run, mesh, model, example)
         check = MeshCheck(
             self._forward,
             self._loader,
             self.job,
             self.samples,
-            first=self.member.number % self.job.mesh.ranks == 0,
+            first=first,
             why="other replicas train already" if trains else "",
+            blocks=layout.blocks if layout is not None else (),
         )
         alone = single_samples(self._loader, self.samples)
         blocks = list(repeated_blocks(model))
         steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
-        replica = Replica(self.member, model, self.device, steady)
+        replica = Replica(self.member, model, self.device, layout, example, steady)
         self._forward.run = replica.run
         found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
@@ -548,17 +556,18 @@ class Training(Loop):
         self.phase = "validation"
         self._forward.take_turn(-1)
         begin, count = time.perf_counter(), len(self.recipe.validate)
-        batch = self._validation_batch
-        assignment, comm = self.engine.assignment, self.engine.comm
+        assignment, comm, mesh = self.engine.assignment, self.engine.comm, self.job.mesh
         found = evaluate(
             self._forward,
             self._validation,
             count,
-            batch,
+            self._validation_batch,
             comm,
             assignment.dealing.speeds,
-            len(assignment.workers),
-            self._waits,
+            mesh.batches_of(len(assignment.workers)),
+            mesh.batch_of(comm.rank),
+            tells=self._replica is None or self._replica.tells,
+            arrived=self._waits,
             lockstep=self._replica is not None,
         )
         left_out = found.skipped

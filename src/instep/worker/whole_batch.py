@@ -3,8 +3,8 @@
 There are three kinds: one pass over all micro-batches of the worker, with batch normalisation over
 the global batch (`parallel/batch_norm.py`); passes that embed, with a loss over the global batch
 (`parallel/cached.py`); and passes of a replica that is a mesh, which all its ranks run at the same
-time. A job may need several. A worker without samples takes part with one that does not count.
-Ordinary passes are in `training.py`.
+time, in stages or each its own. A job may need several. A worker without samples takes part with
+one that does not count. Ordinary passes are in `training.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from instep.worker.evaluate import first_readable
 from instep.worker.replica import Replica
 from instep.worker.step.engine import Engine, Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share, parts_of
+
+if TYPE_CHECKING:
+    from instep.parallel.pipeline.staged import Staged
 
 
 class _Work(NamedTuple):
@@ -82,11 +86,15 @@ class WholeBatch:
             The loss by number of the pass, and the samples that could not be read.
         """
         skipped = list[Skipped]()
-        works = self._works(where, share, loads, step, skipped)
+        works, replica = self._works(where, share, loads, step, skipped), self._replica
+        if replica is not None and replica.stages is not None:
+            losses = self._staged(where, works, replica.stages, len(share.passes) - 1)
+            return (losses, skipped) if replica.tells else ({}, [])
         if self._forward.recipe.batch_loss is not None:
             return self._embed(where, list(works), step), skipped
         last = len(share.passes) - 1 if self._reads is None else -1  # else layers communicate
-        return self._plain(where, works, last), skipped
+        losses = self._plain(where, works, last)
+        return (losses, skipped) if replica is None or replica.tells else ({}, [])
 
     def _works(
         self,
@@ -107,7 +115,7 @@ class WholeBatch:
                 keys, sizes = self._micro_batches(where, part, read.skipped, step)
                 yield _Work(part, read.batch, read.size, keys, sizes, not part.repeats)
                 idle = False
-            elif self._replica is not None:  # the other ranks of the replica have the pass too
+            elif self._job.mesh.shard > 1:  # other ranks of the replica may have samples
                 yield self._borrow(part)
                 idle = False
         if idle:
@@ -173,9 +181,28 @@ class WholeBatch:
                 if self._replica is not None:
                     self._replica.finish_pass()
             if work.counts or self._replica is not None:
-                engine.end_pass(work.part, work.size / batch_size if work.counts else 0.0)
+                proposes = self._replica is None or self._replica.proposes
+                share = work.size / batch_size if work.counts and proposes else 0.0
+                engine.end_pass(work.part, share)
             waited = reads.waited_s - waited if reads is not None else 0.0
             engine.clock.lap(since + waited, "backward")
+        return losses
+
+    def _staged(
+        self, where: Position, works: Iterable[_Work], stages: Staged, last: int
+    ) -> dict[int, Weighed]:
+        """Run passes through the stages; the losses are those of the last one."""
+        engine, batch_size = self._engine, where.stop - where.first
+        call, losses = partial(self._forward.loss, plain=True), dict[int, Weighed]()
+        for number, work in enumerate(works):
+            since = time.perf_counter()
+            engine.begin_pass(work.part, 1.0 / batch_size, last=number == last)
+            size = work.size if work.counts else 0
+            total = stages.train(work.batch, size, work.keys[0], call)
+            if work.counts:
+                losses[work.part.number] = Weighed(*total)
+            engine.end_pass(work.part, size / batch_size)
+            engine.clock.lap(since, "backward")
         return losses
 
     def _embed(self, where: Position, works: list[_Work], step: int) -> dict[int, Weighed]:

@@ -17,19 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.dtensors import local_part
-from instep.errors import RecipeError, SpecError
 from instep.parallel.pipeline.blocks import Call, find
-from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
-from instep.parallel.pipeline.cuts import best_cuts
+from instep.parallel.pipeline.choose import Wire, choose, stages_of
+from instep.parallel.pipeline.crossing import Entry, go_back
 from instep.parallel.pipeline.links import Incoming, Links
-from instep.parallel.pipeline.measure import measure
 from instep.parallel.pipeline.parts import cut
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Arrival, Passed, Runner
-from instep.parallel.pipeline.trial import Trial, compare_parts, total_of
-
-CHUNKS = 2
-"""Stages of each rank in the interleaved schedule, unless cuts say otherwise."""
+from instep.parallel.pipeline.trial import compare_parts, total_of
 
 _LEAVES = 64
 """Most tensors that cross one cut."""
@@ -79,15 +74,27 @@ class Pipeline:
     ) -> None:
         self.module, self.parts, self.schedule = model, parts, schedule
         self._call, self._links = call, Links(group)
-        chunks = _chunks(schedule, self._links.size, cuts)
+        links = self._links
+        stages = stages_of(schedule, links.size, cuts)
         compare_parts(model, call, batch, samples, parts)
         example, size = cut(batch, samples, parts)[0]
         chain = find(model, call, example, size, cuts)
         self._runner = Runner(model, chain)
-        self._boundaries: list[Boundary] = []
-        self._first = self._choose(cuts, chunks, timed, example, size)
+        self._first, self._boundaries = choose(
+            model,
+            self._runner,
+            call,
+            example,
+            size,
+            ranks=links.size,
+            stages=stages,
+            cuts=cuts,
+            timed=timed,
+            wire=Wire(links.same, links.seconds_per_byte),
+        )
+        self._runner.examined = stages > 1
         self._stop = [*self._first[1:], len(chain.blocks)]
-        self._chunks = chunks
+        self._chunks = stages // links.size
         self._orders: dict[tuple[int, bool], list[Action]] = {}
         used = [self._runner.names(*stage) for stage in zip(self._first, self._stop, strict=True)]
         self.holders = {
@@ -149,9 +156,16 @@ class Pipeline:
         )
 
     @torch.no_grad()
-    def results(self, batch: Any, samples: int, key: int, call: Call) -> list[Any]:
-        """What `call` returns for each part, on the last stage; empty on others. No gradients."""
-        one = _Batch(self, batch, samples, key, call, backward=False)
+    def results(
+        self, batch: Any, samples: int, key: int, call: Call, parts: int | None = None
+    ) -> list[Any]:
+        """What `call` returns for each part, on the last stage; empty on others. No gradients.
+
+        Args:
+            batch, samples, key, call: as for `run`.
+            parts: how many; None: as many as in `run`.
+        """
+        one = _Batch(self, batch, samples, key, call, backward=False, parts=parts)
         with self._runner.ready():
             one.run()
         return one.results
@@ -182,58 +196,6 @@ class Pipeline:
             _set_grad(parameters[name], own)
         links.finish()
 
-    # ---- how it is made
-
-    def _choose(
-        self, cuts: Sequence[str], chunks: int, timed: bool, batch: Any, samples: int
-    ) -> list[int]:
-        """The first block of each stage."""
-        names, call = self.blocks, self._call
-        stages = chunks * self._links.size
-        if stages == 1:
-            return [0]
-        trial = Trial(self.module, self._runner, lambda: call(batch, samples))
-        times, moved = [1.0] * len(names), [0.0] * len(names)
-        if cuts:
-            places = [names.index(name) for name in cuts]
-            if places != sorted(set(places)):
-                raise SpecError(
-                    f"mesh.cuts = {list(cuts)}: the blocks are called in another order."
-                )
-            self._boundaries = trial.run(places)
-            self._runner.examined = True
-            return [0, *places]
-        if timed:
-            found = measure(self.module, self._runner.chain, call, batch, samples)
-            rate = self._links.seconds_per_byte()
-            times = self._links.same(found.seconds)
-            moved = [2 * rate * size for size in found.size_bytes]
-        banned: set[int] = set()
-        refusal: RecipeError | None = None
-        too_few = RecipeError(
-            f"mesh.stages = {self._links.size} needs {stages} stages, and the model has "
-            f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
-        )
-        while (chosen := best_cuts(times, stages, moved, banned)) is not None:
-            try:
-                self._boundaries = trial.run(chosen)
-            except RecipeError as error:
-                banned.add(self._culprit(trial, chosen))
-                refusal = refusal or error
-                continue
-            self._runner.examined = True
-            return [0, *chosen]
-        raise refusal or too_few
-
-    def _culprit(self, trial: Trial, cuts: Sequence[int]) -> int:
-        """The first of these cuts that is impossible by itself, or simply the first."""
-        for place in cuts:
-            try:
-                trial.run([place])
-            except RecipeError:
-                return place
-        return cuts[0]
-
     # ---- what a batch needs of it
 
     def order(self, parts: int, backward: bool) -> list[Action]:
@@ -262,27 +224,54 @@ def _set_grad(parameter: nn.Parameter, flat: Tensor) -> None:
     local.copy_(flat[1:].view_as(local))
 
 
-def _chunks(schedule: str, ranks: int, cuts: Sequence[str]) -> int:
-    if not cuts:
-        return CHUNKS if schedule == "interleaved" else 1
-    chunks, rest = divmod(len(cuts) + 1, ranks)
-    if rest or (chunks > 1 and schedule != "interleaved"):
-        wanted = f"{ranks - 1}" if schedule != "interleaved" else f"{ranks} x n - 1"
-        raise SpecError(
-            f"mesh.cuts has {len(cuts)} names, but mesh.stages = {ranks} with schedule = "
-            f"{schedule!r} wants {wanted}: the modules that begin a stage, without the first stage."
-        )
-    return chunks
+def find_cuts(
+    model: nn.Module,
+    call: Call,
+    batch: Any,
+    samples: int,
+    *,
+    ranks: int,
+    schedule: str,
+    parts: int,
+    cuts: Sequence[str] = (),
+) -> tuple[list[str], list[str]]:
+    """Where a pipeline of so many ranks cuts a model, found by one process alone.
+
+    Args:
+        model, call, batch, samples, schedule, parts, cuts: as for `Pipeline`.
+        ranks: of the pipeline.
+
+    Returns:
+        Names of the blocks that begin a stage, without the first; and of all blocks, in order.
+
+    Raises:
+        RecipeError, SpecError: as `Pipeline`.
+    """
+    stages = stages_of(schedule, ranks, cuts)
+    compare_parts(model, call, batch, samples, parts)
+    example, size = cut(batch, samples, parts)[0]
+    chain = find(model, call, example, size, cuts)
+    runner, names = Runner(model, chain), list(chain.blocks)
+    found = choose(model, runner, call, example, size, ranks=ranks, stages=stages, cuts=cuts)
+    return [names[first] for first in found.first[1:]], names
 
 
 class _Batch:
     """One micro-batch on its way through this rank's stages."""
 
     def __init__(
-        self, owner: Pipeline, batch: Any, samples: int, key: int, call: Call, *, backward: bool
+        self,
+        owner: Pipeline,
+        batch: Any,
+        samples: int,
+        key: int,
+        call: Call,
+        *,
+        backward: bool,
+        parts: int | None = None,
     ) -> None:
         self._owner, self._links, self._runner = owner, owner._links, owner._runner
-        self._parts = cut(batch, samples, owner.parts) if samples else []
+        self._parts = cut(batch, samples, parts or owner.parts) if samples else []
         self._key, self._call, self._backward = key, call, backward
         self._stages = len(owner._first)
         self._entries: dict[tuple[int, int], Entry] = {}

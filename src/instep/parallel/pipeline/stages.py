@@ -306,3 +306,24 @@ def seed(key: Key, name: str) -> None:
     random.seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
+
+
+@contextmanager
+def drawn_by_block(model: nn.Module, blocks: Sequence[str], key: Key) -> Iterator[None]:
+    """In this context a pass of a whole model draws what the passes of its stages draw.
+
+    Args:
+        model: any copy of it.
+        blocks: names of all blocks of its chain.
+        key: of the part.
+    """
+
+    def called(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        seed(key, name)
+        out = run(*args, **kwargs)
+        seed(key, f"after {name}")
+        return out
+
+    seed(key, "")
+    with intercepted({name: model.get_submodule(name) for name in blocks}, called):
+        yield

@@ -6,6 +6,7 @@ How a plan is found is not known here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ Place = Callable[[nn.Parameter, int], nn.Parameter]
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut a model over the ranks of `mesh`, in place; build the optimizer afterwards.
 
+    Where a process has one stage of the model, only the layers that it holds are cut.
+
     Parameters that are cut become DTensors on `mesh`; names, order and ties stay. Every rank must
     have the same whole parameters, must pass the same micro-batch, and must have the same random
     state when a pass begins.
@@ -36,7 +39,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         mesh: of one dimension.
     """
     assert plan.ranks == mesh.size(), "a plan is for one number of ranks"
-    links = GroupLinks(mesh.get_group())
+    links, plan = GroupLinks(mesh.get_group()), _of_stage(plan, model)
 
     def place(whole: nn.Parameter, dim: int) -> nn.Parameter:
         first, stop = links.part(whole.shape[dim])
@@ -50,6 +53,29 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for name, dims in plan.draws.items():
         whole = as_planned(dims, plan.ranks, name)
         around(model.get_submodule(name), partial(Draws, whole, links.part))
+
+
+def _of_stage(plan: Plan, model: nn.Module) -> Plan:
+    """The part of a plan that is of layers which are held here: others have no parameters."""
+
+    def there(name: str) -> bool:
+        owner, _, key = name.rpartition(".")
+        return model.get_submodule(owner)._parameters[key] is not None
+
+    cuts = {name: cut for name, cut in plan.cuts.items() if there(f"{name}.weight")}
+    if len(cuts) == len(plan.cuts):
+        return plan
+
+    def around_some(name: str) -> bool:
+        return not name or any(f"{cut}.".startswith(f"{name}.") for cut in cuts)
+
+    return replace(
+        plan,
+        cuts=cuts,
+        edits={name: values for name, values in plan.edits.items() if around_some(name)},
+        summed=tuple(name for name in plan.summed if there(name)),
+        draws={name: dims for name, dims in plan.draws.items() if around_some(name)},
+    )
 
 
 def install(model: nn.Module, plan: Plan, links: Links, place: Place) -> Callable[[], None]:

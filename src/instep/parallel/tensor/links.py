@@ -5,11 +5,15 @@ Layers are not known here. `trial.py` has two other kinds of links that need no 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from instep.comm.torch_comm import broken
 
 
 class Links:
@@ -94,7 +98,8 @@ class GroupLinks(Links):
         """The sum over the ranks, in place where it can be."""
         values = values.contiguous()
         if values.numel():
-            dist.all_reduce(values, group=self._group)
+            with _lost():
+                dist.all_reduce(values, group=self._group)
         return values
 
     def all_gather(self, part: Tensor, width: int) -> Tensor:
@@ -102,8 +107,18 @@ class GroupLinks(Links):
         padded = torch.nn.functional.pad(part, (0, each - part.shape[-1])).contiguous()
         parts = padded.new_empty(self.ranks, *padded.shape)
         if padded.numel():
-            dist.all_gather(list(parts.unbind()), padded, group=self._group)
+            with _lost():
+                dist.all_gather(list(parts.unbind()), padded, group=self._group)
         return parts.movedim(0, -2).flatten(-2).narrow(-1, 0, width)
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """PeerError where a collective fails: a rank was lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise broken(error) from error
 
 
 def _call(function: Any, *args: Any) -> Tensor:

@@ -41,7 +41,7 @@ from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, Worke
 from instep.records import Attempt
 from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
-from instep.sync.base import Mover, Servers, Strategy
+from instep.sync.base import InMesh, Mover, Servers, Strategy
 from instep.sync.norm import norm, squares
 from instep.worker.member import Member
 from instep.worker.step.alike import check_parameters
@@ -158,9 +158,11 @@ class Engine:
         self._comm: Comm | None = None
         self._column: Comm = AloneComm()
         self._slots = [turn.parameters for turn in turns]
+        self._holders = list[list[tuple[int, ...]]]([] for _ in turns)
         if split is not None:
             self._slots = [split.slots(turn.parameters) for turn in turns]
-        self.own = OwnState(member, self.state, model, turns[0], self._slots[0])
+            self._holders = [[*map(split.holders, turn.parameters)] for turn in turns]
+        self.own = OwnState(member, self.state, model, turns[0], self._slots[0], self._holders[0])
         """What this worker alone has."""
         # what one rank of a mesh has staged, no other of its replica has
         self._votes = votes or self.own.memory is not None or mesh.ranks > 1
@@ -349,7 +351,7 @@ class Engine:
             servers = Servers([form.members.index(n) for n in form.servers], self.update)
         meshed = self._mesh.ranks > 1
         column_members = self._mesh.column(form.members, form.members[form.rank])
-        for turn, slots in zip(self.turns, self._slots, strict=True):
+        for turn, slots, holders in zip(self.turns, self._slots, self._holders, strict=True):
             turn.strategy.start(
                 slots,
                 LateErrors(column) if meshed else column,
@@ -359,7 +361,7 @@ class Engine:
                 at=Attempt(self.state.progress.course, self.state.number, form.generation),
                 draining=[column_members.index(n) for n in form.draining if n in column_members],
                 servers=servers,
-                everyone=comm,
+                mesh=InMesh(comm, holders) if meshed else None,
             )
         self.gradients = [Gradients(slots, self.take) for slots in self._slots]
         self._comm, self._column = comm, column
@@ -580,8 +582,8 @@ class Engine:
     def squares(self) -> float:
         """The sum of the squares of this rank's part of the gradient, as it lies in the slots."""
         assert self._split is not None, "a mesh"
-        counted = [slot.grad for slot in self.slots if self._split.counts(slot)]
-        gradients = [gradient for gradient in counted if gradient is not None]
+        pairs = zip(self.slots, self.turns[self.turn].parameters, strict=True)
+        gradients = [s.grad for s, p in pairs if s.grad is not None and self._split.counts(p)]
         return math.fsum(squares(gradients).tolist())
 
     def _fill_slots(self) -> None:

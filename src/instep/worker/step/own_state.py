@@ -27,6 +27,7 @@ class OwnState:
         model: has the parameters.
         turn: with the strategy.
         slots: what this rank has of each parameter.
+        holders: of each, on a mesh; see `Split`.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class OwnState:
         model: nn.Module,
         turn: TurnState,
         slots: Sequence[nn.Parameter],
+        holders: Sequence[tuple[int, ...]],
     ) -> None:
         self._member, self._state, self._strategy = member, state, turn.strategy
-        self._slots = slots
+        self._slots, self._holders = slots, holders
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [names[id(parameter)] for parameter in turn.parameters]
         self.memory = HostMemory() if turn.strategy.laws else None
@@ -94,7 +96,7 @@ class OwnState:
             # the newest: one before it is of before others handed theirs over
             left = self.memory.at(*stamp) if counts and not taken else None
             if left is not None:
-                self._strategy.load_left(left, self._slots)
+                self._strategy.load_left(left, self._slots, self._holders)
                 taken = True
             else:
                 self.memory.forget(*stamp)

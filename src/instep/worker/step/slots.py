@@ -21,9 +21,12 @@ class Split(Protocol):
         """For each parameter one that is this rank's part of it, on the same memory. Its hooks are
         called with the gradient that is summed over the replica."""
 
-    def counts(self, slot: nn.Parameter) -> bool:
-        """Whether this rank adds its part to a sum over the replica; one rank does, of those that
-        have the same."""
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank adds its part of a parameter to a sum over the replica; one rank does,
+        of those that have the same."""
+
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks of the replica that have the same part of a parameter, in their order."""
 
 
 def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:

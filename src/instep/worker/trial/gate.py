@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.comm.base import Comm
 from instep.data.loader import Loader
@@ -45,6 +45,8 @@ class WholePass(NamedTuple):
     """Of each of its micro-batches, for its random draws."""
     sizes: Sequence[int]
     """Samples of each of these."""
+    part: int = 0
+    """Its number among the parts of a micro-batch that a pipeline cuts."""
 
 
 def whole_passes(loader: Loader, job: JobSpec, samples: int, turn: int = 0) -> list[WholePass]:
@@ -74,6 +76,17 @@ def whole_passes(loader: Loader, job: JobSpec, samples: int, turn: int = 0) -> l
     return passes
 
 
+def in_parts(passes: Iterable[WholePass], parts: int) -> list[WholePass]:
+    """The same, with each micro-batch in the parts that a pipeline cuts it into."""
+    from instep.parallel.pipeline.parts import cut
+
+    return [
+        WholePass(batch, size, each.keys, [size], number)
+        for each in passes
+        for number, (batch, size) in enumerate(cut(each.batch, each.size, parts))
+    ]
+
+
 class Gate:
     """Compares the gradients of a mesh with those of one process.
 
@@ -92,8 +105,12 @@ class Gate:
         }
         self._reference: dict[str, Tensor] = {}
 
-    def compute(self, passes: Iterable[WholePass]) -> None:
+    def compute(self, passes: Iterable[WholePass], blocks: Sequence[str] = ()) -> None:
         """Compute the reference, on a copy of the model in float32 without autocast; on rank 0.
+
+        Args:
+            passes: of the global batch.
+            blocks: names of modules at which the draws of a pass are keyed anew, as in stages.
 
         Raises:
             Exception: of whatever kind, the model cannot be copied.
@@ -106,8 +123,10 @@ class Gate:
             model = TrialModel(forward, copied, original, self._seed)
             model.move()
             weight = 0.0
-            for batch, size, keys, sizes in passes:
+            for batch, size, keys, sizes, part in passes:
                 model.draws = partial(_draws, keys, sizes)
+                if blocks:
+                    model.draws = partial(_drawn_by_block, copied.model, blocks, (keys[0], part))
                 found = model.run(batch, size)
                 if found is None:  # nothing in it counts
                     continue
@@ -174,3 +193,11 @@ def _draws(keys: Sequence[int], sizes: Sequence[int]) -> Iterator[None]:
         return
     with ByMicroBatch(keys, sizes):
         yield
+
+
+def _drawn_by_block(
+    model: nn.Module, blocks: Sequence[str], key: tuple[int, int]
+) -> AbstractContextManager[None]:
+    from instep.parallel.pipeline.stages import drawn_by_block
+
+    return drawn_by_block(model, blocks, key)

@@ -1,0 +1,129 @@
+"""Chooses where a chain of blocks is cut into stages: as the user says, or by measuring.
+
+The best cuts come first; those that a trial refuses are left out, and the next best are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from instep.errors import RecipeError, SpecError
+from instep.parallel.pipeline.blocks import Call
+from instep.parallel.pipeline.crossing import Boundary
+from instep.parallel.pipeline.cuts import best_cuts
+from instep.parallel.pipeline.measure import measure
+from instep.parallel.pipeline.stages import Runner
+from instep.parallel.pipeline.trial import Trial
+
+CHUNKS = 2
+"""Stages of each rank in the interleaved schedule, unless cuts say otherwise."""
+
+
+class Cuts(NamedTuple):
+    """Where a chain is cut."""
+
+    first: list[int]
+    """Of each stage, the number of its first block."""
+    boundaries: list[Boundary]
+    """What crosses each cut."""
+
+
+class Wire(NamedTuple):
+    """What is known of the ranks, beside their number."""
+
+    same: Callable[[Sequence[float]], list[float]] = list
+    """Gives every rank the numbers of rank 0; all call it together."""
+    seconds_per_byte: Callable[[], float] = lambda: 0.0
+    """Between neighbours; all call it together."""
+
+
+def stages_of(schedule: str, ranks: int, cuts: Sequence[str]) -> int:
+    """How many stages a pipeline has.
+
+    Raises:
+        SpecError: the numbers of cuts and ranks do not fit.
+    """
+    if not cuts:
+        return ranks * (CHUNKS if schedule == "interleaved" else 1)
+    chunks, rest = divmod(len(cuts) + 1, ranks)
+    if rest or (chunks > 1 and schedule != "interleaved"):
+        wanted = f"{ranks - 1}" if schedule != "interleaved" else f"{ranks} x n - 1"
+        raise SpecError(
+            f"mesh.cuts has {len(cuts)} names, but mesh.stages = {ranks} with schedule = "
+            f"{schedule!r} wants {wanted}: the modules that begin a stage, without the first stage."
+        )
+    return chunks * ranks
+
+
+def choose(
+    model: nn.Module,
+    runner: Runner,
+    call: Call,
+    batch: Any,
+    samples: int,
+    *,
+    ranks: int,
+    stages: int,
+    cuts: Sequence[str] = (),
+    timed: bool = True,
+    wire: Wire | None = None,
+) -> Cuts:
+    """The cuts of a model into stages.
+
+    Args:
+        model: whole.
+        runner: of it.
+        call: the pass of the whole model.
+        batch: a part, as large as those that the pipeline will run.
+        samples: in it.
+        ranks: processes that share the stages, for messages.
+        stages: how many there are.
+        cuts: names of the modules that begin a stage, in order; empty: measured.
+        timed: False: cut into equal numbers of blocks.
+        wire: to the other ranks; None where this process chooses alone.
+
+    Raises:
+        RecipeError: the model cannot be cut so.
+        SpecError: the cuts are in another order than the blocks.
+    """
+    names = list(runner.chain.blocks)
+    if stages == 1:
+        return Cuts([0], [])
+    trial = Trial(model, runner, lambda: call(batch, samples))
+    if cuts:
+        places = [names.index(name) for name in cuts]
+        if places != sorted(set(places)):
+            raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
+        return Cuts([0, *places], trial.run(places))
+    times, moved = [1.0] * len(names), [0.0] * len(names)
+    if timed:
+        wire = wire or Wire()
+        found = measure(model, runner.chain, call, batch, samples)
+        rate = wire.seconds_per_byte()
+        times = wire.same(found.seconds)
+        moved = [2 * rate * size for size in found.size_bytes]
+    banned: set[int] = set()
+    refusal: RecipeError | None = None
+    while (chosen := best_cuts(times, stages, moved, banned)) is not None:
+        try:
+            return Cuts([0, *chosen], trial.run(chosen))
+        except RecipeError as error:
+            banned.add(_culprit(trial, chosen))
+            refusal = refusal or error
+    raise refusal or RecipeError(
+        f"mesh.stages = {ranks} needs {stages} stages, and the model has "
+        f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
+    )
+
+
+def _culprit(trial: Trial, cuts: Sequence[int]) -> int:
+    """The first of these cuts that is impossible by itself, or simply the first."""
+    for place in cuts:
+        try:
+            trial.run([place])
+        except RecipeError:
+            return place
+    return cuts[0]

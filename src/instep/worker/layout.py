@@ -1,0 +1,120 @@
+"""The layout of a run's model on its mesh: found by one process, the same in all.
+
+The first that has found it puts it into the run's folder, in one step; whoever finds another takes
+that one. So replicas that start later, or again, split the model as those that train already.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from instep.comm.base import Comm
+from instep.data.loader import Loader, Slice
+from instep.data.order import micro_batch, position
+from instep.errors import DataError, RecipeError, RunError
+from instep.parallel.nested import on_tensors
+from instep.recipe.forward import Forward, Found
+from instep.spec import JobSpec, MeshSpec
+from instep.worker.step.passes import parts_of
+
+if TYPE_CHECKING:  # imported where there is one: it takes a second
+    from instep.parallel.layout import Example, Layout
+
+
+def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example) -> Layout:
+    """The layout that the processes of a run use.
+
+    Args:
+        run: the folder of the run.
+        mesh: of the job; a run that is resumed on another finds another layout.
+        model: whole.
+        example: of what it is trained on.
+
+    Raises:
+        RecipeError, SpecError: the model cannot be laid out so.
+        RunError: the file cannot be written or read.
+    """
+    from instep.parallel.layout import Layout, find_layout
+
+    digest = zlib.crc32(msgspec.json.encode(mesh, order="sorted"))
+    file = run / f"mesh-{digest:08x}.json"
+    own = run / f"{file.name}.{os.getpid()}"
+    try:
+        if not file.exists():
+            found = find_layout(model, mesh, example)
+            own.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+            with suppress(FileExistsError):  # another process was first
+                os.link(own, file)
+            own.unlink(missing_ok=True)
+        return msgspec.json.decode(file.read_bytes(), type=Layout)
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunError(
+            f"{file}: the layout of the model on its mesh cannot be kept or read ({error}). Make "
+            "the folder writable, or remove the file."
+        ) from error
+
+
+def told_layout(comm: Comm, layout: Layout | None, device: torch.device) -> Layout:
+    """The layout of a replica's first process, on all of them; each calls it. An empty one where
+    it has none.
+
+    Raises:
+        PeerError: one of them was lost.
+    """
+    from instep.parallel.layout import Layout
+
+    text = msgspec.json.encode(layout or Layout())
+    size = torch.tensor([float(len(text))], device=device)
+    comm.broadcast(size)
+    told = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+    if comm.rank == 0:
+        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    comm.broadcast(told)
+    return msgspec.json.decode(bytes(told.cpu().numpy()), type=Layout)
+
+
+def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Example:
+    """The first micro-batch of the first epoch that can be read.
+
+    Args:
+        forward: computes the loss of a batch.
+        loader: of the training dataset.
+        job: says how batches are cut.
+        samples: in the dataset.
+
+    Raises:
+        DataError: no micro-batch of the first step can be read.
+    """
+    from instep.parallel.layout import Example
+
+    where = position(1, samples, job.train.global_batch)
+    parts = parts_of(where, job.train)
+    cuts = (micro_batch(where.first, where.stop, number, parts) for number in range(parts))
+    reads = loader.read([Slice(where.epoch, *cut) for cut in cuts])
+    read = next((read for read in reads if read.size), None)
+    reads.close()
+    if read is None:
+        raise DataError("no sample of the first step can be read, to try how the model is split.")
+
+    def call(batch: Any, size: int) -> Found | None:
+        return forward.loss(batch, size, plain=True)
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        with forward.on(model, "float32"):
+            found = call(on_tensors(batch, Tensor.clone), read.size)
+        if found is None:
+            raise RecipeError(
+                "nothing counts in the first micro-batch, so that no tensor plan can be tried. "
+                "Order the dataset otherwise, or give mesh.plan."
+            )
+        return found.loss
+
+    return Example(read.batch, read.size, call, compute_loss)
