@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from judge import Distance, Outcome, complaints
+from judge import Distance, Outcome, complaints, distance
 from loops import Loops
 from pair import Pair
+
+from instep.spec import MeshSpec
+
+OTHER_DRAWS = "no: with mesh.stages each block draws its own random numbers"
+"""What a run in stages says; it is held against a plain loop whose blocks draw so."""
+
+PARTS = MeshSpec().pipeline_batches
 
 NEAR = Distance(1e-10, 1e-10)
 """How far parameters and buffers may be in float64."""
@@ -60,6 +68,11 @@ def cell(pair: Pair, column: Column, loops: Loops) -> Cell:
         pair, loops.exact(pair), column.workers, "float64", job=column.job, limit_s=LIMIT_S
     )
     outcome.bound = NEAR
+    if pair.draws and outcome.trained is not None and outcome.verdict.startswith(OTHER_DRAWS):
+        (layout,) = outcome.run.glob("mesh-*.json")
+        blocks = json.loads(layout.read_text())["blocks"]
+        outcome.distance = distance(outcome.trained, loops.by_block(pair, blocks, PARTS))
+        outcome.verdict = "yes"  # with the draws that it has said
     return judged(pair, outcome)
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from pair import Honest, Pair, Refused, Said, Same
@@ -115,6 +116,10 @@ class Outcome:
     agree: bool = True
     """Whether all workers hold the same bits."""
     steps: int = 0
+    run: Path | None = None
+    """The folder of the run."""
+    trained: Trained | None = None
+    """What its first worker has."""
     distance: Distance | None = None
     bound: Distance = field(default_factory=lambda: Distance(NEAR, NEAR))
 

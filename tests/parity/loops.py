@@ -51,6 +51,7 @@ class Loops:
     def __init__(self, folder: Path, pairs: str = "pairs") -> None:
         self._folder, self._count = folder, 0
         self._references: dict[str, References] = {}
+        self._by_block: dict[str, Trained] = {}
         self._errors = folder / "errors.txt"
         with self._errors.open("w") as errors:
             self._program = subprocess.Popen(
@@ -113,8 +114,16 @@ class Loops:
         made = self._loops(pair, wanted)
         return References(made[0], made[-4], made[-3], bound(made[-3:]))
 
-    def _loops(self, pair: Pair, wanted: list[tuple[str, int, int]]) -> list[Trained]:
-        folder, ended = self._ask(pair, do="plain", loops=wanted)
+    def by_block(self, pair: Pair, blocks: list[str], pieces: int) -> Trained:
+        """The plain loop of a pair that draws, in float64, whose draws are keyed as in stages."""
+        key = f"{pair.name} {blocks} {pieces}"
+        if key not in self._by_block:
+            wanted = [("float64", AS_IT_IS, MICRO_BATCHES)]
+            (self._by_block[key],) = self._loops(pair, wanted, blocks=blocks, pieces=pieces)
+        return self._by_block[key]
+
+    def _loops(self, pair: Pair, wanted: list[tuple[str, int, int]], **more: Any) -> list[Trained]:
+        folder, ended = self._ask(pair, do="plain", loops=wanted, **more)
         if (failed := folder / "failed-plain.json").exists():
             raise AssertionError(f"the plain loop failed: {json.loads(failed.read_text())['text']}")
         assert ended, "the plain loop does not end"
@@ -152,7 +161,7 @@ class Loops:
             job=job,
             limit_s=limit_s,
         )
-        outcome = Outcome(workers, micro_batches, dtype, ended=ended)
+        outcome = Outcome(workers, micro_batches, dtype, ended=ended, run=folder / "runs" / "run")
         failures = [json.loads(f.read_text()) for f in sorted(folder.glob("failed-*.json"))]
         if failures:
             # another process may only have heard the echo of what ended the run
@@ -176,6 +185,7 @@ class Loops:
         if references is not None:
             plain, outcome.bound = references.of(dtype, micro_batches)
             outcome.distance = distance(states[0], plain)
+        outcome.trained = states[0]
         return outcome
 
 

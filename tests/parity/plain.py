@@ -7,7 +7,8 @@ job's keys. Between loss and update there is nothing but torch.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from instep.data.order import Order, key, micro_batch, position
+from instep.parallel.pipeline.parts import cut
+from instep.parallel.pipeline.stages import drawn_by_block
 
 OF_PASS, OF_UPDATE = 1, 2
 """What a key is drawn for."""
@@ -58,7 +61,12 @@ AS_IT_IS, PERMUTED, PERMUTED_AGAIN = 0, 1, 2
 
 
 def train(
-    pair: Pair, dtype: torch.dtype, way: int = AS_IT_IS, micro_batches: int = MICRO_BATCHES
+    pair: Pair,
+    dtype: torch.dtype,
+    way: int = AS_IT_IS,
+    micro_batches: int = MICRO_BATCHES,
+    blocks: Sequence[str] = (),
+    pieces: int = 1,
 ) -> Trained:
     """Train a pair for its steps with nothing but PyTorch.
 
@@ -67,6 +75,8 @@ def train(
         dtype: of its parameters and data.
         way: in which order the samples of a global batch are, or its micro-batches are added.
         micro_batches: of a step of the job, for a model that draws; others have one pass a step.
+        blocks: names of modules that draw numbers of their own, as in a pipeline.
+        pieces: parts of a micro-batch that such a pipeline cuts.
     """
     parts = pair.make(dtype)
     model, start = parts.model.train(), state_of(parts.model)
@@ -79,7 +89,7 @@ def train(
     for step in range(1, pair.steps + 1):
         optimizer.zero_grad()
         if pair.draws:
-            losses.append(_micro_batches(parts, step, way, micro_batches))
+            losses.append(_micro_batches(parts, step, way, micro_batches, blocks, pieces))
         else:
             losses.append(_whole(parts, step, way))
         if limit is not None:
@@ -100,7 +110,9 @@ def _whole(parts: Parts, step: int, way: int) -> float:
     return float(loss.detach())
 
 
-def _micro_batches(parts: Parts, step: int, way: int, micro_batches: int) -> float:
+def _micro_batches(
+    parts: Parts, step: int, way: int, micro_batches: int, blocks: Sequence[str], pieces: int
+) -> float:
     """The job's micro-batches one after the other, each with its key."""
     _, first, stop = position(step, len(parts.train), GLOBAL_BATCH)
     number_of = -(-(stop - first) * micro_batches // GLOBAL_BATCH)
@@ -116,10 +128,15 @@ def _micro_batches(parts: Parts, step: int, way: int, micro_batches: int) -> flo
     for number in numbers:
         if not weights[number]:
             continue
-        _set_generators(key(SEED, OF_PASS, step, number))
-        loss = parts.mean_loss(batches[number]) * (weights[number] / sum(weights))
-        loss.backward()
-        mean += float(loss.detach())
+        keyed = key(SEED, OF_PASS, step, number)
+        _set_generators(keyed)
+        low, high = cuts[number]
+        for piece, (batch, _) in enumerate(cut(batches[number], high - low, pieces)):
+            drawn = drawn_by_block(parts.model, blocks, (keyed, piece)) if blocks else nullcontext()
+            with drawn:
+                loss = parts.mean_loss(batch) * (parts.of(batch) / sum(weights))
+            loss.backward()
+            mean += float(loss.detach())
     return mean
 
 

@@ -47,7 +47,8 @@ GRACE_S = 1.0
 def run_plain(pair: Pair, request: dict[str, Any], folder: Path) -> None:
     """Every plain loop that was asked for."""
     for number, (dtype, way, micro_batches) in enumerate(request["loops"]):
-        trained = plain.train(pair, getattr(torch, dtype), way, micro_batches)
+        blocks, pieces = request.get("blocks", ()), request.get("pieces", 1)
+        trained = plain.train(pair, getattr(torch, dtype), way, micro_batches, blocks, pieces)
         torch.save(trained, folder / f"plain-{number}.pt")
 
 

@@ -25,15 +25,14 @@ QUICK = (
     f"train.micro_batches={MICRO_BATCHES}",
     "train.max_grad_norm=0.5",
     "train.threads=1",
-    "check.strict=true",
 )
 
 
-def plain_loop(steps=STEPS, pieces=0):
+def plain_loop(steps=STEPS, pieces=0, drop=0.1):
     """Whole global batches in one process, dropout drawn micro-batch by micro-batch; or with
     `pieces` by each of so many parts of one, and by the block that draws."""
     torch.manual_seed(0)
-    model = splits.recipe().model
+    model = splits.recipe(drop=drop).model
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, order = splits.sgd(trained), Order(splits.SAMPLES, 0)
     x, y = splits.samples(1, splits.SAMPLES).tensors
@@ -88,8 +87,10 @@ def check_equal(program, wanted, most=1e-10):
 def test_a_mesh_trains_what_a_plain_loop_does(run: Start, workers, mesh):
     keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
     program = run("splits.py:recipe", *QUICK, f"workers={workers}", *keys)
-    assert program.end() == 0, program.stderr
+    assert program.end(300) == 0, program.stderr
     check_equal(program, plain_loop(pieces=mesh.get("pipeline_batches", 0)))
+    says = program.summary["same_as_one_machine"]
+    assert says.startswith("no: with mesh.stages each block" if "stages" in mesh else "yes"), says
     assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
     (checked,) = program.events("mesh_checked")
     assert checked["tensors"] == 16
@@ -106,19 +107,25 @@ def test_a_mesh_that_computes_other_gradients_is_refused_before_its_first_step(r
 def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
     run: Start, start: Start
 ):
-    first = run("splits.py:recipe", *QUICK, "workers=2", "mesh.shard=2", "train.stop_after_steps=6")
+    keys = (*QUICK, "workers=2", "mesh.shard=2", "train.stop_after_steps=6", "arguments.drop=0.0")
+    first = run("splits.py:recipe", *keys)
     assert first.end() == 0, first.stderr
-    for steps, workers, mesh in (
-        (11, 1, "shard=1"),
-        (13, 3, "shard=3"),
-        (17, 4, "shard=2"),
-        (STEPS, 2, "shard=2"),
+    for steps, workers, shard, tensor, stages in (
+        (9, 1, 1, 1, 1),
+        (11, 3, 3, 1, 1),
+        (13, 4, 2, 1, 1),
+        (15, 4, 2, 2, 1),
+        (17, 2, 1, 1, 2),
+        (19, 2, 1, 2, 1),
+        (21, 4, 2, 1, 2),
+        (STEPS, 2, 2, 1, 1),
     ):
-        keys = [f"workers={workers}", f"mesh.{mesh}", f"train.stop_after_steps={steps}"]
+        keys = [f"workers={workers}", f"train.stop_after_steps={steps}", "mesh.zero=2"]
+        keys += [f"mesh.shard={shard}", f"mesh.tensor={tensor}", f"mesh.stages={stages}"]
         sets = [part for key in keys for part in ("--set", key)]
         program = start("-m", "instep", "resume", first.run, *sets)
         assert program.end() == 0, program.stderr
-    check_equal(first, plain_loop())
+    check_equal(first, plain_loop(drop=0.0))
     assert first.summary["repeated_samples"] == first.summary["missing_samples"] == 0
 
 
@@ -139,10 +146,13 @@ LONG = 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "kills"), [(4, 25), (2, 12)])
-def test_ranks_that_are_killed_at_random_moments_leave_no_trace(run: Start, workers, kills):
-    """With one replica the run goes back to a checkpoint."""
-    keys = (*QUICK, "mesh.shard=2", 'train.determinism="bits"', "checkpoint.every=10")
+@pytest.mark.parametrize(
+    ("workers", "kills", "axis"),
+    [(4, 25, "shard"), (2, 12, "shard"), (4, 25, "tensor"), (4, 25, "stages"), (2, 12, "stages")],
+)
+def test_ranks_that_are_killed_at_random_moments_leave_no_trace(run: Start, workers, kills, axis):
+    """With one replica the run continues from the memory of its host, or a checkpoint."""
+    keys = (*QUICK, f"mesh.{axis}=2", 'train.determinism="bits"', "checkpoint.every=10")
     keys = (*keys, f"train.steps={LONG}", "train.validate_every=50")
     calm = run("splits.py:recipe", *keys, "workers=2")
     assert calm.end() == 0, calm.stderr

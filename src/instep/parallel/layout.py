@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.pipeline import find_cuts
+from instep.parallel.pipeline.stages import seed
+from instep.parallel.pipeline.trial import total_of
 from instep.parallel.tensor import Plan, find_plan
 from instep.spec import MeshSpec
 
@@ -40,6 +43,8 @@ class Layout:
     """Names of the modules that begin a pipeline stage, without the first stage."""
     blocks: tuple[str, ...] = ()
     """All modules at which the model could be cut, in order: there its draws are keyed anew."""
+    draws: bool = False
+    """Whether a pass draws random numbers; known where there are stages."""
 
 
 def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
@@ -69,4 +74,15 @@ def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
             parts=mesh.pipeline_batches,
             cuts=mesh.cuts,
         )
-    return Layout(plan, tuple(cuts), tuple(blocks))
+    return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
+
+
+@torch.no_grad()
+def _draws(example: Example) -> bool:
+    """Whether the loss depends on random numbers, on whatever device they are drawn."""
+    losses = []
+    for number in range(2):
+        seed((number, 0), "")
+        losses.append(total_of(example.call(example.batch, example.samples)))
+    one, other = losses
+    return one is not None and other is not None and not torch.equal(one, other)

@@ -59,6 +59,8 @@ class Reads:
         """Whether a pass is under way; outside, layers are as torch has them."""
         self.counts = True
         """Whether the present pass counts; otherwise it only receives."""
+        self.tells = True
+        """Whether this worker's numbers are told; of those that run the same batch, one tells."""
         self.waited_s = 0.0
         """Seconds spent in reads, since the process began."""
 
@@ -167,7 +169,7 @@ class Reads:
         table = torch.zeros(comm.size, _HEAD + self._width, dtype=torch.float64, device=own.device)
         row = table[comm.rank]
         row[0], row[1] = self._calls, tag
-        if self.counts:
+        if self.counts and self.tells:
             row[_HEAD : _HEAD + len(own)] = own
         self._calls += 1
         since = time.perf_counter()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from instep.comm.base import Comm
 from instep.data.loader import Loader, Slice
 from instep.data.order import micro_batch, position
+from instep.data.reading.generators import preserved
 from instep.errors import DataError, RecipeError, RunError
 from instep.parallel.nested import on_tensors
 from instep.recipe.forward import Forward, Found
@@ -49,7 +50,8 @@ def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example)
     own = run / f"{file.name}.{os.getpid()}"
     try:
         if not file.exists():
-            found = find_layout(model, mesh, example)
+            with preserved():
+                found = find_layout(model, mesh, example)
             own.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
             with suppress(FileExistsError):  # another process was first
                 os.link(own, file)

@@ -63,14 +63,16 @@ class Replica:
         """Whether this process tells the losses of its passes, and which samples it could not
         read: of those that get the same micro-batch, one does."""
         self.proposes = own.tensor == 0
-        """Whether it tells what its passes do to buffers."""
+        """Whether it tells what its passes do to buffers, and the statistics of its batches."""
         store = member.replica_store()
         self._group = ReplicaGroup(store, place, mesh, device=device, address=address)
         store = member.replica_store("comm ")
         self.comm = TorchComm(store, place, mesh.ranks, device=device, address=address)
         """Its processes; for what they agree on before the first generation."""
-        told = told_layout(self.comm, layout, device)
-        self._split = split(model, self._group, mesh, told, example, steady)
+        layout = told_layout(self.comm, layout, device)
+        self.draws_by_block = layout.draws
+        """Whether its model draws random numbers for each block and part of a micro-batch."""
+        self._split = split(model, self._group, mesh, layout, example, steady)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)

@@ -18,6 +18,7 @@ from instep.comm.base import Comm
 from instep.comm.messages import Heartbeat
 from instep.data.loader import Loader, Read, Skipped, Slice
 from instep.data.order import Position, key
+from instep.data.reading.generators import preserved
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
@@ -204,8 +205,11 @@ class Training(Loop):
         blocks = list(repeated_blocks(model))
         steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
-        replica = Replica(self.member, model, self.device, layout, example, steady)
+        with preserved():
+            replica = Replica(self.member, model, self.device, layout, example, steady)
         self._forward.run = replica.run
+        if self._reads is not None:
+            self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
         if self.member.number == 0 and not trains:
@@ -418,7 +422,8 @@ class Training(Loop):
             )
 
     def _with_job(self, trial: Trial) -> Trial:
-        """The trial's verdict, or `no` if a sampler is not used or a codec rounds gradients.
+        """The trial's verdict, or `no` if a sampler is not used, a codec rounds gradients, or a
+        pipeline draws other numbers.
 
         One machine would have used the sampler, so the remedy in the trial's own `no` would not
         help.
@@ -431,6 +436,11 @@ class Training(Loop):
             reasons.append(
                 f"sync.codec = {self.job.sync.codec!r} rounds gradients, and what is carried over "
                 "depends on the number of workers. Leave it out"
+            )
+        if self._replica is not None and self._replica.draws_by_block:
+            reasons.append(
+                "with mesh.stages each block draws its own random numbers for each part of a "
+                "micro-batch, and one machine draws them in turn. Set mesh.stages = 1"
             )
         decisive = "; ".join(reasons)
         return trial._replace(verdict=f"no: {decisive}") if decisive else trial

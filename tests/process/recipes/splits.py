@@ -13,10 +13,10 @@ SAMPLES, WIDTH, CLASSES = 90, 12, 3
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, drop):
         super().__init__()
         self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x):
         return x + self.outer(self.drop(torch.tanh(self.inner(x))))
@@ -25,11 +25,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Its head has fewer rows than four ranks, one parameter has no dimension, one is frozen."""
 
-    def __init__(self):
+    def __init__(self, drop):
         super().__init__()
         self.enter = nn.Linear(5, WIDTH)
         self.enter.bias.requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(drop) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -50,13 +50,13 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def recipe(optimizer="sgd", dtype="float64", pause_s=0.0):
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1):
     def loss(outputs, targets):
         time.sleep(pause_s)
         return functional.cross_entropy(outputs, targets)
 
     return instep.Recipe(
-        model=Net().to(getattr(torch, dtype)),
+        model=Net(drop).to(getattr(torch, dtype)),
         loss=loss,
         weight=lambda batch: len(batch[0]),
         optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),
