@@ -66,6 +66,8 @@ than one of these axes.
 _REASONS = """
 Why not: {reasons}
 
+In `stages` with `shard`, `zero` must be 2.
+
 With averaging, a participant's samples of a local step are cut into one part for each process of
 `shard`. A layer that looks at its batch sees that part, and dropout is drawn for it. With
 `local_optimizers = "kept"` the mesh cannot change when the run is resumed, as with
@@ -73,7 +75,8 @@ With averaging, a participant's samples of a local step are cut into one part fo
 
 ## Without one
 
-All other pairs of the settings above go together; these do not:
+All other pairs of the settings above go together, but for a loop of your own, which takes less by
+itself ([its guide](../guides/from-python-and-torchrun.md#your-own-loop)). These do not:
 
 | | | why |
 |---|---|---|

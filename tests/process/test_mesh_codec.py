@@ -7,6 +7,7 @@ from pathlib import Path
 
 import adds_up
 import pytest
+import splits
 import torch
 from safetensors.torch import load_file
 from started import RECIPES, Start, Started, kill_members, newest_pids
@@ -114,6 +115,56 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(
     assert not program.events("warning")
     program.check_nothing_is_left()
     check_nothing_is_lost(program, 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"tensor": 2},
+        {"stages": 2, "pipeline_batches": 2},
+        {"shard": 2, "tensor": 2},
+        {"stages": 2, "shard": 2, "zero": 2, "pipeline_batches": 1},
+    ],
+    ids=str,
+)
+def test_any_mesh_stays_close_to_a_plain_loop_and_survives_kills(
+    start: Start, tmp_path: Path, mesh: dict[str, int]
+):
+    ranks = mesh.get("shard", 1) * mesh.get("tensor", 1) * mesh.get("stages", 1)
+    keys = [f"workers={2 * ranks}", "train.steps=100", "train.deal='even'", "mesh.shard=1"]
+    keys += [f"mesh.{name}={value}" for name, value in mesh.items()]
+    keys += ["arguments.drop=0.0", "arguments.dtype='float32'"]
+    calm = begin(start, tmp_path, "calm", *keys, recipe="splits.py:recipe")
+    assert calm.end(300) == 0, calm.stderr
+    found, wanted = load_file(calm.run / "model.safetensors"), plain_loop(100)
+    most = max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items())
+    assert 1e-6 < most < 0.05, most  # it moves by 0.5 and more
+    keys.append("arguments.pause_s=0.005")
+    program = begin(start, tmp_path, "killed", *keys, recipe="splits.py:recipe")
+    program.until(program.is_training, "training")
+    kills = kill_members(program, 3, random.Random(1)).total()
+    assert program.end(300) == 0, program.stderr
+    assert kills == 3
+    assert program.summary["parameters_sha256"] == calm.summary["parameters_sha256"]
+    assert program.summary["repeated_samples"] == program.summary["missing_samples"] == 0
+    assert not program.events("warning")
+
+
+def plain_loop(steps: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    model = splits.recipe(drop=0.0, dtype="float32").model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = splits.sgd([p for p in model.parameters() if p.requires_grad])
+    order, (x, y) = Order(splits.SAMPLES, 5), splits.samples(1, splits.SAMPLES, "float32").tensors
+    for step in range(1, steps + 1):
+        rows = torch.from_numpy(order.indices(*position(step, splits.SAMPLES, BATCH)))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    moved = max(float((t - before[name]).abs().max()) for name, t in model.state_dict().items())
+    assert moved > 0.5
+    return model.state_dict()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import splits
@@ -13,9 +14,11 @@ from torch.nn import functional
 
 from instep.client.running import scale
 from instep.data.order import Order, key, micro_batch, position
+from instep.parallel.pipeline.stages import drawn_by_block
 
 pytestmark = pytest.mark.process
 
+BLOCKS = [f"blocks.{number}" for number in range(3)]
 BATCH, PARTICIPANTS, LOCAL_STEPS, ROUNDS, CLIP = 20, 3, 3, 4, 0.5
 QUICK = (
     f"train.steps={ROUNDS}",  # the second has 30 samples for 2 participants
@@ -29,15 +32,13 @@ QUICK = (
 OPTIMIZERS = {"sgd": splits.sgd, "adamw": lambda p: torch.optim.AdamW(p, lr=0.01)}
 
 
-def federated_averaging(shard, local, optimizer="adamw"):
-    """Each participant by itself, its samples cut into as many parts as ranks split them; `shard`
+def federated_averaging(mesh, local, optimizer="adamw"):
+    """Each participant by itself, its samples cut into as many parts as ranks split them; `mesh`
     of all rounds, or of each."""
-    shards = [shard] * ROUNDS if isinstance(shard, int) else shard
     torch.manual_seed(0)
     server, order = splits.recipe().model, Order(splits.SAMPLES, 0)
-    x, y = splits.samples(1, splits.SAMPLES).tensors
     moments = {participant: {} for participant in range(PARTICIPANTS)}
-    for step, shard in enumerate(shards, 1):
+    for step, own in enumerate([mesh] * ROUNDS if isinstance(mesh, dict) else mesh, 1):
         epoch, first, stop = position(step, splits.SAMPLES, BATCH * LOCAL_STEPS)
         parts = -(-(stop - first) * PARTICIPANTS // (BATCH * LOCAL_STEPS))
         mean = {name: torch.zeros_like(t) for name, t in server.state_dict().items()}
@@ -49,14 +50,12 @@ def federated_averaging(shard, local, optimizer="adamw"):
             moves.load_state_dict({**moves.state_dict(), "state": moments[participant]})
             for number in range(LOCAL_STEPS):
                 begin, end = micro_batch(low, high, number, LOCAL_STEPS)
-                draws = key(0, 1, step, participant, number)
                 moves.zero_grad()
-                for place in range(shard):
-                    rows = order.indices(epoch, *micro_batch(begin, end, place, shard))
-                    rows = torch.from_numpy(rows)
-                    torch.manual_seed(key(0, 1, draws, place) if shard > 1 else draws)
-                    loss = functional.cross_entropy(model(x[rows]), y[rows], reduction="sum")
-                    (loss / (end - begin)).backward()
+                for place in range(own.get("shard", 1)):
+                    cut = micro_batch(begin, end, place, own.get("shard", 1))
+                    keyed = key(0, 1, step, participant, number)
+                    keyed = key(0, 1, keyed, place) if own else keyed
+                    add_gradients(model, order.indices(epoch, *cut), end - begin, keyed, own)
                 nn.utils.clip_grad_norm_(trained, CLIP)
                 moves.step()
             if local == "kept":
@@ -67,6 +66,17 @@ def federated_averaging(shard, local, optimizer="adamw"):
     return server.state_dict()
 
 
+def add_gradients(model, indices, count, keyed, mesh):
+    """Of one pass; of a pipeline its parts and blocks draw each for itself."""
+    x, y = splits.samples(1, splits.SAMPLES).tensors
+    rows, pieces = torch.from_numpy(indices), mesh.get("pipeline_batches", 0)
+    for part, own in enumerate(rows.tensor_split(pieces) if pieces else [rows]):
+        torch.manual_seed(keyed)
+        with drawn_by_block(model, BLOCKS, (keyed, part)) if pieces else nullcontext():
+            loss = functional.cross_entropy(model(x[own]), y[own], reduction="sum")
+            (loss / count).backward()
+
+
 def check_equal(program, wanted, most=1e-10):
     found = load_file(program.run / "model.safetensors")
     assert found.keys() == wanted.keys()
@@ -75,22 +85,29 @@ def check_equal(program, wanted, most=1e-10):
 
 
 @pytest.mark.parametrize(
-    ("workers", "shard", "local"),
+    ("workers", "mesh", "local"),
     [
-        (4, 2, "kept"),
-        slow(4, 2, "reset"),
-        slow(2, 2, "reset"),
-        slow(6, 2, "kept"),
-        slow(3, 3, "kept"),
+        (4, {"shard": 2}, "kept"),
+        slow(4, {"shard": 2}, "reset"),
+        slow(2, {"shard": 2}, "reset"),
+        slow(6, {"shard": 2, "zero": 2}, "kept"),
+        slow(3, {"shard": 3}, "kept"),
+        slow(4, {"tensor": 2}, "kept"),
+        slow(4, {"stages": 2, "pipeline_batches": 2}, "kept"),
+        slow(4, {"shard": 2, "tensor": 2}, "kept"),
+        slow(4, {"stages": 2, "tensor": 2, "pipeline_batches": 1}, "kept"),
+        slow(4, {"stages": 2, "shard": 2, "zero": 2, "pipeline_batches": 1}, "kept"),
     ],
+    ids=str,
 )
-def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, workers, shard, local):
-    wanted = federated_averaging(shard, local)
-    other = federated_averaging(shard, "reset" if local == "kept" else "kept")
+def test_a_run_equals_federated_averaging_in_plain_pytorch(run: Start, workers, mesh, local):
+    wanted = federated_averaging(mesh, local)
+    other = federated_averaging(mesh, "reset" if local == "kept" else "kept")
     assert float((wanted["enter.weight"] - other["enter.weight"]).abs().max()) > 1e-3
-    mesh = (f"workers={workers}", f"mesh.shard={shard}", f'sync.local_optimizers="{local}"')
-    program = run("splits.py:recipe", *QUICK, *mesh, 'arguments.optimizer="adamw"')
-    assert program.end() == 0, program.stderr
+    keys = [f"mesh.{name}={value}" for name, value in mesh.items()]
+    keys = (*QUICK, *keys, f"workers={workers}", f'sync.local_optimizers="{local}"')
+    program = run("splits.py:recipe", *keys, 'arguments.optimizer="adamw"')
+    assert program.end(300) == 0, program.stderr
     check_equal(program, wanted)
     assert program.summary["missing_samples"] == program.summary["repeated_samples"] == 0
 
@@ -106,7 +123,7 @@ def test_with_bits_the_hash_is_the_same_on_any_number_of_replicas(run: Start, lo
         assert program.end() == 0, program.stderr
         hashes.add(program.summary["parameters_sha256"])
     assert len(hashes) == 1
-    check_equal(program, federated_averaging(2, local), 1e-6)
+    check_equal(program, federated_averaging({"shard": 2}, local), 1e-6)
 
 
 @pytest.mark.parametrize(("workers", "kills"), [(4, 3), slow(4, 12), slow(2, 5)])
@@ -149,6 +166,7 @@ def test_members_change_in_the_middle_of_a_round(run: Start):
 @pytest.mark.slow
 def test_a_run_is_resumed_on_another_mesh_unless_optimizers_are_kept(run: Start, start: Start):
     stops = ((2, 3, 3), (3, 1, 1), (ROUNDS, 4, 2))
+    meshes = [{"shard": 2}, {"shard": 3}, {}, {"shard": 2}]
     program = run(
         "splits.py:recipe", *QUICK, "workers=2", "mesh.shard=2", "train.stop_after_steps=1"
     )
@@ -158,7 +176,7 @@ def test_a_run_is_resumed_on_another_mesh_unless_optimizers_are_kept(run: Start,
         sets = [part for key in keys for part in ("--set", key)]
         resumed = start("-m", "instep", "resume", program.run, *sets)
         assert resumed.end() == 0, resumed.stderr
-    check_equal(program, federated_averaging([2, 3, 1, 2], "reset", "sgd"))
+    check_equal(program, federated_averaging(meshes, "reset", "sgd"))
 
 
 def test_kept_optimizers_stay_on_their_mesh(run: Start, start: Start):
@@ -170,4 +188,4 @@ def test_kept_optimizers_stay_on_their_mesh(run: Start, start: Start):
     assert "each of its ranks keeps a part of the participants' optimizer" in refused.stderr
     resumed = start("-m", "instep", "resume", program.run, "--workers", "4")
     assert resumed.end() == 0, resumed.stderr
-    check_equal(program, federated_averaging(2, "kept", "sgd"))
+    check_equal(program, federated_averaging({"shard": 2}, "kept", "sgd"))
