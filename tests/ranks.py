@@ -549,6 +549,9 @@ class World:
                 members += map(self._replacement, replica)
             elif replace or fates.count("killed") > 1:
                 members += [Rank(self, rank.number) for rank in replica]
+        held = {rank.place for rank in members if rank.engine.state.held}
+        if len(held) < self.ranks:  # a part of the model is nowhere: the run begins again
+            members = [Rank(self, rank.number) for rank in members]
         return members
 
     def _one_generation(self) -> list[str]:

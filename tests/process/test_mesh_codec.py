@@ -18,7 +18,7 @@ from instep.comm.memory import run_ranks
 from instep.data.order import Order, position
 from instep.records import Attempt
 from instep.state.manifest import published
-from instep.state.pieces import open_pieces
+from instep.state.pieces import Pieces, open_pieces
 from instep.sync.all_reduce import AllReduce
 
 pytestmark = pytest.mark.process
@@ -82,10 +82,15 @@ def all_gradients(steps: int) -> torch.Tensor:
     return total
 
 
-def saved(program: Started, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a checkpoint: what was applied of the gradients, and what is carried over."""
+def pieces_of(program: Started, step: int) -> Pieces:
     pieces = open_pieces(dict(published(program.run / "checkpoints"))[step], {}).pieces
     assert pieces is not None
+    return pieces
+
+
+def saved(program: Started, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a checkpoint: what was applied of the gradients, and what is carried over."""
+    pieces = pieces_of(program, step)
     return -pieces.read("model/weight").double(), pieces.read("own/residual/weight").double()
 
 
@@ -132,14 +137,14 @@ def test_any_mesh_stays_close_to_a_plain_loop_and_survives_kills(
     start: Start, tmp_path: Path, mesh: dict[str, int]
 ):
     ranks = mesh.get("shard", 1) * mesh.get("tensor", 1) * mesh.get("stages", 1)
-    keys = [f"workers={2 * ranks}", "train.steps=100", "train.deal='even'", "mesh.shard=1"]
+    keys = [f"workers={2 * ranks}", "train.steps=100", "checkpoint.every=12", "mesh.shard=1"]
     keys += [f"mesh.{name}={value}" for name, value in mesh.items()]
     keys += ["arguments.drop=0.0", "arguments.dtype='float32'"]
     calm = begin(start, tmp_path, "calm", *keys, recipe="splits.py:recipe")
     assert calm.end(300) == 0, calm.stderr
-    found, wanted = load_file(calm.run / "model.safetensors"), plain_loop(100)
-    most = max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items())
-    assert 1e-6 < most < 0.05, most  # it moves by 0.5 and more
+    pieces = pieces_of(calm, 12)
+    apart = [(pieces.read(f"model/{n}") - tensor).abs().max() for n, tensor in plain_loop(12)]
+    assert 1e-6 < max(map(float, apart)) < 5e-3  # 0.0008 without a mesh; it moves by 0.1
     keys.append("arguments.pause_s=0.005")
     program = begin(start, tmp_path, "killed", *keys, recipe="splits.py:recipe")
     program.until(program.is_training, "training")
@@ -151,7 +156,7 @@ def test_any_mesh_stays_close_to_a_plain_loop_and_survives_kills(
     assert not program.events("warning")
 
 
-def plain_loop(steps: int) -> dict[str, torch.Tensor]:
+def plain_loop(steps: int) -> list[tuple[str, torch.Tensor]]:
     torch.manual_seed(5)
     model = splits.recipe(drop=0.0, dtype="float32").model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -163,8 +168,8 @@ def plain_loop(steps: int) -> dict[str, torch.Tensor]:
         torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
         optimizer.step()
     moved = max(float((t - before[name]).abs().max()) for name, t in model.state_dict().items())
-    assert moved > 0.5
-    return model.state_dict()
+    assert moved > 0.1
+    return list(model.state_dict().items())
 
 
 @pytest.mark.slow
