@@ -26,7 +26,7 @@ from instep.worker.step.buffers import Buffers
 from instep.worker.step.catch_up import Place, beginning
 from instep.worker.step.engine import Engine
 from instep.worker.step.served import ServedUpdate
-from ranks import WORKERS, Break, Death, Lapse, Point, Script, World
+from ranks import COLUMN, WORKERS, Break, Death, Lapse, Point, Script, World
 
 STEP = 2
 """In which something goes wrong; steps are before and after it."""
@@ -298,6 +298,20 @@ def test_a_replica_that_loses_a_rank_while_the_next_generation_begins_leaves_one
             world.train([first, Script(deaths=[Death(rank, point)])])
             for each in world.members:
                 same_as(each.tensors(), wanted[each.place], exact=True)
+
+
+def test_what_a_rank_laid_out_counts_only_once_all_places_of_the_mesh_have_laid_out_theirs(folder):
+    """Rank 0 ends as the only one that has come through the start; the ranks at the other place
+    have heard less of it than the one at its own."""
+    case = MESHES.args[1][2]
+    wanted, _ = calm_mesh(case)
+    first = Script(deaths=[Death(1, Point("agreed", STEP))])
+    for call in [*range(2, 9), *range(COLUMN + 2, COLUMN + 9)]:
+        lost = {call - 1: frozenset({1, 3}), call: frozenset({2})}
+        world = mesh_of(folder, case)
+        world.train([first, Script(deaths=[Death(0, Point("start", call + 1))], lost=lost)])
+        for each in world.members:
+            same_as(each.tensors(), wanted[each.place], exact=True)
 
 
 def check_meshes(folder, case, every):
