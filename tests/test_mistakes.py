@@ -191,12 +191,11 @@ IN_A_JOB_FILE = [
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
     Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
-    Job("[mesh]\ntensor = 2", ["mesh.tensor = 2", "along mesh.shard only", "Leave the key out."]),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(
         '[mesh]\nshard = 2\n[sync]\nname = "server_sync"',
-        ["mesh.shard = 2 does not go with sync.name = 'server_sync'", "each process of a replica"],
+        ["mesh.shard = 2 does not go with sync.name = 'server_sync'", "share out whole"],
     ),
     Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
     Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),

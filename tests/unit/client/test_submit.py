@@ -145,10 +145,6 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         ),
         (rounds(stop={"gradient_norm": 0.1}), SpecError, "does not go with stop.gradient_norm"),
         *(
-            ({"mesh": {axis: 2}}, SpecError, "splits a replica along mesh.shard only")
-            for axis in ("tensor", "stages")
-        ),
-        *(
             ({"mesh": {"shard": 2}, **other}, SpecError, "mesh.shard = 2 does not go with")
             for other in (
                 {"sync": {"name": "server_sync"}},
