@@ -123,7 +123,7 @@ def test_after_kills_the_result_is_that_of_an_undisturbed_run(
     keys = ("train.steps=150", f"workers={workers}", "checkpoint.every=50")
     calm = begin(start, tmp_path, "calm", *keys)
     assert calm.end() == 0, calm.stderr
-    program = begin(start, tmp_path, "killed", *keys, "arguments.pause_s=0.005")
+    program = begin(start, tmp_path, "killed", *keys, "arguments.pause_s=0.02")
     program.until(program.is_training, "training")
     kill_some_of(program, range(workers - 2, workers), 3)
     assert program.end() == 0, program.stderr
@@ -160,7 +160,7 @@ def test_any_mesh_stays_close_to_a_plain_loop_and_survives_kills(
     pieces = pieces_of(calm, 12)
     apart = [(pieces.read(f"model/{n}") - tensor).abs().max() for n, tensor in plain_loop(12)]
     assert 1e-6 < max(map(float, apart)) < 5e-3  # 0.0008 without a mesh; it moves by 0.1
-    keys.append("arguments.pause_s=0.005")
+    keys.append("arguments.pause_s=0.02")
     program = begin(start, tmp_path, "killed", *keys, recipe="splits.py:recipe")
     program.until(program.is_training, "training")
     kill_some_of(program, range(ranks, 2 * ranks), 3)
