@@ -324,10 +324,6 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         place = self.coordinate(worker)
         return place.replica * self.shard + place.shard
 
-    def most_workers(self, micro_batches: int) -> int:
-        """The most workers for which there is a micro-batch each, or for each of `same_batch`."""
-        return micro_batches // self.shard * self.ranks
-
     def refusal(self, workers: int) -> str:
         """Why so many workers make no whole replicas; empty if they do."""
         if workers % self.ranks == 0:
@@ -607,10 +603,21 @@ class JobSpec(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.train, micro_batches=self.sync.participants)
 
     @property
+    def unit(self) -> int:
+        """How many micro-batches a replica is dealt as one: one for each of its `shard` ranks. A
+        participant of a round is one by itself, and the ranks share its samples."""
+        return 1 if self.sync.participants else self.mesh.shard
+
+    @property
+    def most_workers(self) -> int:
+        """The most workers that make replicas with a unit each."""
+        return self.per_commit.micro_batches // self.unit * self.mesh.ranks
+
+    @property
     def _who_needs_one(self) -> str:
         if self.mesh.ranks == 1:
             return "a worker"
-        return "each replica" if self.mesh.shard == 1 else "each `shard` rank of each replica"
+        return "each replica" if self.unit == 1 else "each `shard` rank of each replica"
 
     def __post_init__(self) -> None:
         if self.sync.participants > self.train.global_batch:
@@ -631,8 +638,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
             )
         if wrong := self.mesh.refusal(self.workers):
             raise ValueError(wrong)
-        if (passes := self.workers // self.mesh.same_batch) > most:
-            workers = self.mesh.most_workers(most)
+        if self.workers > (workers := self.most_workers):
+            passes = self.workers // self.mesh.ranks * self.unit
             fewer = f"Set workers to at most {workers}; or, in a new run, " if workers else "Set "
             raise ValueError(
                 f"workers = {self.workers} but {key} = {most}: {self._who_needs_one} needs at "

@@ -1,4 +1,4 @@
-"""A replica that is a mesh of processes: what a job may have with one, and how this process enters.
+"""A replica that is a mesh of processes, and how this process enters.
 
 The group of a replica is formed once, when its processes build their models, and lives as long as
 they do: one that loses a process is started again whole. How the model is split is known to
@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 from instep.comm.torch_comm import TorchComm
-from instep.errors import SpecError
-from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec
-from instep.state.boxes import MeshRank, primary
+from instep.state.boxes import MeshRank, holders, primary
 from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
@@ -116,26 +113,12 @@ class Replica:
         shared = self.stages is not None and self.stages.shares(parameter)
         return primary(parameter, self._rank) and not shared
 
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks of this replica that have the same part of a parameter, in their order."""
+        stages = self.stages.holders(parameter) if self.stages is not None else ()
+        return holders(parameter, self._rank, stages)
+
     def close(self) -> None:
         """Leave the groups; a second call does nothing."""
         self.comm.close()
         self._group.close()
-
-
-def check_mesh(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse what a recipe has that a replica of several processes cannot do.
-
-    Raises:
-        SpecError: naming it.
-    """
-    if job.mesh.ranks == 1:
-        return
-    for given, name, why in (
-        (recipe.turns, "Recipe.turns", "takes several updates in a step"),
-        (recipe.batch_loss, "Recipe.batch_loss", "computes each batch twice"),
-    ):
-        if given:
-            raise SpecError(
-                f"[mesh] asks for replicas of {job.mesh.ranks} processes, which cannot be used "
-                f"with {name}: it {why}. Leave one of the two out."
-            )

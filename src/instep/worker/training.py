@@ -35,7 +35,7 @@ from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
-from instep.sync import SERVERS
+from instep.sync import SERVERS, clashes
 from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
@@ -46,12 +46,13 @@ from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck
 from instep.worker.observed import Observed, make_observers
-from instep.worker.replica import Replica, check_mesh
+from instep.worker.replica import Replica
+from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
-from instep.worker.step.turns import check_turns, key_of_pass, make_turns
+from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
 from instep.worker.trial.reads import try_blocks, try_recipe
@@ -80,21 +81,14 @@ class Training(Loop):
         member.at = lambda: early.heartbeat(self.phase, self._clock())
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
-        check_turns(self.job, recipe)
+        clashes.check(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = self.job.per_commit.length(samples)
         averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
         if averages:
-            rounds.check(self.job, recipe)
+            rounds.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
-        if embeds and self.job.check.corruption:
-            raise SpecError(
-                "check.corruption = true repeats passes of other workers, which cannot be done "
-                "with Recipe.batch_loss, whose gradients follow from the whole global batch. Leave "
-                "one of them out."
-            )
-        check_mesh(self.job, recipe)
         model, begun = build_model(
             recipe,
             self.job.seed,
@@ -180,6 +174,7 @@ class Training(Loop):
                 self.job,
                 left=lambda: self.member.superseded,
                 at=lambda phase: setattr(self, "phase", phase),
+                shared=self._shared_steps(update),
             )
             if isinstance(update, rounds.RoundUpdate)
             else None
@@ -231,6 +226,13 @@ class Training(Loop):
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
         return replica
+
+    def _shared_steps(self, update: Update) -> SharedSteps | None:
+        """How the ranks of this replica take local steps together; None where it is one."""
+        if self._replica is None:
+            return None
+        given = self._forward, self._loader, update, self.job, self.samples, self._replica
+        return SharedSteps(self.engine, *given)
 
     def _take_host_copy(self, replica: Replica) -> None:
         """Continue where the replica's processes before these were, if their host still has it."""
@@ -352,6 +354,11 @@ class Training(Loop):
 
     def _slices(self, share: Share) -> Iterable[Slice]:
         return super()._slices(share) if self._rounds is None else self._rounds.slices(share)
+
+    def _samples_of(self, share: Share) -> int:
+        return (
+            super()._samples_of(share) if self._rounds is None else self._rounds.samples_of(share)
+        )
 
     @property
     def _whole(self) -> bool:
@@ -502,12 +509,15 @@ class Training(Loop):
     ) -> Generator[Step, None, Passed]:
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # only own loops yield in the middle of a step
-        if self._rounds is not None:
-            return Passed(*self._rounds.run(share, loads, self.step))
-        if self._whole_batch is not None:
+        if self._rounds is not None or self._whole_batch is not None:
             self.phase = "forward"
             try:
+                if self._rounds is not None:
+                    return Passed(*self._rounds.run(share, loads, self.step))
+                assert self._whole_batch is not None
                 return Passed(*self._whole_batch.run(where, share, loads, self.step))
+            except MembersChanged:
+                raise
             except PeerError as error:
                 if self._replica is not None:  # what is computed together cannot be left half done
                     self._replica_broke(error)

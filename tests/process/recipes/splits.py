@@ -42,10 +42,10 @@ class Net(nn.Module):
         return self.head(x * self.scale)
 
 
-def samples(seed, count):
+def samples(seed, count, dtype="float64"):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 5, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, x[:, :CLASSES].argmax(1))
+    return TensorDataset(x.to(getattr(torch, dtype)), x[:, :CLASSES].argmax(1))
 
 
 def sgd(parameters):
@@ -65,8 +65,8 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells=""):
         loss=loss,
         weight=lambda batch: len(batch[0]),
         optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),
-        train=samples(1, SAMPLES),
-        validate=samples(2, 21),
+        train=samples(1, SAMPLES, dtype),
+        validate=samples(2, 21, dtype),
     )
 
 

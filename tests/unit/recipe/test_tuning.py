@@ -17,7 +17,7 @@ from instep.recipe.patterns import matched_by
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import rated_by
 from instep.spec import StartSpec
-from instep.worker.step.engine import _check_equal
+from instep.worker.step.alike import check_parameters
 
 CPU = torch.device("cpu")
 NAMES = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]
@@ -345,4 +345,4 @@ def test_a_file_that_is_not_the_same_for_all_workers_is_found_before_the_first_s
     save_file({**tensors, "body.1.running_mean": torch.ones(6)}, files[1])
     models = [built({"model": str(file)}).model for file in files]
     with pytest.raises(RecipeError, match=r"'body\.1\.running_mean' has other values on rank 1"):
-        run_ranks(2, lambda comm: _check_equal(models[comm.rank], comm))
+        run_ranks(2, lambda comm: check_parameters(models[comm.rank], comm))

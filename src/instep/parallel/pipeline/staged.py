@@ -29,6 +29,7 @@ class Staged:
         self._pipeline, self._rows, model = pipeline, rows, pipeline.module
         self._held = [p for _, p in model.named_parameters()]
         self.slots = Slots(self._held)
+        self._holders = {p: list(pipeline.holders[n]) for n, p in model.named_parameters()}
         owned = pipeline.owned
         self._others = {p for name, p in model.named_parameters() if name not in owned}
 
@@ -71,6 +72,10 @@ class Staged:
         with self._whole():
             found = self._pipeline.results(None, 1, 0, lambda *_: function(*arguments), parts=1)
         return found[0] if found else None
+
+    def holders(self, parameter: nn.Parameter) -> list[int]:
+        """The ranks of the pipeline that have this parameter."""
+        return self._holders[parameter]
 
     def shares(self, parameter: nn.Parameter) -> bool:
         """Whether an earlier stage has this parameter too."""

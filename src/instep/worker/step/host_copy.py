@@ -29,7 +29,7 @@ class HostCopy:
     """Two slots of host memory, for the last commit and the one that is being copied."""
 
     def __init__(self) -> None:
-        self._memory = HostMemory()
+        self._memory = HostMemory(part=1)
         self._layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.lasts = self._memory.outlives
         """Whether the memory outlives this process; else nothing is copied."""
