@@ -413,7 +413,7 @@ class Release(Message, frozen=True):
     """To a worker: it is not needed any more and may end."""
 
 
-# ---- master and worker: predictions, which need no group
+# ---- master and worker: predictions, which need no generation
 
 
 PREDICTOR = "predictor"
@@ -421,9 +421,11 @@ PREDICTOR = "predictor"
 
 
 class Predict(Message, frozen=True):
-    """To a worker: predict these batches, after those that it has already."""
+    """To each process of a replica: predict this turn, after those that it has already."""
 
     batches: list[int]
+    """Computed side by side: one by each of the processes that split the samples. Where there are
+    fewer, some processes compute the same one."""
 
 
 class Predicted(Message, frozen=True):

@@ -28,6 +28,10 @@ _BITS = 62
 """Parameters in one int64."""
 
 
+class OutOfStep(RecipeError):
+    """Ranks of a replica use the parts of the model in different orders."""
+
+
 class Unit:
     """Parameters that are gathered, and whose gradients are summed, together.
 
@@ -105,7 +109,7 @@ class _Check:
         """Wait for the others.
 
         Raises:
-            RecipeError: another rank does something else.
+            OutOfStep: another rank does something else.
             PeerError: another rank has ended.
         """
         wait(self._work)
@@ -113,7 +117,7 @@ class _Check:
         for rank, (theirs, *_) in enumerate(ranks):
             if theirs != own:
                 other, doing = divmod(theirs, 3)
-                raise RecipeError(
+                raise OutOfStep(
                     f"a rank {_DOING[self._doing]} {self._unit.name!r} while rank {rank} of its "
                     f"replica {_DOING[doing]} {self._units[other].name!r}: with [mesh] shard, "
                     "a pass may leave blocks of the model out, but it must use them in the same "

@@ -420,8 +420,8 @@ class Member:
         """Report that this worker can predict."""
         self._connection.send(Built(recovers=True))
 
-    def batches(self, *, wait: bool) -> list[int]:
-        """Batches to predict that have arrived.
+    def turns(self, *, wait: bool) -> list[list[int]]:
+        """Turns to predict that have arrived.
 
         Args:
             wait: wait for some; without it the list may be empty.
@@ -429,7 +429,7 @@ class Member:
         Raises:
             Released: it was waited for, and there are no more.
         """
-        found: list[int] = []
+        found: list[list[int]] = []
         while True:
             waits = wait and not found
             message = self._connection.receive() if waits else self._connection.poll()
@@ -437,7 +437,7 @@ class Member:
                 case None:
                     return found
                 case Predict(batches=batches):
-                    found += batches
+                    found.append(batches)
                 case Release() if waits:
                     raise Released
                 case Release():

@@ -74,3 +74,7 @@ def sabotaged():
 
     lockstep.in_rank_order = first_rank_s
     return recipe()
+
+
+def inputs():
+    return samples(1, SAMPLES)

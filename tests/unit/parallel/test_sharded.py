@@ -11,6 +11,7 @@ from torch.multiprocessing import start_processes
 
 from instep.comm.dtensors import split_like
 from instep.errors import RecipeError
+from instep.parallel.lockstep import OutOfStep
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.sharded import Sharded, shard
 from instep.spec import MeshSpec
@@ -250,3 +251,22 @@ def other_ways(rank: int, ranks: int, folder: Path) -> None:
 
 def test_ranks_whose_samples_take_other_ways_sum_right_or_are_refused(tmp_path: Path) -> None:
     start_processes(other_ways, (3, tmp_path), nprocs=3, start_method="forkserver")
+
+
+def more_often(rank: int, ranks: int, folder: Path) -> None:
+    group = replica(rank, ranks, folder)
+    model, x = Chooser(), torch.randn(2, 4)
+    sharded = shard(model, group.device_mesh)
+
+    def times(count: int) -> Tensor:
+        return torch.stack([model(x, [0, 1, 2, 3, 4]) for _ in range(count)])
+
+    with torch.no_grad():
+        assert sharded.run(times, 2).shape == (2,)
+        with pytest.raises(OutOfStep):
+            sharded.run(times, 1 + rank)
+    group.close()
+
+
+def test_a_rank_that_is_done_with_a_pass_does_not_let_the_others_wait(tmp_path: Path) -> None:
+    start_processes(more_often, (2, tmp_path), nprocs=2, start_method="forkserver")
