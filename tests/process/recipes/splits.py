@@ -67,12 +67,12 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1):
 
 def sabotaged():
     """Gradients of the replica's first rank alone, instead of their sum."""
-    from instep.parallel import lockstep
+    from instep.parallel import lockstep, whole_sums
 
     def first_rank_s(parts, out=None):
         return parts[0].clone() if out is None else out.copy_(parts[0])
 
-    lockstep.in_rank_order = first_rank_s
+    lockstep.in_rank_order = whole_sums.in_rank_order = first_rank_s
     return recipe()
 
 
