@@ -354,7 +354,7 @@ def test_a_run_is_predicted_on_its_own_mesh_unless_another_is_asked_for(
         "splits.py:recipe", "workers=4", "mesh.shard=2", "train.steps=3", "train.global_batch=32"
     )
     assert trained.end() == 0, trained.stderr
-    model = splits.Net().to(torch.float64)
+    model = splits.recipe().model
     model.load_state_dict(load_file(trained.run / "model.safetensors"))
     x, _ = splits.samples(1, splits.SAMPLES).tensors
     with torch.no_grad():
