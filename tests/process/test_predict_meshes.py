@@ -141,6 +141,75 @@ def test_every_mesh_gives_the_bits_of_plain_pytorch(
     assert told(program)["workers"] == workers
 
 
+def along(**mesh: int) -> list[str]:
+    return [part for axis, size in mesh.items() for part in ("--set", f"mesh.{axis}={size}")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "workers", "mesh"),
+    [
+        (predicts, 4, {"tensor": 2}),
+        (predicts_words, 4, {"tensor": 2}),
+        (predicts, 4, {"tensor": 2, "shard": 2}),
+        (predicts_words, 4, {"tensor": 2, "shard": 2}),
+        (predicts_words, 2, {"stages": 2}),
+    ],
+)
+def test_tensor_and_pipeline_meshes_give_the_numbers_of_plain_pytorch(
+    start: Start, tmp_path: Path, source: Any, workers: int, mesh: dict[str, int]
+) -> None:
+    program = start(*command(tmp_path, source), "--workers", workers, *along(**mesh))
+    assert program.end() == 0, program.stderr
+    wanted = by_hand(source)
+    torch.testing.assert_close(predicted(program)["outputs"], wanted, rtol=1e-5, atol=1e-5)
+    if mesh == {"stages": 2}:
+        check(program, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("predict", "mesh", "says"),
+    [
+        ("draws", {"stages": 2}, "predict draws random numbers"),
+        ("differs", {"tensor": 2}, "the output 'outputs' is off by 1.0e-04 of its norm"),
+        ("continued", {"stages": 2}, "was called a second time in one pass"),
+        ("draws", {"tensor": 2}, ""),
+        ("continued", {"tensor": 2}, ""),
+    ],
+)
+def test_what_a_mesh_would_predict_otherwise_is_refused(
+    start: Start, tmp_path: Path, predict: str, mesh: dict[str, int], says: str
+) -> None:
+    words = (*command(tmp_path), "--set", f"arguments.predict={predict}", "--workers", 2)
+    program = start(*words, *along(**mesh))
+    assert program.end() == (3 if says else 0), program.stderr
+    if says:
+        assert says in program.error
+        return
+    whole = start(*words)
+    assert whole.end() == 0, whole.stderr
+    found, wanted = predicted(program), predicted(whole)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"stages": 2}])
+def test_a_tensor_or_pipeline_replica_that_loses_a_process_starts_again(
+    start: Start, tmp_path: Path, gate: Path, mesh: dict[str, int]
+) -> None:
+    words = (*command(tmp_path), "--set", "arguments.predict=waits", "--workers", 2)
+    program = start(*words, *along(**mesh), environment={"PREDICT_GATE": str(gate)})
+    kill_at_gate(program, gate, 1, times=2)
+    gate.unlink()
+    assert program.end() == 0, program.stderr
+    torch.testing.assert_close(predicted(program)["outputs"], by_hand(), rtol=1e-5, atol=1e-5)
+    assert told(program)["workers_lost"] == 2
+    program.check_no_process_is_left()
+
+
 @pytest.mark.slow
 def test_one_process_may_be_killed_again_and_again(
     start: Start, tmp_path: Path, gate: Path

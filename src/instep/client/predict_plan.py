@@ -19,7 +19,7 @@ from instep.control.resume import check_own
 from instep.errors import CheckpointError, RunError, SpecError, file_beside
 from instep.formats import INSTEP
 from instep.launch.fork_server import MOST_PAGES
-from instep.spec import JobSpec, LaunchSpec, MeshSpec, StartSpec, SyncSpec, TrainSpec, as_table
+from instep.spec import JobSpec, LaunchSpec, StartSpec, SyncSpec, TrainSpec, as_table
 from instep.state.export import copy_model
 from instep.state.intact import newest_intact
 from instep.state.manifest import published, read_manifest
@@ -125,32 +125,18 @@ def _job_of(
     many = {"global_batch": MOST_PAGES, "micro_batches": MOST_PAGES}
     wanted: dict[str, Any] = {key: table[key] for key in _WANTED if key in table}
     found = spec_file.build({**wanted, "train": many}, source=source)
-    check_mesh(found.mesh)
+    parts = max(given.train.micro_batches, found.workers)
+    train = {"micro_batches": parts, "global_batch": max(given.train.global_batch, parts)}
     job = msgspec.structs.replace(
         given,
         workers=found.workers,
         mesh=msgspec.structs.replace(found.mesh, checkpointing="none"),
-        train=msgspec.structs.replace(given.train, **many),
+        train=msgspec.structs.replace(given.train, **train),
         launch=LaunchSpec(),
         sync=SyncSpec(),
         start=StartSpec(),
     )
     return job, _batch_of(given.train)
-
-
-def check_mesh(mesh: MeshSpec) -> None:
-    """Refuse a mesh on which this version cannot predict.
-
-    Raises:
-        SpecError: naming the axis.
-    """
-    for axis in ("tensor", "stages"):
-        if (size := getattr(mesh, axis)) > 1:
-            raise SpecError(
-                f"mesh.{axis} = {size}: this version predicts on replicas that are split along "
-                f"mesh.shard only. Give --set mesh.{axis}=1, and --set mesh.shard=N if the model "
-                "is too large for one process."
-            )
 
 
 def begin(

@@ -40,6 +40,7 @@ from instep.worker.early_reads import EarlyReads
 from instep.worker.evaluate import first_readable
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.member import Member
+from instep.worker.predict_replica import split_model
 from instep.worker.replica import Replica
 from instep.worker.training import check_device, choose_device
 
@@ -129,12 +130,14 @@ class Predictor:
         """The trained model; in a replica of several processes this one's part of it."""
         model = make_model(recipe, self._job.seed)
         lora.add(self._job.lora, model, self._job.seed)  # a run's own file has its adapters apart
-        model.to(device).eval()
-        if self._job.mesh.ranks > 1:
-            self._phase = "meeting"
-            self._replica = Replica(self._member, model, device)
-            self._phase = "building"
-        load_model(plan.model, model)
+        model.to(device)
+        if self._job.mesh.ranks == 1:
+            load_model(plan.model, model)
+            return model.eval()
+        assert self._loader is not None, "it was made before"
+        self._phase = "meeting"
+        self._replica = split_model(self._member, recipe, model, plan.model, self._loader, device)
+        self._phase = "building"
         return model
 
     def _check_dataset(self, loader: Loader) -> None:

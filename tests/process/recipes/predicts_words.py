@@ -59,6 +59,8 @@ def recipe(predict: str = "", mark: str = "") -> instep.Recipe:
     functions: dict[str, Any] = {
         "": None,
         "continued": lambda model, batch: continued(model, batch[0]),
+        "differs": differs,
+        "draws": draws,
         "hangs": lambda model, batch: hangs(model, batch, Path(mark)),
         "pauses": pauses,
         "raises": raises,
@@ -80,6 +82,18 @@ def waits(model: Any, batch: Any) -> Tensor:
         time.sleep(0.01)
     found: Tensor = model(tokens)
     return found
+
+
+def differs(model: Any, batch: Any) -> Tensor:
+    """As if the mesh computed another model."""
+    found: Tensor = model(*batch)
+    return found * (1.0001 if torch.distributed.is_initialized() else 1.0)
+
+
+def draws(model: Any, batch: Any) -> Any:
+    (tokens,) = batch
+    scores = model(tokens)
+    return {"outputs": scores, "noise": torch.randint(9, (len(tokens),))}
 
 
 def hangs(model: Any, batch: Any, mark: Path) -> Tensor:

@@ -38,8 +38,6 @@ def test_workers_make_whole_replicas(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("mesh.tensor=2", "mesh.tensor = 2: this version predicts on replicas that are split"),
-        ("mesh.stages=2", "--set mesh.stages=1"),
         ("mesh.shards=2", "Did you mean 'shard'?"),
         ("mesh.shard=0", "mesh.shard = 0: needs to be at least 1"),
         ("train.micro_batches=0", "train.micro_batches = 0: needs to be at least 1"),

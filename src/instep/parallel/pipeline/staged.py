@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from instep.parallel.pipeline.blocks import Call
@@ -70,7 +71,8 @@ class Staged:
             What it returns, on the last stage; None on the others.
         """
         with self._whole():
-            found = self._pipeline.results(None, 1, 0, lambda *_: function(*arguments), parts=1)
+            key = torch.initial_seed()  # draws follow from it, as without stages
+            found = self._pipeline.results(None, 1, key, lambda *_: function(*arguments), parts=1)
         return found[0] if found else None
 
     def holders(self, parameter: nn.Parameter) -> list[int]:
