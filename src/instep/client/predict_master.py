@@ -90,7 +90,6 @@ class PredictMaster:
         self._batches = Batches(folder.done(), batch, skip=job.data.unreadable == "skip")
         replicas = range(job.workers // job.mesh.ranks)
         self._replicas = [Replica(number, job.mesh) for number in replicas]
-        self._side_by_side = job.mesh.shard
         """Batches that a replica computes in one turn."""
         self._starting: dict[int, float] = {}  # when the fork server was asked for them
         self._confirmed = False  # whether the dataset is the one of the parts that are there
@@ -235,8 +234,6 @@ class PredictMaster:
                 self._count(process, int(fields["samples"]))
             case m.Emit(name="warning", fields=fields):
                 self._say(f"worker {process.number}: {fields['text']}")
-            case m.Emit(name="out_of_step", fields=fields):
-                self._compute_together(process, str(fields["cause"]))
             case m.StoreSet(key=key, value=value):
                 for waiting in self._keys.leave(key, value):
                     self._hub.send(waiting, m.StoreValue(key=key, value=value))
@@ -294,7 +291,7 @@ class PredictMaster:
         if not replica.ready or not self._confirmed:
             return
         has, sharing = len(replica.turns), len(self._replicas)
-        turns = self._batches.take(has, sharing, replica.marks, self._side_by_side)
+        turns = self._batches.take(has, sharing, replica.marks, self._job.mesh.shard)
         if not turns:
             return
         replica.give(turns)
@@ -303,17 +300,6 @@ class PredictMaster:
                 process.since = now
             for turn in turns:
                 self._hub.send(process.peer, m.Predict(batches=turn))
-
-    def _compute_together(self, process: Process, cause: str) -> None:
-        """The processes of a replica cannot compute different batches side by side: from now on
-        all of them compute the same one."""
-        replica = self._replica(process.number)
-        if process.killed:
-            return  # another of its replica has said so
-        if self._side_by_side > 1:
-            self._side_by_side = 1
-            self._say(f"the processes of a replica predict each batch together: {cause}")
-        self._restart(replica, "its replica starts again")
 
     # ---- processes that are lost
 

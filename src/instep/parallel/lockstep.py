@@ -28,10 +28,6 @@ _BITS = 62
 """Parameters in one int64."""
 
 
-class OutOfStep(RecipeError):
-    """Ranks of a replica use the parts of the model in different orders."""
-
-
 class Unit:
     """Parameters that are gathered, and whose gradients are summed, together.
 
@@ -116,7 +112,7 @@ class _Check:
             The numbers of the units that the ranks use.
 
         Raises:
-            OutOfStep: another rank does something else.
+            RecipeError: another rank does something else.
             PeerError: another rank has ended.
         """
         wait(self._work)
@@ -124,7 +120,7 @@ class _Check:
         every = [divmod(first, len(_DOING)) for first, *_ in ranks]
         for rank, (number, doing) in enumerate(every):
             if doing != self._doing or (doing != RUN and number != self._unit.number):
-                raise OutOfStep(
+                raise RecipeError(
                     f"a rank {_DOING[self._doing]} {self._unit.name!r} while rank {rank} of its "
                     f"replica {_DOING[doing]} {self._units[number].name!r}: with [mesh] shard, "
                     "a backward pass must begin at the loss that the pass returned, on every rank."

@@ -156,10 +156,6 @@ class Sharded:
 
         What it returns must hold every tensor that `backward` is called on. Without gradients,
         what was gathered is freed again at the end. All ranks call this together.
-
-        Raises:
-            OutOfStep: another rank uses the model otherwise; without gradients, at the latest when
-                both are done.
         """
         for unit in self._units:
             unit.begin_pass()
@@ -168,7 +164,6 @@ class Sharded:
         for unit in self._units:
             unit.end_forward()
         if not torch.is_grad_enabled():
-            self._lockstep.begin(self._whole_unit, END).end()
             self.free()
         return answer
 

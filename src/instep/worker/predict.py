@@ -12,7 +12,6 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
 from instep.errors import DataError, PeerError, RecipeError
-from instep.parallel.lockstep import OutOfStep
 from instep.parallel.nested import on_tensors
 from instep.recipe import lora
 from instep.recipe.build import call, load_function, make_model, seed_everything, set_generators
@@ -186,7 +184,7 @@ class Predictor:
                 if batch is not None:
                     set_generators(key(self._job.seed, OF_PREDICTION, self._number))
                     model.eval()  # the user's function may have changed that
-                    with torch.no_grad(), forward.autocast(), self._in_step(turn):
+                    with torch.no_grad(), forward.autocast():
                         outputs = forward.run(predict, model, to_device(batch, device))
                     if read.size and self._writes(turn):
                         found = columns(outputs, read.size)
@@ -195,18 +193,6 @@ class Predictor:
                     self._write(part, read, found, plan.format)
                     self._member.predicted(self._number)
                 self._done += 1
-
-    @contextmanager
-    def _in_step(self, turn: list[int]) -> Iterator[None]:
-        """Have the master give this replica one batch at a time if its processes cannot compute
-        several side by side, as where `predict` calls the model more often for some samples."""
-        try:
-            yield
-        except OutOfStep as error:
-            if len(turn) == 1:
-                raise
-            self._member.emit("out_of_step", cause=str(error))
-            self._member.wait_to_be_killed()
 
     def _any_batch(self, loader: Loader) -> Any:
         if self._spare is None:
