@@ -277,7 +277,6 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
     memory, about a third more time."""
 
-
     offload: Literal["none", "optimizer"] = "none"
     """`optimizer`: on a GPU, the optimizer's state lies in memory of the host, where its step is
     computed. Less memory of the GPU, more time."""
