@@ -42,9 +42,19 @@ def python(*words, cwd, limit_kb=None, **environment):
 
 def finished(process, timeout_s=100):
     """Its standard output, once it has ended well."""
-    output, errors = process.communicate(timeout=timeout_s)
+    output, errors = ended(process, timeout_s)
     assert process.returncode == 0, errors
     return output
+
+
+def ended(process, timeout_s):
+    """What it said; whatever ends the wait ends the program too."""
+    try:
+        return process.communicate(timeout=timeout_s)
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
 
 
 def job(example, *settings, cwd, workers=2, **environment):
@@ -216,7 +226,7 @@ def test_a_llama_is_tuned_by_processes_that_none_of_them_alone_has_memory_for(tm
     run = ("-m", "instep", "run", folder / "job.toml", *start)
     alone = ("--workers", 1, "--set", "mesh.shard=1", "--set", 'mesh.checkpointing="none"')
     process = python(*run, *alone, "--name", "alone", cwd=tmp_path, limit_kb=900_000)
-    _, errors = process.communicate(timeout=500)
+    _, errors = ended(process, 500)
     assert process.returncode != 0
     assert "can't allocate memory" in errors
 
