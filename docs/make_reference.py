@@ -42,10 +42,7 @@ instep run job.toml --set train.epochs=5
 impossible value is refused before anything starts; the message names the file, the key, the given
 value and the valid ones. A renamed key is refused with its new name. Paths of the recipe and of
 the model to start from are relative to the job file. `job.toml` in the run folder has the job as
-run, with every key.
-
-Some keys are ahead of the code: this version refuses, before anything starts, a `[mesh]` above 1.
-[Strategies](../concepts/strategies.md) explains `[sync]`.
+run, with every key. [Strategies](../concepts/strategies.md) explains `[sync]`.
 
 `docs/make_reference.py` writes this page from `src/instep/spec.py`; change the texts there.
 """

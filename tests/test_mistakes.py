@@ -191,7 +191,14 @@ IN_A_JOB_FILE = [
         ["no sync strategy is called 'allreduce'", "Did you mean 'all_reduce'?"],
     ),
     Job('[sync]\ncodec = "topk"', ["no codec is called 'topk'. Known: int8, none."]),
+    Job("[mesh]\nschedule = 'gpipe'", ["mesh.schedule = 'gpipe' is for mesh.stages above 1."]),
+    Job(
+        "workers = 4\n[mesh]\nstages = 2\nshard = 2",
+        ["mesh.zero = 3 with mesh.stages = 2", "Set mesh.zero"],
+    ),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
+    Job('[mesh]\noffload = "optimizer"', ["mesh.offload = 'optimizer'", "mesh.shard = 1"]),
+    Job('[mesh]\ncompile = "blocks"', ["mesh.compile = 'blocks'", "or call compile() on the"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(
         '[mesh]\nshard = 2\n[sync]\nname = "server_sync"',

@@ -249,6 +249,10 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     tensor: Positive = 1
     """Processes that share one matrix product."""
 
+    sequence: bool = False
+    """Whether `tensor` splits activations between the layers that it cuts too, along the sequence.
+    As many bytes, less memory. A model that does not allow it is refused."""
+
     stages: Positive = 1
     """Pipeline stages, split by layer."""
 
@@ -277,6 +281,17 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
     memory, about a third more time."""
 
+    offload: Literal["none", "optimizer"] = "none"
+    """`optimizer`: on a GPU, the optimizer's state lies in memory of the host, where its step is
+    computed. Less memory of the GPU, more time."""
+
+    compile: Literal["none", "blocks"] = "none"
+    """`blocks`: each block of layers trains with code that `torch.compile` makes of it."""
+
+    build: Literal["auto", "whole", "parts"] = "auto"
+    """How a process builds the model: `whole` in memory before it is split, or in `parts`, so that
+    no process ever has all of it. `auto`: in parts if its memory is too small for the whole."""
+
     @property
     def ranks(self) -> int:
         """Processes of one replica."""
@@ -287,6 +302,13 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         """The axes with several processes, as the job file has them."""
         sizes = {"shard": self.shard, "tensor": self.tensor, "stages": self.stages}
         return ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+
+    def __post_init__(self) -> None:
+        if self.build == "parts" and self.same_batch > 1:
+            raise ValueError(
+                f"build = 'parts' with {self.axes}: only shard works on a model of which no "
+                "process has all. Leave build out, or use shard alone."
+            )
 
     @property
     def same_batch(self) -> int:

@@ -70,22 +70,32 @@ def _check_mesh(mesh: MeshSpec) -> None:
             "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
             "= 2: they are gathered once for a micro-batch."
         )
-    if mesh.ranks == 1 and mesh.checkpointing != "none":
+    for key, instead in _OF_SEVERAL.items():
+        if mesh.ranks == 1 and (given := getattr(mesh, key)) != "none":
+            raise SpecError(
+                f"mesh.{key} = {given!r} is for a replica of several processes, and "
+                f"mesh.shard = 1. Leave the key out{instead}."
+            )
+    if mesh.sequence and mesh.stages > 1:
         raise SpecError(
-            f"mesh.checkpointing = {mesh.checkpointing!r} is for a replica of several "
-            "processes, and mesh.shard = 1. Leave the key out, or call "
-            "torch.utils.checkpoint in the model."
+            f"mesh.sequence = true with mesh.stages = {mesh.stages}: what crosses from stage to "
+            "stage is whole in this version. Leave one of the two out."
+        )
+    if mesh.same_batch > 1 and mesh.compile != "none":
+        raise SpecError(
+            f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
+            "version. Leave it out, or leave mesh.tensor and mesh.stages out."
         )
     default = MeshSpec()
     for axis, keys in (
         ("stages", ("schedule", "pipeline_batches", "cuts")),
-        ("tensor", ("plan",)),
+        ("tensor", ("plan", "sequence")),
     ):
         for key in keys if getattr(mesh, axis) == 1 else ():
             if (given := getattr(mesh, key)) != getattr(default, key):
                 raise SpecError(
-                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, or set "
-                    f"mesh.{axis}."
+                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, "
+                    f"or set mesh.{axis}."
                 )
 
 
@@ -114,6 +124,13 @@ def _check_sync(job: JobSpec) -> None:
         from instep.sync.base import make_strategy
 
         make_strategy(sync.name, sync.options)
+
+
+_OF_SEVERAL = {
+    "checkpointing": ", or call torch.utils.checkpoint in the model",
+    "offload": "",
+    "compile": ", or call compile() on the model",
+}
 
 
 def open_switchboard(job: JobSpec) -> Switchboard:

@@ -6,7 +6,7 @@ different ones. It is found once, and all ranks of all replicas get the same (`w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.parallel.pipeline.blocks import Call
+from instep.parallel.pipeline.draws import seed
 from instep.parallel.pipeline.pipeline import find_cuts
-from instep.parallel.pipeline.stages import seed
 from instep.parallel.pipeline.trial import total_of
 from instep.parallel.tensor import Plan, find_plan
 from instep.spec import MeshSpec
@@ -29,6 +29,8 @@ class Example:
     samples: int
     call: Call
     """From a batch and its number of samples to its mean loss and weight; calls the model."""
+    others: Sequence[tuple[Any, int]]
+    """More micro-batches with their samples, for models that take other ways for other samples."""
     compute_loss: Callable[[nn.Module, Any], Tensor]
     """The mean loss of this batch, with any model, in float32."""
 
@@ -62,7 +64,14 @@ def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
     plan, cuts, blocks = None, list[str](), list[str]()
     if mesh.tensor > 1:
         table = None if mesh.plan == "auto" else mesh.plan
-        plan = find_plan(model, example.compute_loss, example.batch, mesh.tensor, table=table)
+        plan = find_plan(
+            model,
+            example.compute_loss,
+            example.batch,
+            mesh.tensor,
+            table=table,
+            sequence=mesh.sequence,
+        )
     if mesh.stages > 1:
         cuts, blocks = find_cuts(
             model,
@@ -73,6 +82,7 @@ def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
             schedule=mesh.schedule,
             parts=mesh.pipeline_batches,
             cuts=mesh.cuts,
+            others=example.others,
         )
     return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
 

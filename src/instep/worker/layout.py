@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,10 @@ from instep.worker.step.passes import parts_of
 
 if TYPE_CHECKING:  # imported where there is one: it takes a second
     from instep.parallel.layout import Example, Layout
+
+
+_EXAMPLES = 8
+"""Micro-batches on which it is tried how a model can be cut into stages."""
 
 
 def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example) -> Layout:
@@ -84,7 +88,7 @@ def told_layout(comm: Comm, layout: Layout | None, device: torch.device) -> Layo
 
 
 def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Example:
-    """The first micro-batch of the first epoch that can be read.
+    """The first micro-batches of the first steps.
 
     Args:
         forward: computes the loss of a batch.
@@ -93,25 +97,27 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         samples: in the dataset.
 
     Raises:
-        DataError: no micro-batch of the first step can be read.
+        DataError: none can be read.
     """
     from instep.parallel.layout import Example
 
-    where = position(1, samples, job.train.global_batch)
-    parts = parts_of(where, job.train)
-    cuts = (micro_batch(where.first, where.stop, number, parts) for number in range(parts))
-    reads = loader.read([Slice(where.epoch, *cut) for cut in cuts])
-    read = next((read for read in reads if read.size), None)
-    reads.close()
-    if read is None:
-        raise DataError("no sample of the first step can be read, to try how the model is split.")
+    slices = []
+    for step in range(1, 1 + _EXAMPLES):
+        where = position(step, samples, job.train.global_batch)
+        ends = micro_batch(where.first, where.stop, 0, parts_of(where, job.train))
+        slices.append(Slice(where.epoch, *ends))
+    with closing(loader.read(slices)) as reads:
+        found = [(read.batch, read.size) for read in reads if read.size]
+    if not found:
+        raise DataError("none of the samples can be read with which the splitting is to be tried.")
+    (batch, size), *others = found
 
-    def call(batch: Any, size: int) -> Found | None:
-        return forward.loss(batch, size, plain=True)
+    def call(batch: Any, samples: int) -> Found | None:
+        return forward.loss(batch, samples, plain=True)
 
     def compute_loss(model: nn.Module, batch: Any) -> Tensor:
         with forward.on(model, "float32"):
-            found = call(on_tensors(batch, Tensor.clone), read.size)
+            found = call(on_tensors(batch, Tensor.clone), size)
         if found is None:
             raise RecipeError(
                 "nothing counts in the first micro-batch, so that no tensor plan can be tried. "
@@ -119,4 +125,4 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
             )
         return found.loss
 
-    return Example(read.batch, read.size, call, compute_loss)
+    return Example(batch, size, call, others, compute_loss)

@@ -7,7 +7,7 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,6 @@ class Replica:
         device: where it computes.
         layout: of the model, on the first process of the replica; where it has one.
         example: of what is trained on, where there is a layout.
-        steady: names of the blocks that every pass runs; None: all.
 
     Raises:
         RecipeError: the model cannot be split; or the program has made torch's default group.
@@ -47,15 +46,11 @@ class Replica:
         device: torch.device,
         layout: Layout | None = None,
         example: Example | None = None,
-        steady: Container[str] | None = None,
     ) -> None:
-        from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.split import split
 
         mesh = member.job.mesh
-        if mesh.checkpointing == "blocks":
-            checkpoint_blocks(model)
         self._model, self._device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
@@ -72,7 +67,7 @@ class Replica:
         layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
-        self._split = split(model, self._group, mesh, layout, example, steady)
+        self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)

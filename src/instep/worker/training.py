@@ -23,12 +23,15 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
-from instep.parallel.blocks import repeated_blocks
+from instep.parallel.compiled import COMPILING
+from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward
+from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
+from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
@@ -52,9 +55,8 @@ from instep.worker.step.served import ServedUpdate
 from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
-from instep.worker.trial.reads import try_recipe
+from instep.worker.trial.reads import try_blocks, try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
-from instep.worker.trial.steady import single_samples, steady_blocks
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
@@ -88,7 +90,13 @@ class Training(Loop):
             rounds.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
         model, begun = build_model(
-            recipe, self.job.seed, device, self.job.start, self.job.lora, load=fresh
+            recipe,
+            self.job.seed,
+            device,
+            self.job.start,
+            self.job.lora,
+            load=fresh,
+            building=measured(self.job, member.run) if self.job.mesh.ranks > 1 else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -100,10 +108,13 @@ class Training(Loop):
             each.begin()
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
-            trial = self._try()  # on the whole model, and so before it is split
-            self._replica = self._split(model, merge=trial.merge)
+            known = Trial.read(member.known)
+            trial = known or self._try(begun)  # before the model is split
+            self._replica = self._split(model, begun, merge=trial.merge, compare=known is None)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
+        if self.job.mesh.offload == "optimizer":
+            keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
@@ -182,10 +193,10 @@ class Training(Loop):
             )
         )
 
-    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+    def _split(self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
-        nobody trains it yet, compare them with one process."""
-        trains, mesh = self.member.others_have_state, self.job.mesh
+        none has trained it yet, compare them with one process."""
+        mesh = self.job.mesh
         first = self.member.number % mesh.ranks == 0
         example = layout = None
         if mesh.same_batch > 1:
@@ -198,21 +209,20 @@ class Training(Loop):
             self.job,
             self.samples,
             first=first,
-            why="other replicas train already" if trains else "",
+            why="" if compare else "such a replica has been compared",
             blocks=layout.blocks if layout is not None else (),
+            begun=begun,
         )
-        alone = single_samples(self._loader, self.samples)
-        blocks = list(repeated_blocks(model))
-        steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
         with preserved():
-            replica = Replica(self.member, model, self.device, layout, example, steady)
+            replica = Replica(self.member, model, self.device, layout, example)
+        begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
             self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
         self.phase = "building"
-        if self.member.number == 0 and not trains:
+        if self.member.number == 0 and compare:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
         return replica
@@ -315,7 +325,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=self.phase,
+            phase="compiling" if COMPILING.is_set() else self.phase,
             progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
@@ -387,8 +397,10 @@ class Training(Loop):
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try(self) -> Trial:
+    def _try(self, begun: Begun = NOTHING) -> Trial:
         self.phase = "trying a batch"
+        if not begun.small:
+            return try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
             samples = min(self._validation_batch, self._validation_samples)
@@ -416,6 +428,8 @@ class Training(Loop):
         if sample := int(found[2]):
             trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
         self.state.trial = trial
+        if self._replica is not None and comm.rank == 0 and not self.member.known:
+            self.member.remember(trial.encoded())
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."

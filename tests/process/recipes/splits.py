@@ -1,6 +1,8 @@
 """Models that a mesh splits: repeated blocks, dropout, what does not divide, what is frozen."""
 
+import os
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -50,9 +52,12 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1):
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells=""):
     def loss(outputs, targets):
         time.sleep(pause_s)
+        if tells:  # which process it is that runs a pass
+            with Path(tells).open("a") as file:
+                file.write(f"{os.getpid()}\n")
         return functional.cross_entropy(outputs, targets)
 
     return instep.Recipe(
@@ -67,10 +72,14 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1):
 
 def sabotaged():
     """Gradients of the replica's first rank alone, instead of their sum."""
-    from instep.parallel import lockstep
+    from instep.parallel import lockstep, whole_sums
 
     def first_rank_s(parts, out=None):
         return parts[0].clone() if out is None else out.copy_(parts[0])
 
-    lockstep.in_rank_order = first_rank_s
+    lockstep.in_rank_order = whole_sums.in_rank_order = first_rank_s
     return recipe()
+
+
+def inputs():
+    return samples(1, SAMPLES)

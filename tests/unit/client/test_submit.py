@@ -144,6 +144,19 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             "does not go with check.corruption",
         ),
         (rounds(stop={"gradient_norm": 0.1}), SpecError, "does not go with stop.gradient_norm"),
+        ({"workers": 4, "mesh": {"stages": 2, "shard": 2}}, SpecError, "Set mesh.zero = 2"),
+        ({"mesh": {"cuts": ["a"]}}, SpecError, "mesh.cuts = ('a',) is for mesh.stages above 1"),
+        ({"mesh": {"plan": {"*": "row"}}}, SpecError, "is for mesh.tensor above 1"),
+        (
+            {"mesh": {"stages": 2, "schedule": "gpipe"}, "recipe": "nowhere.py:f"},
+            RecipeError,
+            "no recipe file 'nowhere.py'",
+        ),
+        (
+            {"mesh": {"sequence": True}},
+            SpecError,
+            "mesh.sequence = True is for mesh.tensor above 1. Leave the key out",
+        ),
         *(
             ({"mesh": {"shard": 2}, **other}, SpecError, "mesh.shard = 2 does not go with")
             for other in (

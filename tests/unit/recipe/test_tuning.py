@@ -173,14 +173,14 @@ def test_a_file_that_fits_is_loaded_whole_before_the_optimizer_is_made(file):
     assert all((tensor == 7).all() for tensor in made.model.state_dict().values())
     assert seen
     assert all((tensor == 7).all() for tensor in seen)
-    assert str(made.loaded.report) == "19 of 19 tensors match."
+    assert str(made.loaded.fit.report) == "19 of 19 tensors match."
     fields = made.loaded.fields()
     assert (fields["matched"], fields["missing"], fields["wrong"]) == (19, [], {})
     assert len(fields["sha256"]) == 64
 
 
 def test_a_folder_with_a_model_in_it_stands_for_the_model(file):
-    assert built({"model": str(file.parent)}, model=Net(3)).loaded.path == file
+    assert built({"model": str(file.parent)}, model=Net(3)).loaded.fit.path == file
 
 
 def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):

@@ -86,8 +86,9 @@ def refuse_batch_norm(model: nn.Module) -> None:
     """RecipeError if a layer normalises by the statistics of its batch."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            kind = type(module).__name__.removeprefix("Global")
             raise RecipeError(
-                f"mesh.stages cannot cut this model: {name!r} is a {type(module).__name__}, which "
+                f"mesh.stages cannot cut this model: {name!r} is a {kind}, which "
                 "looks at its whole batch, and a pipeline cuts batches. Use nn.GroupNorm or "
                 "nn.LayerNorm, or freeze the layer (eval mode)."
             )

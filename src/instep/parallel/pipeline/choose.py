@@ -5,7 +5,8 @@ The best cuts come first; those that a trial refuses are left out, and the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -70,6 +71,7 @@ def choose(
     cuts: Sequence[str] = (),
     timed: bool = True,
     wire: Wire | None = None,
+    others: Iterable[tuple[Any, int]] = (),
 ) -> Cuts:
     """The cuts of a model into stages.
 
@@ -84,6 +86,8 @@ def choose(
         cuts: names of the modules that begin a stage, in order; empty: measured.
         timed: False: cut into equal numbers of blocks.
         wire: to the other ranks; None where this process chooses alone.
+        others: more parts with their samples, on which the cuts have to be possible too: a model
+            may take other ways for other samples.
 
     Raises:
         RecipeError: the model cannot be cut so.
@@ -92,12 +96,14 @@ def choose(
     names = list(runner.chain.blocks)
     if stages == 1:
         return Cuts([0], [])
-    trial = Trial(model, runner, lambda: call(batch, samples))
+    trial, *trials = [
+        Trial(model, runner, partial(call, *part)) for part in [(batch, samples), *others]
+    ]
     if cuts:
         places = [names.index(name) for name in cuts]
         if places != sorted(set(places)):
             raise SpecError(f"mesh.cuts = {list(cuts)}: the blocks are called in another order.")
-        return Cuts([0, *places], trial.run(places))
+        return Cuts([0, *places], _tried(trial, trials, places))
     times, moved = [1.0] * len(names), [0.0] * len(names)
     if timed:
         wire = wire or Wire()
@@ -109,7 +115,7 @@ def choose(
     refusal: RecipeError | None = None
     while (chosen := best_cuts(times, stages, moved, banned)) is not None:
         try:
-            return Cuts([0, *chosen], trial.run(chosen))
+            return Cuts([0, *chosen], _tried(trial, trials, chosen))
         except RecipeError as error:
             banned.add(_culprit(trial, chosen))
             refusal = refusal or error
@@ -117,6 +123,19 @@ def choose(
         f"mesh.stages = {ranks} needs {stages} stages, and the model has "
         f"{len(names)} blocks: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}."
     )
+
+
+def _tried(trial: Trial, others: Iterable[Trial], cuts: Sequence[int]) -> list[Boundary]:
+    """What crosses the cuts; RecipeError if they are impossible on one of the parts."""
+    boundaries = trial.run(cuts)
+    for other in others:
+        if other.run(cuts) != boundaries:
+            raise RecipeError(
+                "mesh.stages cannot cut this model: what one block is called with is not the same "
+                "for all samples, and stages exchange the same tensors each time. Cut it elsewhere "
+                "(mesh.cuts), or leave mesh.stages out."
+            )
+    return boundaries
 
 
 def _culprit(trial: Trial, cuts: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ Replicas, optimizers and the job are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +147,7 @@ class Pipeline:
             PeerError: a rank was lost.
         """
         one = _Batch(self, batch, samples, key, call or self._call, backward=True)
-        with self._runner.ready():
+        with self._runner.ready(key):
             one.run()
         totals = [total_of(found) for found in one.results if found is not None]
         weights = [float(found[1]) for found in one.results if found is not None]
@@ -166,7 +166,7 @@ class Pipeline:
             parts: how many; None: as many as in `run`.
         """
         one = _Batch(self, batch, samples, key, call, backward=False, parts=parts)
-        with self._runner.ready():
+        with self._runner.ready(key):
             one.run()
         return one.results
 
@@ -234,12 +234,14 @@ def find_cuts(
     schedule: str,
     parts: int,
     cuts: Sequence[str] = (),
+    others: Iterable[tuple[Any, int]] = (),
 ) -> tuple[list[str], list[str]]:
     """Where a pipeline of so many ranks cuts a model, found by one process alone.
 
     Args:
         model, call, batch, samples, schedule, parts, cuts: as for `Pipeline`.
         ranks: of the pipeline.
+        others: more batches with their samples, on which the cuts are tried too.
 
     Returns:
         Names of the blocks that begin a stage, without the first; and of all blocks, in order.
@@ -252,7 +254,17 @@ def find_cuts(
     example, size = cut(batch, samples, parts)[0]
     chain = find(model, call, example, size, cuts)
     runner, names = Runner(model, chain), list(chain.blocks)
-    found = choose(model, runner, call, example, size, ranks=ranks, stages=stages, cuts=cuts)
+    found = choose(
+        model,
+        runner,
+        call,
+        example,
+        size,
+        ranks=ranks,
+        stages=stages,
+        cuts=cuts,
+        others=[cut(*other, parts)[0] for other in others],
+    )
     return [names[first] for first in found.first[1:]], names
 
 
@@ -291,21 +303,15 @@ class _Batch:
         batch, samples = self._parts[part]
         owner, call = self._owner, self._call
 
+        received: list[Tensor] = []
+
         def receive(arrivals: list[Arrival]) -> list[Tensor]:
             boundary = owner._boundaries[stage - 1]
             boundary.expect(arrivals, owner.cuts[stage - 1])
-            coming = [
-                self._links.expect(
-                    arrival.like.shape,
-                    arrival.like,
-                    self._rank(stage - 1),
-                    self._tag(stage, part, leaf),
-                )
-                for leaf, arrival in enumerate(arrivals)
-            ]
-            entry = Entry([each.wait() for each in coming], boundary.differentiable)
-            self._entries[stage, part] = entry
-            return list(entry.tensors)
+            if not received:
+                received[:] = self._received(stage, part, arrivals)
+            self._entries[stage, part] = entry = Entry()
+            return entry.begin(received, boundary.differentiable)
 
         first, stop = owner._first[stage], owner._stop[stage]
         key = self._key, part
@@ -317,13 +323,25 @@ class _Batch:
             return
         self._send(stage, part, passed)
 
+    def _received(self, stage: int, part: int, arrivals: list[Arrival]) -> list[Tensor]:
+        coming = [
+            self._links.expect(
+                arrival.like.shape,
+                arrival.like,
+                self._rank(stage - 1),
+                self._tag(stage, part, leaf),
+            )
+            for leaf, arrival in enumerate(arrivals)
+        ]
+        return [each.wait() for each in coming]
+
     def _send(self, stage: int, part: int, passed: Passed) -> None:
         boundary = self._owner._boundaries[stage]
         sent = boundary.sent(passed.leaves, self._owner.cuts[stage])
         for leaf, tensor in enumerate(sent):
             self._links.send(tensor, self._rank(stage + 1), self._tag(stage + 1, part, leaf))
         if self._backward:
-            going = [t for t, one in zip(sent, boundary.differentiable, strict=True) if one]
+            going = boundary.returning(sent)
             coming = [
                 self._links.expect(
                     tensor.shape,
@@ -337,6 +355,7 @@ class _Batch:
 
     def _go_back(self, stage: int, part: int) -> None:
         ends, coming = self._graphs.pop((stage, part))
+        self._runner.show(self._owner._first[stage], self._owner._stop[stage])
         if stage + 1 < self._stages:
             go_back(ends, [each.wait() for each in coming])
         elif ends and ends[0].requires_grad:
