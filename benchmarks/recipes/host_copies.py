@@ -14,15 +14,13 @@ import instep
 from instep.records import Attempt
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.trial.sameness import NOTHING_TO_TRY
-from instep.worker.trial_result import Known
+from instep.worker.trial_result import Trial
 
 
 def recipe(until: int = 0, block: int = 1, tried: int = 1, **size: int) -> instep.Recipe:
     keep = HostCopy.keep
     if not tried:
-        steady = [f"blocks.{number}" for number in range(size["layers"])]
-        known = Known(NOTHING_TO_TRY, steady)
-        Known.read = classmethod(lambda cls, data: known)  # type: ignore[assignment, method-assign]
+        Trial.read = classmethod(lambda *_: NOTHING_TO_TRY)  # type: ignore[assignment, method-assign]
 
     @wraps(keep)
     def keep_some(self: HostCopy, snapshot: Any, at: Attempt) -> None:

@@ -101,8 +101,6 @@ def main() -> None:
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
-    if any(job.get("mesh", {}).get(axis, 1) > 1 for axis in ("shard", "tensor", "stages")):
-        import instep.parallel.sharded  # noqa: F401  takes half as long as torch, once for all
     phases["import recipe"] = time.time() - preloading
     several = bool(job.get("launch", {}).get("hosts"))
     Server(connection, endpoint, phases, several=several).serve()

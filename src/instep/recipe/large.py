@@ -20,7 +20,8 @@ from instep.parallel.meta_start import drawn, in_files, without_memory
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec, MeshSpec
 from instep.system.kernels import per_machine
-from instep.system.memory import return_freed_memory, room
+from instep.system.malloc import return_freed_memory
+from instep.system.memory import room
 from instep.units import readable_bytes
 
 TRIAL = 20

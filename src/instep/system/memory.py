@@ -6,15 +6,11 @@ systemd.
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 128 << 10
 
 
 def room(processes: int, cgroups: Path = _CGROUPS) -> int:
@@ -32,18 +28,6 @@ def room(processes: int, cgroups: Path = _CGROUPS) -> int:
     ]
     shared = [_table(Path("/proc/meminfo"))["MemAvailable"], *_left_in_cgroups(cgroups)]
     return max(0, min([*own, *(each // processes for each in shared)]))
-
-
-def return_freed_memory() -> None:
-    """Have malloc return large tensors to the system when they are freed, from now on.
-
-    Left alone, glibc keeps freed memory of up to 32 MB in one piece, in case it is wanted again:
-    a model that is gathered block by block then takes several times what it needs.
-    """
-    options = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
-    for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-        if options is not None:
-            options(option, _KEPT_BYTES)
 
 
 def _table(file: Path) -> dict[str, int]:
