@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from instep.comm.torch_comm import TorchComm
-from instep.errors import SpecError
+from instep.errors import RecipeError, SpecError
 from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
 from instep.state.boxes import MeshRank, primary
 from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
+from instep.worker.trial.sameness import hooked_parameter
 
 if TYPE_CHECKING:
     from instep.parallel.layout import Example, Layout
@@ -59,7 +60,7 @@ class Replica:
         mesh = member.job.mesh
         if mesh.checkpointing == "blocks":
             checkpoint_blocks(model)
-        self._model, self._device = model, device
+        self._model, self.device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
         self.tells = own.tensor == 0 and own.stage == mesh.stages - 1
@@ -97,7 +98,7 @@ class Replica:
         Raises:
             PeerError: one of them was lost.
         """
-        every = torch.zeros(self.comm.size, dtype=torch.int64, device=self._device)
+        every = torch.zeros(self.comm.size, dtype=torch.int64, device=self.device)
         every[self.comm.rank] = own
         self.comm.all_reduce(every).wait()
         numbers: list[int] = every.tolist()
@@ -125,6 +126,16 @@ class Replica:
         """Leave the groups; a second call does nothing."""
         self.comm.close()
         self._group.close()
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """RecipeError if a hook is on the gradient of a parameter, in whose place others will be."""
+    if hooked := hooked_parameter(model):
+        raise RecipeError(
+            f"[mesh] cannot split a model with a hook on the gradient of a parameter, as on "
+            f"{hooked!r}: a process has only a part of it. Scale the loss, give the optimizer a "
+            "group of its own for it, or hook the module (register_full_backward_hook)."
+        )
 
 
 def check_mesh(job: JobSpec, recipe: Recipe) -> None:

@@ -43,7 +43,8 @@ from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck
 from instep.worker.observed import Observed, make_observers
-from instep.worker.replica import Replica, check_mesh
+from instep.worker.optimizer_check import OptimizerCheck
+from instep.worker.replica import Replica, check_mesh, refuse_hooks
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
@@ -107,7 +108,15 @@ class Training(Loop):
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
             trial = self._try()  # on the whole model, and so before it is split
+            moves = OptimizerCheck(
+                model,
+                lambda model: build_optimizer(recipe, model, 1, self.job.start, begun).optimizer,
+                self.job.seed,
+                first=member.number % self.job.mesh.ranks == 0,
+                needed=not member.others_have_state,
+            )
             self._replica = self._split(model, merge=trial.merge)
+            moves.run(self._replica, model)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
@@ -190,6 +199,7 @@ class Training(Loop):
     def _split(self, model: nn.Module, *, merge: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
         nobody trains it yet, compare them with one process."""
+        refuse_hooks(model)
         trains, mesh = self.member.others_have_state, self.job.mesh
         first = self.member.number % mesh.ranks == 0
         example = layout = None
