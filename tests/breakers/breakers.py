@@ -134,15 +134,16 @@ class Writer(nn.Module):
         self.blocks[2].inner.bias.requires_grad_(False)
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(()))
+        self.drop = nn.Dropout(drop)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if not sparse:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.places
+        x = self.drop(self.embed(tokens) + self.places)
         for block in self.blocks:
             x = block(x)
-        return self.head(x * self.scale).transpose(1, 2)
+        return self.head(self.drop(x) * self.scale).transpose(1, 2)
 
 
 def two_rates(model: nn.Module) -> list[dict[str, Any]]:
@@ -331,18 +332,13 @@ def noise() -> Parts:
 
 
 @breaker("blocks that some samples use")
-def conditional() -> Parts:
+def routed() -> Parts:
     class Sometimes(Block):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if float(x.detach()[0, 0]) > 0 else x
+            rows = (x.detach()[:, 0] > 0).nonzero()[:, 0]
+            return x.index_put((rows,), super().forward(x[rows])) if len(rows) else x
 
-    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
-        x, y = batch
-        return torch.stack(
-            [F.cross_entropy(model(a[None]), b[None]) for a, b in zip(x, y, strict=True)]
-        ).mean()
-
-    return classified(Net([Sometimes() for _ in range(4)]), loss=None, compute_loss=compute_loss)
+    return classified(Net([Sometimes() for _ in range(4)]))
 
 
 # ---- hooks
@@ -648,3 +644,155 @@ def validated() -> Parts:
 
     given = {"validate": texts()[:21], "metrics": {"accuracy": accuracy}}
     return written(Writer(), given=given)
+
+
+# ---- more ways to differ
+
+
+@breaker("micro-batches of which nothing counts")
+def nothing_counts() -> Parts:
+    samples = [
+        (tokens, torch.full_like(wanted, -100) if n % 5 < 3 else wanted)
+        for n, (tokens, wanted) in enumerate(texts())
+    ]
+    return written(Writer(0.0), train=samples)
+
+
+@breaker("noise around the model", draws=True)
+def noise_around() -> Parts:
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        outputs = model(x + 0.1 * torch.randn_like(x))
+        return F.cross_entropy(F.dropout(outputs, 0.1), y)
+
+    return classified(Net([Block(0.1) for _ in range(4)]), loss=None, compute_loss=compute_loss)
+
+
+@breaker("a teacher")
+def teacher() -> Parts:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = Net().requires_grad_(False)
+            self.student = Net()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            return self.student(x), wanted
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        found, wanted = model(x)
+        return F.cross_entropy(found, y) + F.mse_loss(found, wanted)
+
+    return classified(Taught(), loss=None, compute_loss=compute_loss)
+
+
+@breaker("another way in evaluation")
+def early_exit() -> Parts:
+    class Early(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks if self.training else self.blocks[:2]:
+                x = block(x)
+            return self.head(x)
+
+    return classified(Early(), given={"weight": samples_of, "validate": numbers(21)})
+
+
+@breaker("two lists of blocks")
+def two_lists() -> Parts:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = nn.Sequential(*(Block() for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block, other in zip(self.blocks, [*self.others, nn.Identity()], strict=True):
+                x = block(x) * torch.sigmoid(other(x))
+            return self.head(x)
+
+    return classified(Two())
+
+
+@breaker("skips between blocks")
+def skips() -> Parts:
+    class Unet(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            first = self.blocks[0](x)
+            second = self.blocks[1](first)
+            third = self.blocks[2](second + 0.5 * x)
+            return self.head(self.blocks[3](third) + first)
+
+    return classified(Unet())
+
+
+@breaker("a gradient penalty")
+def gradient_penalty() -> Parts:
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        outputs = model(x)
+        if not torch.is_grad_enabled():
+            return F.cross_entropy(outputs, y)
+        (slope,) = torch.autograd.grad(outputs.square().sum(), x, create_graph=True)
+        return F.cross_entropy(outputs, y) + 0.1 * slope.square().sum(1).mean()
+
+    return classified(Net(), loss=None, compute_loss=compute_loss)
+
+
+@breaker("functional calls")
+def functional_calls() -> Parts:
+    class Scaled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = {"weight": self.inner.weight * self.by, "bias": self.inner.bias}
+            inner = torch.func.functional_call(self.inner, own, (x,))
+            return x + self.outer(torch.tanh(inner))
+
+    return classified(Net([Scaled() for _ in range(4)]))
+
+
+@breaker("a parameter in a list")
+def listed() -> Parts:
+    class Listed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = [self.blocks[0].inner.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x + (x @ self.first[0].T) @ self.first[0])
+
+    return classified(Listed())
+
+
+@breaker("a buffer that is a parameter")
+def aliased() -> Parts:
+    class Aliased(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("first", self.blocks[0].inner.weight.detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x + (x @ self.first.T) @ self.first)
+
+    return classified(Aliased())
+
+
+@breaker("two parameters in one memory")
+def overlapping() -> Parts:
+    model = Net()
+    model.blocks[1].inner.weight = nn.Parameter(model.blocks[0].inner.weight.data)
+    return classified(model)

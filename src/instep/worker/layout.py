@@ -100,6 +100,7 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         DataError: none can be read.
     """
     from instep.parallel.layout import Example
+    from instep.parallel.pipeline.parts import cut
 
     slices = []
     for step in range(1, 1 + _EXAMPLES):
@@ -110,7 +111,9 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         found = [(read.batch, read.size) for read in reads if read.size]
     if not found:
         raise DataError("none of the samples can be read with which the splitting is to be tried.")
-    (batch, size), *others = found
+    pieces = job.mesh.pipeline_batches if job.mesh.stages > 1 else 1
+    counting = [each for each in found if forward.counts(*cut(*each, pieces)[0])]
+    (batch, size), *others = counting or found
 
     def call(batch: Any, samples: int) -> Found | None:
         return forward.loss(batch, samples, plain=True)

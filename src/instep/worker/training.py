@@ -26,7 +26,7 @@ from instep.parallel.batch_norm import make_global
 from instep.parallel.blocks import repeated_blocks
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
-from instep.recipe.forward import Forward
+from instep.recipe.forward import Forward, Measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
 from instep.spec import JobSpec
@@ -41,10 +41,10 @@ from instep.worker.layout import agreed_layout, example_of
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
-from instep.worker.mesh_check import MeshCheck
+from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
-from instep.worker.replica import Replica, check_mesh, refuse_hooks
+from instep.worker.replica import Replica, check_mesh, check_model
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
@@ -74,6 +74,7 @@ class Training(Loop):
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self._validation = "building", None
+        self._validated: Measured | None = None
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self.phase, self._clock())
@@ -199,7 +200,7 @@ class Training(Loop):
     def _split(self, model: nn.Module, *, merge: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
         nobody trains it yet, compare them with one process."""
-        refuse_hooks(model)
+        check_model(model)
         trains, mesh = self.member.others_have_state, self.job.mesh
         first = self.member.number % mesh.ranks == 0
         example = layout = None
@@ -226,6 +227,10 @@ class Training(Loop):
         if self._reads is not None:
             self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
+        if self._validation is not None and not trains:
+            check_validation(
+                self._forward, self._validation, self._first_batch, replica, self._validated
+            )
         self.phase = "building"
         if self.member.number == 0 and not trains:
             fields = found._asdict() if found is not None else {"why": why}
@@ -394,12 +399,16 @@ class Training(Loop):
         self.phase = "trying a batch"
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
-            samples = min(self._validation_batch, self._validation_samples)
-            try_validation(self._forward, self._validation, samples)
+            self._validated = try_validation(self._forward, self._validation, self._first_batch)
         if not self.job.sync.participants:
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
+
+    @property
+    def _first_batch(self) -> int:
+        """Samples of the first validation batch."""
+        return min(self._validation_batch, self._validation_samples)
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`.

@@ -322,6 +322,9 @@ class _Batch:
         first, stop = owner._first[stage], owner._stop[stage]
         key = self._key, part
         passed = self._runner.forward(first, stop, lambda: call(batch, samples), key, receive)
+        if passed.empty:  # on every stage
+            self._graphs[stage, part] = [], []
+            return
         if stage + 1 == self._stages:
             self.results.append(passed.result)
             total = total_of(passed.result) if self._backward else None
@@ -353,9 +356,8 @@ class _Batch:
             go_back(ends, [each.wait() for each in coming])
         elif ends and ends[0].requires_grad:
             torch.autograd.backward(ends[0])
-        if stage:
-            grads = self._entries.pop((stage, part)).gradients()
-            for leaf, grad in enumerate(grads):
+        if entry := self._entries.pop((stage, part), None):
+            for leaf, grad in enumerate(entry.gradients()):
                 tag = self._tag(stage, part, leaf, back=True)
                 self._links.send(grad, self._rank(stage - 1), tag)
 
