@@ -21,7 +21,7 @@ from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.choose import Wire, choose, stages_of
 from instep.parallel.pipeline.crossing import Entry, go_back
 from instep.parallel.pipeline.links import Incoming, Links
-from instep.parallel.pipeline.parts import cut
+from instep.parallel.pipeline.parts import cut, rows_in
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Arrival, Passed, Runner
 from instep.parallel.pipeline.trial import compare_parts, total_of
@@ -74,6 +74,7 @@ class Pipeline:
     ) -> None:
         self.module, self.parts, self.schedule = model, parts, schedule
         self._call, self._links = call, Links(group)
+        self._rows = rows_in(batch, samples)
         links = self._links
         stages = stages_of(schedule, links.size, cuts)
         compare_parts(model, call, batch, samples, parts)
@@ -283,7 +284,8 @@ class _Batch:
         parts: int | None = None,
     ) -> None:
         self._owner, self._links, self._runner = owner, owner._links, owner._runner
-        self._parts = cut(batch, samples, parts or owner.parts) if samples else []
+        parts = parts or owner.parts
+        self._parts = cut(batch, samples, parts, owner._rows) if samples else []
         self._key, self._call, self._backward = key, call, backward
         self._stages = len(owner._first)
         self._entries: dict[tuple[int, int], Entry] = {}
