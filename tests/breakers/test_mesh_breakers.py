@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import NEAR, REFUSED, RIGHT, cell, on_mesh
+from cells import LIMIT_S, NEAR, REFUSED, RIGHT, cell, on_mesh
 from judge import Distance
 from loops import Loops
 from safetensors.torch import load_file
@@ -161,7 +161,7 @@ def test_the_losses_in_fewer_bits_are_those_of_a_plain_loop(name, most, mesh, lo
 def test_a_mesh_validates_as_one_process_does(mesh, loops):
     pair, column = PAIRS["validated"], MESHES[mesh]
     job = {**column.job, "train": {"validate_every": 20}}
-    outcome = loops.run(pair, None, column.workers, "float64", job=job)
+    outcome = loops.run(pair, None, column.workers, "float64", job=job, limit_s=LIMIT_S)
     assert not outcome.error, outcome.error
     events = [e for e in read_events(outcome.run / "events.jsonl") if e["event"] == "validated"]
     assert [event["step"] for event in events] == [20, 40, 50]
@@ -198,7 +198,12 @@ def test_a_model_is_tuned_as_on_one_process(job, mesh, loops):
     models = []
     for column in (MESHES[mesh], replace(MESHES[mesh], workers=1, job={})):
         outcome = loops.run(
-            PAIRS["nothing"], None, column.workers, "float64", job={**column.job, **job}
+            PAIRS["nothing"],
+            None,
+            column.workers,
+            "float64",
+            job={**column.job, **job},
+            limit_s=LIMIT_S,
         )
         assert not outcome.error, outcome.error
         models.append(load_file(outcome.run / "model.safetensors"))
@@ -215,7 +220,9 @@ def test_bits_are_the_same_on_one_and_two_replicas(mesh, loops):
     for replicas in (1, 2):
         job = {**column.job, "train": {"determinism": "bits"}}
         pair = PAIRS["parameters of all sorts"]
-        outcome = loops.run(pair, None, replicas * column.workers, "float64", job=job)
+        outcome = loops.run(
+            pair, None, replicas * column.workers, "float64", job=job, limit_s=LIMIT_S
+        )
         assert not outcome.error, outcome.error
         summary = json.loads((outcome.run / "summary.json").read_text())
         hashes.add(summary["parameters_sha256"])

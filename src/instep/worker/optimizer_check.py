@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from instep.data.order import key
 from instep.data.reading.generators import preserved
-from instep.errors import PeerError, RecipeError, one_line
+from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.gate import NEAR, Box
 from instep.recipe.build import set_generators
 from instep.state.boxes import cut_of, whole
@@ -59,9 +59,10 @@ class OptimizerCheck:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
             for name in [f"{prefix}.weight".lstrip(".")]
         }
-        self._needed = needed and sum(p.numel() for p in model.parameters()) <= LARGEST
-        self._reference: dict[str, tuple[Tensor, Tensor]] | None = None
-        if first and self._needed:
+        every = list(model.parameters())
+        small = sum(p.numel() for p in every) <= LARGEST and not any(p.is_meta for p in every)
+        self._reference: dict[str, Tensor] | None = None
+        if first and needed and small:
             try:
                 own = copy.deepcopy(model)
                 self._reference = self._moves(own, dict(own.named_parameters()))
@@ -83,7 +84,7 @@ class OptimizerCheck:
         slots = dict(zip(parameters, replica.slots(list(parameters.values())), strict=True))
         try:
             moves = self._moves(model, slots)
-        except PeerError:
+        except InstepError:
             raise
         except Exception as error:  # the user's
             options = [name for name in ("foreach", "fused") if self._options.get(name)]
@@ -94,17 +95,16 @@ class OptimizerCheck:
             ) from error
         sums = torch.zeros(len(self._trained), 3, dtype=torch.float64, device=device)
         for place, (name, shape) in enumerate(self._trained.items()):
-            both = torch.zeros(2, *shape, dtype=torch.float64, device=device)
+            known = torch.zeros(shape, dtype=torch.float64, device=device)
             if self._reference is not None:
-                torch.stack(list(self._reference[name]), out=both)
-            comm.broadcast(both)
+                known.copy_(self._reference[name])
+            comm.broadcast(known)
             if name in moves:
-                part = (slice(None), *_slices(_box(parameters[name])))
-                (start, move), (held, own) = both[part], moves[name]
-                allowed = NEAR * move.norm() + _ROUNDING * _epsilon(slots[name]) * start.norm()
-                sums[place, 0] = (own - move).square().sum()
-                sums[place, 1], sums[place, 2] = allowed.square(), move.square().sum()
-                assert held.shape == start.shape, name
+                move, slot = known[_slices(_box(parameters[name]))], slots[name]
+                rounding = _ROUNDING * torch.finfo(slot.dtype).eps * slot.detach().norm()
+                sums[place, 0] = (moves[name] - move).square().sum()
+                sums[place, 1] = (NEAR * move.norm() + rounding).square()
+                sums[place, 2] = move.square().sum()
         comm.all_reduce(sums).wait()
         self._judge(sums.sqrt().cpu())
 
@@ -123,10 +123,8 @@ class OptimizerCheck:
                 f"move{others}. {_REMEDY}"
             )
 
-    def _moves(
-        self, model: nn.Module, held: Mapping[str, nn.Parameter]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each trained parameter that is `held` here its start and its move; all are put back.
+    def _moves(self, model: nn.Module, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The moves of all trained parameters that are `held` here; they are put back.
 
         Args:
             model: its parameters may be DTensors.
@@ -146,10 +144,7 @@ class OptimizerCheck:
                     give([held[name] for name in own], list(parameters.values()))
                     set_generators(key(self._seed, step))
                     optimizer.step()
-                return {
-                    name: (before[name].double(), held[name].detach().double() - before[name])
-                    for name in parameters
-                }
+                return {name: held[name].detach() - before[name] for name in parameters}
             finally:
                 with torch.no_grad():
                     for name, value in before.items():
@@ -179,7 +174,3 @@ def _box(parameter: Tensor) -> Box:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(first, stop) for first, stop in box)
-
-
-def _epsilon(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps
