@@ -34,7 +34,9 @@ _EXAMPLES = 8
 """Micro-batches on which it is tried how a model can be cut into stages."""
 
 
-def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example) -> Layout:
+def agreed_layout(
+    run: Path, mesh: MeshSpec, model: nn.Module, example: Example, *, timed: bool = True
+) -> Layout:
     """The layout that the processes of a run use.
 
     Args:
@@ -42,6 +44,7 @@ def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example)
         mesh: of the job; a run that is resumed on another finds another layout.
         model: whole.
         example: of what it is trained on.
+        timed: whether cuts may be measured, so that another run has others.
 
     Raises:
         RecipeError, SpecError: the model cannot be laid out so.
@@ -55,7 +58,7 @@ def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example)
     try:
         if not file.exists():
             with preserved():
-                found = find_layout(model, mesh, example)
+                found = find_layout(model, mesh, example, timed=timed)
             own.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
             with suppress(FileExistsError):  # another process was first
                 os.link(own, file)

@@ -207,7 +207,8 @@ class Training(Loop):
         if mesh.same_batch > 1:
             example = example_of(self._forward, self._loader, self.job, self.samples)
             if first:
-                layout = agreed_layout(self.member.run, mesh, model, example)
+                timed = self.job.train.determinism != "bits"
+                layout = agreed_layout(self.member.run, mesh, model, example, timed=timed)
         check = MeshCheck(
             self._forward,
             self._loader,

@@ -236,11 +236,12 @@ def find_cuts(
     parts: int,
     cuts: Sequence[str] = (),
     others: Iterable[tuple[Any, int]] = (),
+    timed: bool = True,
 ) -> tuple[list[str], list[str]]:
     """Where a pipeline of so many ranks cuts a model, found by one process alone.
 
     Args:
-        model, call, batch, samples, schedule, parts, cuts: as for `Pipeline`.
+        model, call, batch, samples, schedule, parts, cuts, timed: as for `Pipeline`.
         ranks: of the pipeline.
         others: more batches with their samples, on which the cuts are tried too.
 
@@ -264,6 +265,7 @@ def find_cuts(
         ranks=ranks,
         stages=stages,
         cuts=cuts,
+        timed=timed,
         others=[cut(*other, parts)[0] for other in others],
     )
     return [names[first] for first in found.first[1:]], names
