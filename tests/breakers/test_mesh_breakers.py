@@ -183,7 +183,14 @@ def test_a_mesh_validates_as_one_process_does(mesh, loops):
 @pytest.mark.parametrize(
     "job",
     [
-        {"lora": {"modules": ["*.inner", "*.outer"], "rank": 2, "also_train": ["head.*"]}},
+        {
+            "lora": {
+                "modules": ["*.inner", "*.outer"],
+                "rank": 2,
+                "alpha": 2,
+                "also_train": ["head.*"],
+            }
+        },
         {
             "start": {
                 "freeze": ["blocks.1.*"],
