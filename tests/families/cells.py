@@ -36,7 +36,7 @@ class Column:
     job: Mapping[str, Any] = field(default_factory=dict)
 
 
-def on_mesh(workers: int, **mesh: int) -> Column:
+def on_mesh(workers: int, **mesh: int | str) -> Column:
     """A column for one mesh."""
     return Column(", ".join(f"{k} = {v}" for k, v in mesh.items()), workers, {"mesh": mesh})
 
@@ -62,17 +62,20 @@ class Cell:
     """The distance, the refusal or the error."""
 
 
-def cell(pair: Pair, column: Column, loops: Loops) -> Cell:
-    """Train a family on a mesh, in float64, and hold it against the plain loop."""
-    outcome = loops.run(
-        pair, loops.exact(pair), column.workers, "float64", job=column.job, limit_s=LIMIT_S
-    )
-    outcome.bound = NEAR
-    if pair.draws and outcome.trained is not None and outcome.verdict.startswith(OTHER_DRAWS):
+def cell(
+    pair: Pair, column: Column, loops: Loops, dtype: str = "float64", near: Distance = NEAR
+) -> Cell:
+    """Train a family on a mesh, and hold it against the plain loop."""
+    outcome = loops.run(pair, None, column.workers, dtype, job=column.job, limit_s=LIMIT_S)
+    outcome.bound, blocks, parts = near, [], 1
+    if pair.draws and outcome.verdict.startswith(OTHER_DRAWS):
         (layout,) = outcome.run.glob("mesh-*.json")
         blocks = json.loads(layout.read_text())["blocks"]
-        outcome.distance = distance(outcome.trained, loops.by_block(pair, blocks, PARTS))
+        parts = column.job["mesh"].get("pipeline_batches", PARTS)
         outcome.verdict = "yes"  # with the draws that it has said
+    if outcome.trained is not None:
+        plain = loops.by_block(pair, blocks, parts, dtype)
+        outcome.distance = distance(outcome.trained, plain)
     return judged(pair, outcome)
 
 

@@ -114,11 +114,13 @@ class Loops:
         made = self._loops(pair, wanted)
         return References(made[0], made[-4], made[-3], bound(made[-3:]))
 
-    def by_block(self, pair: Pair, blocks: list[str], pieces: int) -> Trained:
-        """The plain loop of a pair that draws, in float64, whose draws are keyed as in stages."""
-        key = f"{pair.name} {blocks} {pieces}"
+    def by_block(
+        self, pair: Pair, blocks: list[str], pieces: int, dtype: str = "float64"
+    ) -> Trained:
+        """The plain loop of a pair, whose draws are keyed as in stages if blocks are named."""
+        key = f"{pair.name} {blocks} {pieces} {dtype}"
         if key not in self._by_block:
-            wanted = [("float64", AS_IT_IS, MICRO_BATCHES)]
+            wanted = [(dtype, AS_IT_IS, MICRO_BATCHES)]
             (self._by_block[key],) = self._loops(pair, wanted, blocks=blocks, pieces=pieces)
         return self._by_block[key]
 

@@ -85,13 +85,16 @@ def train(
     optimizer = parts.optimizer(given)
     scheduler = parts.scheduler(optimizer) if parts.scheduler else None
     limit = pair.train.get("max_grad_norm")
+    precision = pair.train.get("precision", "float32")
     losses = []
     for step in range(1, pair.steps + 1):
         optimizer.zero_grad()
         if pair.draws:
-            losses.append(_micro_batches(parts, step, way, micro_batches, blocks, pieces))
+            losses.append(
+                _micro_batches(parts, step, way, micro_batches, blocks, pieces, precision)
+            )
         else:
-            losses.append(_whole(parts, step, way))
+            losses.append(_whole(parts, step, way, precision))
         if limit is not None:
             nn.utils.clip_grad_norm_(parameters, limit)
         _set_generators(key(SEED, OF_UPDATE, step))
@@ -101,17 +104,24 @@ def train(
     return Trained(start, state_of(model), losses)
 
 
-def _whole(parts: Parts, step: int, way: int) -> float:
+def _whole(parts: Parts, step: int, way: int, precision: str) -> float:
     """The whole global batch in one pass."""
     _, first, stop = position(step, len(parts.train), GLOBAL_BATCH)
     (batch,) = _batches(parts, step, [(first, stop)], way)
-    loss = parts.mean_loss(batch)
+    with _autocast(precision):
+        loss = parts.mean_loss(batch)
     loss.backward()
     return float(loss.detach())
 
 
 def _micro_batches(
-    parts: Parts, step: int, way: int, micro_batches: int, blocks: Sequence[str], pieces: int
+    parts: Parts,
+    step: int,
+    way: int,
+    micro_batches: int,
+    blocks: Sequence[str],
+    pieces: int,
+    precision: str,
 ) -> float:
     """The job's micro-batches one after the other, each with its key."""
     _, first, stop = position(step, len(parts.train), GLOBAL_BATCH)
@@ -133,11 +143,17 @@ def _micro_batches(
         low, high = cuts[number]
         for piece, (batch, _) in enumerate(cut(batches[number], high - low, pieces)):
             drawn = drawn_by_block(parts.model, blocks, (keyed, piece)) if blocks else nullcontext()
-            with drawn:
+            with drawn, _autocast(precision):
                 loss = parts.mean_loss(batch) * (parts.of(batch) / sum(weights))
             loss.backward()
             mean += float(loss.detach())
     return mean
+
+
+def _autocast(precision: str) -> Any:
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast("cpu", getattr(torch, precision))
 
 
 def _batches(parts: Parts, step: int, cuts: list[tuple[int, int]], way: int) -> Iterator[Any]:

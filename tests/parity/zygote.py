@@ -84,7 +84,7 @@ def run_worker(pair: Pair, request: dict[str, Any], folder: Path, rank: int) -> 
         seed=SEED,
         quiet=True,
         train=train,
-        data={"loaders": 0},
+        data={"loaders": 0, **job.pop("data", {})},
         **job,
     )
     losses = [step.loss for step in session.steps()]

@@ -49,13 +49,16 @@ class Layout:
     """Whether a pass draws random numbers; known where there are stages."""
 
 
-def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
+def find_layout(
+    model: nn.Module, mesh: MeshSpec, example: Example, *, timed: bool = True
+) -> Layout:
     """The layout of a model; a process finds it alone.
 
     Args:
         model: whole, in training mode; it is left as it is.
         mesh: of the job.
         example: of what it is trained on.
+        timed: whether cuts are measured; else they are the same each time.
 
     Raises:
         RecipeError: the model cannot be laid out so.
@@ -83,6 +86,7 @@ def find_layout(model: nn.Module, mesh: MeshSpec, example: Example) -> Layout:
             parts=mesh.pipeline_batches,
             cuts=mesh.cuts,
             others=example.others,
+            timed=timed,
         )
     return Layout(plan, tuple(cuts), tuple(blocks), bool(blocks) and _draws(example))
 

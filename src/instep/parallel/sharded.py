@@ -160,7 +160,16 @@ class Sharded:
         for unit in self._units:
             unit.begin_pass()
         self._order.begin_pass()
-        answer: Answer = self._root(lambda: self._order.end_forward(function(*arguments)))
+        try:
+            answer: Answer = self._root(lambda: self._order.end_forward(function(*arguments)))
+        except RuntimeError as error:
+            if "RegisterPostBackwardFunction" not in str(error):  # FSDP2's, around a block's input
+                raise
+            raise RecipeError(
+                "[mesh] shard: a block of the model changes what it is called with in place, which "
+                "cannot be split. Write x = x + y in it instead of x += y, and leave inplace = "
+                "True out of its first layers."
+            ) from error
         for unit in self._units:
             unit.end_forward()
         if not torch.is_grad_enabled():

@@ -235,6 +235,7 @@ def build_optimizer(
         SpecError: `start` does not fit the recipe.
     """
     start, loaded, adapted = start or StartSpec(), begun.loaded, begun.adapted
+    rated = begun.rated
     parameters = [p for p in model.parameters() if p.requires_grad]
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)
@@ -242,7 +243,7 @@ def build_optimizer(
         return Built(
             recipe, model, first.optimizer, first.scheduler, parameters, loaded, adapted, turns
         )
-    given = _for_optimizer(recipe, start, model, parameters)
+    given = _for_optimizer(recipe, start, model, parameters, rated)
     optimizer = _optimizer(recipe, given, model)
     if start.learning_rates:
         tuning.check_rates(given, model, optimizer)
@@ -331,11 +332,15 @@ def _optimizer(
 
 
 def _for_optimizer(
-    recipe: Recipe, start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
+    recipe: Recipe,
+    start: StartSpec,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    rated: Iterable[str | None],
 ) -> Any:
     """The argument of the recipe's `optimizer` function."""
     if recipe.parameters is None:
-        return tuning.groups(start, model, parameters)
+        return tuning.groups(start, model, parameters, rated)
     if start.learning_rates:
         raise SpecError(
             "start.learning_rates makes groups of the parameters, and so does the recipe "

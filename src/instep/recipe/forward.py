@@ -176,6 +176,10 @@ class Forward:
         found = Found(loss, weight if own is None else own)
         return found if always or found.counts else None
 
+    def counts(self, batch: Any, samples: int) -> bool:
+        """Whether a batch has any weight, as far as that is known before its pass."""
+        return bool(self._weight(batch, samples))
+
     def _weight(self, batch: Any, samples: int) -> float:
         if self._weigh is None:
             return float(samples)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 
-from instep.data.loader import Loader, Slice
+from instep.data.loader import Loader, Read, Slice
 from instep.data.reading.generators import preserved
 from instep.errors import RecipeError
-from instep.recipe.forward import Forward
+from instep.recipe.forward import Forward, Measured
 
 
 def called_backward() -> RecipeError:
@@ -24,7 +24,7 @@ def called_backward() -> RecipeError:
     )
 
 
-def try_validation(forward: Forward, loader: Loader, samples: int) -> None:
+def try_validation(forward: Forward, loader: Loader, samples: int) -> Measured | None:
     """Compute loss and metrics of one validation batch, in eval mode, on a copy of the model.
 
     Args:
@@ -32,18 +32,24 @@ def try_validation(forward: Forward, loader: Loader, samples: int) -> None:
         loader: of the validation dataset.
         samples: of a validation batch.
 
+    Returns:
+        What was found; None if no sample can be read, or the model cannot be copied.
+
     Raises:
         InstepError: the loss or a metric is not a number, or no sample can be read.
     """
-    reads = loader.read([Slice(0, 0, samples)])
-    read = next(reads)
-    for _ in reads:
-        pass
+    read = first_batch(loader, samples)
     if not read.size:
-        return
+        return None
     try:
         model = copy.deepcopy(forward.model)
     except Exception:  # the module cannot be copied: the first validation will show it
-        return
+        return None
     with preserved(), forward.on(model.eval(), forward.precision):
-        forward.measure(read.batch, read.size)
+        return forward.measure(read.batch, read.size)
+
+
+def first_batch(loader: Loader, samples: int) -> Read:
+    """The first batch of a dataset."""
+    read, *_ = loader.read([Slice(0, 0, samples)])
+    return read

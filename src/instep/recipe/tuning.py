@@ -57,6 +57,10 @@ class Begun(NamedTuple):
     adapted: lora.Adapted | None
     """What has an adapter, if anything has."""
 
+    rated: tuple[str | None, ...] = ()
+    """The groups of its parameters that learning rates make, by pattern; None: of the others. A
+    process that has only a part of the model makes the same groups."""
+
     small: bool = True
     """Whether one process may copy and try the whole model."""
 
@@ -104,7 +108,7 @@ def begin(
     adapted = lora.add(adapters, model, seed)
     if start.freeze:
         _freeze(start.freeze, model)
-    return Begun(loaded, adapted, empty=empty)
+    return Begun(loaded, adapted, _rated(start.learning_rates, model), empty=empty)
 
 
 def _check_adapters(path: Path, model: nn.Module) -> None:
@@ -135,34 +139,45 @@ def _freeze(patterns: Sequence[str], model: nn.Module) -> None:
             lora.keep_in_eval_mode(module)
 
 
+def _rated(rates: Mapping[str, float], model: nn.Module) -> tuple[str | None, ...]:
+    if not rates:
+        return ()
+    named = names_of(model)
+    trained = [names for parameter, names in named.items() if parameter.requires_grad]
+    frozen = [names for parameter, names in named.items() if not parameter.requires_grad]
+    chosen = rated_by(rates, trained, frozen)
+    return (*([None] if None in chosen else []), *rates)
+
+
 def groups(
-    start: StartSpec, model: nn.Module, parameters: list[nn.Parameter]
+    start: StartSpec,
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    rated: Iterable[str | None],
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
     """The argument of the optimizer: the parameters, or groups of them with learning rates.
 
     Args:
         start: has the patterns.
-        model: whose names they match.
+        model: whose names they match; it may have lost parameters since `begin`.
         parameters: those to train, in the order of the model.
+        rated: of what `begin` returned.
 
     Returns:
         `parameters`, if the job sets no rates. Otherwise a first group without `lr` for those
         that no pattern matches, if any; then one group for each pattern, in the order of the job.
-
-    Raises:
-        SpecError: a pattern has no effect, or two match a parameter equally well.
     """
     rates = start.learning_rates
     if not rates:
         return parameters
     named = names_of(model)
-    frozen = [names for parameter, names in named.items() if not parameter.requires_grad]
-    chosen = rated_by(rates, [named[parameter] for parameter in parameters], frozen)
-    parts: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in (None, *rates)}
-    for parameter, pattern in zip(parameters, chosen, strict=True):
-        parts[pattern].append(parameter)
-    made: list[dict[str, Any]] = [{"params": parts[None]}] if parts[None] else []
-    return made + [{"params": parts[pattern], "lr": rate} for pattern, rate in rates.items()]
+    parts: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in rated}
+    for parameter in parameters:
+        parts[_deciding(rates, named[parameter])].append(parameter)
+    return [
+        {"params": part} if pattern is None else {"params": part, "lr": rates[pattern]}
+        for pattern, part in parts.items()
+    ]
 
 
 def check_rates(given: Iterable[Mapping[str, Any]], model: nn.Module, optimizer: Optimizer) -> None:

@@ -34,7 +34,9 @@ _EXAMPLES = 8
 """Micro-batches on which it is tried how a model can be cut into stages."""
 
 
-def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example) -> Layout:
+def agreed_layout(
+    run: Path, mesh: MeshSpec, model: nn.Module, example: Example, *, timed: bool = True
+) -> Layout:
     """The layout that the processes of a run use.
 
     Args:
@@ -42,6 +44,7 @@ def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example)
         mesh: of the job; a run that is resumed on another finds another layout.
         model: whole.
         example: of what it is trained on.
+        timed: whether cuts may be measured, so that another run has others.
 
     Raises:
         RecipeError, SpecError: the model cannot be laid out so.
@@ -55,7 +58,7 @@ def agreed_layout(run: Path, mesh: MeshSpec, model: nn.Module, example: Example)
     try:
         if not file.exists():
             with preserved():
-                found = find_layout(model, mesh, example)
+                found = find_layout(model, mesh, example, timed=timed)
             own.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
             with suppress(FileExistsError):  # another process was first
                 os.link(own, file)
@@ -100,6 +103,7 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         DataError: none can be read.
     """
     from instep.parallel.layout import Example
+    from instep.parallel.pipeline.parts import cut
 
     slices = []
     for step in range(1, 1 + _EXAMPLES):
@@ -110,7 +114,9 @@ def example_of(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         found = [(read.batch, read.size) for read in reads if read.size]
     if not found:
         raise DataError("none of the samples can be read with which the splitting is to be tried.")
-    (batch, size), *others = found
+    pieces = job.mesh.pipeline_batches if job.mesh.stages > 1 else 1
+    counting = [each for each in found if forward.counts(*cut(*each, pieces)[0])]
+    (batch, size), *others = counting or found
 
     def call(batch: Any, samples: int) -> Found | None:
         return forward.loss(batch, samples, plain=True)

@@ -8,8 +8,9 @@ Steps and other replicas are not known here.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,12 @@ from instep.comm.messages import Form
 from instep.data.loader import Loader
 from instep.data.order import position
 from instep.data.reading.generators import preserved
+from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.gate import Box, Verdict
 from instep.parallel.reads import Reads
 from instep.parallel.two_blocks import TwoBlocks
-from instep.recipe.forward import Forward
+from instep.recipe.forward import Forward, Measured
+from instep.recipe.rehearsal import first_batch
 from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.boxes import cut_of, whole
@@ -150,26 +153,43 @@ class MeshCheck:
         parts = [(name, boxes[name], slot.detach()) for name, slot in slots.items()]
         with (
             preserved(),
-            _kept(model),
+            _kept(model) as put_back,
             self._forward.on(model, "float32"),
             self._gate.moved(parts),
         ):
-            weight = self._passes(replica, comm, reads, merge=merge)
+            try:
+                weight = self._passes(replica, comm, reads, put_back, merge=merge)
+            except InstepError:
+                raise
+            except Exception as error:  # the user's model may raise anything
+                raise RecipeError(
+                    f"[mesh] {self._job.mesh.axes}: one process computes a batch, and the model "
+                    f"that is split cannot ({type(error).__name__}: {one_line(error)}). Use "
+                    "another [mesh], or leave the section out."
+                ) from error
         held = {}
         for name, slot in slots.items():
             gradient, slot.grad = slot.grad, None
             held[name] = boxes[name], None if gradient is None else gradient / weight
         return self._gate.compare(held, comm, self._job.mesh.axes)
 
-    def _passes(self, replica: Replica, comm: Comm, reads: Reads | None, *, merge: bool) -> float:
-        """Run the batch; gradients add up in the slots.
+    def _passes(
+        self,
+        replica: Replica,
+        comm: Comm,
+        reads: Reads | None,
+        put_back: Callable[[], None],
+        *,
+        merge: bool,
+    ) -> float:
+        """Run the batch; gradients add up in the slots. Each pass begins with the same buffers.
 
         Returns:
             The weight of the batch, over its samples: what the gradients are still to be divided
             by.
         """
         job, device = self._job, self._forward.device
-        passes: Any = _Passes(comm)
+        passes: Any = _Passes(comm, put_back)
         whole_batch = WholeBatch(
             passes, self._forward, self._loader, job, self._samples, reads, device, replica
         )
@@ -185,11 +205,52 @@ class MeshCheck:
         return float(total.item()) / (stop - first) / passes.weight or 1.0
 
 
+def check_validation(
+    forward: Forward, loader: Loader, samples: int, replica: Replica, alone: Measured | None
+) -> None:
+    """Compare the loss of one validation batch with that of one process.
+
+    Args:
+        forward: runs the model that is split; all processes of the replica call this together.
+        loader: of the validation dataset.
+        samples: of a validation batch.
+        replica: with the model.
+        alone: what the first process of the replica has found with the whole model, if it has.
+
+    Raises:
+        RecipeError: it is another, or the model cannot be run so in evaluation.
+    """
+    read = first_batch(loader, samples)
+    if not read.size:
+        return
+    known = torch.full((1,), math.nan, dtype=torch.float64, device=forward.device)
+    if alone is not None:
+        known[0] = alone.values["loss"]
+    replica.comm.broadcast(known)
+    model, wanted = forward.model.eval(), float(known.item())
+    try:
+        with preserved():
+            found = forward.measure(read.batch, read.size)
+    finally:
+        model.train()
+    if found is None or math.isnan(wanted):
+        return
+    loss = found.values["loss"]
+    near = 1e-4 if forward.precision == "float32" else 0.02
+    if not math.isclose(loss, wanted, rel_tol=near, abs_tol=near):
+        raise RecipeError(
+            f"[mesh] would validate another model than one process does: the loss of the first "
+            f"{read.size} validation samples adds up to {loss:.6g}, and in one process to "
+            f"{wanted:.6g}. The model computes otherwise in evaluation mode than when it trains. "
+            "Use another [mesh], or leave the section out."
+        )
+
+
 class _Passes:
     """What passes need of an engine, where nothing is committed."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.weight = 1.0
+    def __init__(self, comm: Comm, put_back: Callable[[], None]) -> None:
+        self.weight, self._put_back = 1.0, put_back
         self.comm, self.clock = comm, Clock(begin=time.time())
         self.update = SimpleNamespace(scaler=torch.amp.GradScaler("cuda", enabled=False))
 
@@ -198,19 +259,24 @@ class _Passes:
         self.weight = weight
 
     def end_pass(self, part: Pass, share: float, *, beside: bool = False) -> None:
-        """It is over."""
+        """It is over; what it did to buffers is not kept."""
+        self._put_back()
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Give buffers back what they had."""
+def _kept(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give buffers back what they had: at the end, and whenever the function is called."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for buffer, value in before:
+            buffer.copy_(value)
+
     try:
-        yield
+        yield put_back
     finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+        put_back()
 
 
 def _box(parameter: Tensor) -> Box:

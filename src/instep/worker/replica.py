@@ -8,16 +8,19 @@ they do: one that loses a process is started again whole. How the model is split
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.comm.torch_comm import TorchComm
+from instep.errors import RecipeError
 from instep.state.boxes import MeshRank, holders, primary
 from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
+from instep.worker.trial.sameness import hooked_parameter
 
 if TYPE_CHECKING:
     from instep.parallel.layout import Example, Layout
@@ -51,7 +54,7 @@ class Replica:
         from instep.parallel.split import split
 
         mesh = member.job.mesh
-        self._model, self._device = model, device
+        self._model, self.device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
         self.tells = own.tensor == 0 and own.stage == mesh.stages - 1
@@ -69,6 +72,12 @@ class Replica:
         """Whether its model draws random numbers for each block and part of a micro-batch."""
         self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
+        if self.stages is not None and not any(p.requires_grad for p in model.parameters()):
+            raise RecipeError(
+                f"mesh.stages: stage {own.stage} of {mesh.stages} has nothing to train, as all its "
+                f"parameters are frozen. Cut elsewhere than in front of "
+                f"{', '.join(map(repr, layout.cuts))} (mesh.cuts), or leave mesh.stages out."
+            )
         """The model, if it is cut into stages: then its passes go forward and back in one."""
         self._rank = MeshRank(mesh, member.number)
 
@@ -89,7 +98,7 @@ class Replica:
         Raises:
             PeerError: one of them was lost.
         """
-        every = torch.zeros(self.comm.size, dtype=torch.int64, device=self._device)
+        every = torch.zeros(self.comm.size, dtype=torch.int64, device=self.device)
         every[self.comm.rank] = own
         self.comm.all_reduce(every).wait()
         numbers: list[int] = every.tolist()
@@ -122,3 +131,35 @@ class Replica:
         """Leave the groups; a second call does nothing."""
         self.comm.close()
         self._group.close()
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model of which something is lost where others take the place of its parameters.
+
+    Raises:
+        RecipeError: a parameter has a hook on its gradient, or shares its memory.
+    """
+    if hooked := hooked_parameter(model):
+        raise RecipeError(
+            f"[mesh] cannot split a model with a hook on the gradient of a parameter, as on "
+            f"{hooked!r}: a process has only a part of it. Scale the loss, give the optimizer a "
+            "group of its own for it, or hook the module (register_full_backward_hook)."
+        )
+    parameters = set(dict(model.named_parameters()))
+    places = sorted(
+        (*_memory(tensor), name)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta
+    )
+    for (_, stop, one), (first, _, other) in pairwise(places):
+        if first < stop and parameters & {one, other}:
+            raise RecipeError(
+                f"[mesh] cannot split a model of which {one!r} and {other!r} lie in the same "
+                "memory: it would be cut apart. Use one nn.Parameter in both places, or copy it."
+            )
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """First address, and the one after the last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -27,7 +27,7 @@ from instep.parallel.compiled import COMPILING
 from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
-from instep.recipe.forward import Forward
+from instep.recipe.forward import Forward, Measured
 from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
@@ -44,9 +44,10 @@ from instep.worker.layout import agreed_layout, example_of
 from instep.worker.loader_watch import LoaderWatch
 from instep.worker.loop import Loop, Passed, Step
 from instep.worker.member import Member
-from instep.worker.mesh_check import MeshCheck
+from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
-from instep.worker.replica import Replica
+from instep.worker.optimizer_check import OptimizerCheck
+from instep.worker.replica import Replica, check_model
 from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
@@ -76,6 +77,7 @@ class Training(Loop):
     def __init__(self, member: Member, recipe: Recipe, device: torch.device) -> None:
         self.member, self.job, self.recipe, self.device = member, member.job, recipe, device
         self.phase, self._validation = "building", None
+        self._validated: Measured | None = None
         self._loader_watch, self._clock = LoaderWatch(), cpu_clock()
         early = EarlyReads(self._loader_watch)
         member.at = lambda: early.heartbeat(self.phase, self._clock())
@@ -110,7 +112,15 @@ class Training(Loop):
         if self.job.mesh.ranks > 1:
             known = Trial.read(member.known)
             trial = known or self._try(begun)  # before the model is split
+            moves = OptimizerCheck(
+                model,
+                lambda model: build_optimizer(recipe, model, 1, self.job.start, begun).optimizer,
+                self.job.seed,
+                first=member.number % self.job.mesh.ranks == 0,
+                needed=known is None and begun.small,
+            )
             self._replica = self._split(model, begun, merge=trial.merge, compare=known is None)
+            moves.run(self._replica, model)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         if self.job.mesh.offload == "optimizer":
@@ -196,13 +206,15 @@ class Training(Loop):
     def _split(self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
         none has trained it yet, compare them with one process."""
+        check_model(model)
         mesh = self.job.mesh
         first = self.member.number % mesh.ranks == 0
         example = layout = None
         if mesh.same_batch > 1:
             example = example_of(self._forward, self._loader, self.job, self.samples)
             if first:
-                layout = agreed_layout(self.member.run, mesh, model, example)
+                timed = self.job.train.determinism != "bits"
+                layout = agreed_layout(self.member.run, mesh, model, example, timed=timed)
         check = MeshCheck(
             self._forward,
             self._loader,
@@ -221,6 +233,10 @@ class Training(Loop):
         if self._reads is not None:
             self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
+        if self._validation is not None and compare and begun.small:
+            check_validation(
+                self._forward, self._validation, self._first_batch, replica, self._validated
+            )
         self.phase = "building"
         if self.member.number == 0 and compare:
             fields = found._asdict() if found is not None else {"why": why}
@@ -403,12 +419,16 @@ class Training(Loop):
             return try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
-            samples = min(self._validation_batch, self._validation_samples)
-            try_validation(self._forward, self._validation, samples)
+            self._validated = try_validation(self._forward, self._validation, self._first_batch)
         if not self.job.sync.participants:
             return trial
         reason = "each participant of a round is computed apart"
         return trial._replace(merge=False, reason=reason, verdict=rounds.verdict(self.job))
+
+    @property
+    def _first_batch(self) -> int:
+        """Samples of the first validation batch."""
+        return min(self._validation_batch, self._validation_samples)
 
     def _agree_on_trial(self, comm: Comm) -> None:
         """Merge only if every member's trial allows it; the verdict is `yes` only if all say `yes`.

@@ -11,7 +11,7 @@ from instep.errors import RecipeError, SpecError
 from instep.parallel.pipeline.blocks import find
 from instep.parallel.pipeline.cuts import best_cuts, slowest
 from instep.parallel.pipeline.measure import measure
-from instep.parallel.pipeline.parts import cut, sizes_of
+from instep.parallel.pipeline.parts import cut, rows_in, sizes_of
 from instep.parallel.pipeline.schedule import Action, makespan, orders
 
 SHAPES = [
@@ -148,6 +148,18 @@ def test_a_batch_is_cut_along_its_samples():
     assert found[1][0]["names"] == ["d", "e"]
     assert found[1][0]["scale"] is batch["scale"]
     assert torch.equal(found[0][0]["nested"][0], torch.arange(3))
+
+
+def test_what_has_as_many_rows_as_samples_by_chance_is_not_cut():
+    weights = torch.ones(3)
+    rows = rows_in((torch.ones(4, 6), weights), 4)
+    assert rows == [True, False]
+    for samples in (3, 5):
+        parts = cut((torch.ones(samples, 6), weights), samples, 2, rows)
+        assert [len(x) for (x, _), _ in parts] == [samples - samples // 2, samples // 2]
+        assert all(kept is weights for (_, kept), _ in parts)
+    with pytest.raises(RecipeError, match="without a row for each"):
+        cut((torch.ones(1, 5, 6), weights), 5, 2, rows)
 
 
 def test_a_batch_without_rows_for_its_samples_is_refused():

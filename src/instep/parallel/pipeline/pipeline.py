@@ -21,7 +21,7 @@ from instep.parallel.pipeline.blocks import Call, find
 from instep.parallel.pipeline.choose import Wire, choose, stages_of
 from instep.parallel.pipeline.crossing import Entry, go_back
 from instep.parallel.pipeline.links import Incoming, Links
-from instep.parallel.pipeline.parts import cut
+from instep.parallel.pipeline.parts import cut, rows_in
 from instep.parallel.pipeline.schedule import Action, orders
 from instep.parallel.pipeline.stages import Arrival, Passed, Runner
 from instep.parallel.pipeline.trial import compare_parts, total_of
@@ -74,6 +74,7 @@ class Pipeline:
     ) -> None:
         self.module, self.parts, self.schedule = model, parts, schedule
         self._call, self._links = call, Links(group)
+        self._rows = rows_in(batch, samples)
         links = self._links
         stages = stages_of(schedule, links.size, cuts)
         compare_parts(model, call, batch, samples, parts)
@@ -235,11 +236,12 @@ def find_cuts(
     parts: int,
     cuts: Sequence[str] = (),
     others: Iterable[tuple[Any, int]] = (),
+    timed: bool = True,
 ) -> tuple[list[str], list[str]]:
     """Where a pipeline of so many ranks cuts a model, found by one process alone.
 
     Args:
-        model, call, batch, samples, schedule, parts, cuts: as for `Pipeline`.
+        model, call, batch, samples, schedule, parts, cuts, timed: as for `Pipeline`.
         ranks: of the pipeline.
         others: more batches with their samples, on which the cuts are tried too.
 
@@ -263,6 +265,7 @@ def find_cuts(
         ranks=ranks,
         stages=stages,
         cuts=cuts,
+        timed=timed,
         others=[cut(*other, parts)[0] for other in others],
     )
     return [names[first] for first in found.first[1:]], names
@@ -283,7 +286,8 @@ class _Batch:
         parts: int | None = None,
     ) -> None:
         self._owner, self._links, self._runner = owner, owner._links, owner._runner
-        self._parts = cut(batch, samples, parts or owner.parts) if samples else []
+        parts = parts or owner.parts
+        self._parts = cut(batch, samples, parts, owner._rows) if samples else []
         self._key, self._call, self._backward = key, call, backward
         self._stages = len(owner._first)
         self._entries: dict[tuple[int, int], Entry] = {}
@@ -316,6 +320,9 @@ class _Batch:
         first, stop = owner._first[stage], owner._stop[stage]
         key = self._key, part
         passed = self._runner.forward(first, stop, lambda: call(batch, samples), key, receive)
+        if passed.empty:  # on every stage
+            self._graphs[stage, part] = [], []
+            return
         if stage + 1 == self._stages:
             self.results.append(passed.result)
             total = total_of(passed.result) if self._backward else None
@@ -360,9 +367,8 @@ class _Batch:
             go_back(ends, [each.wait() for each in coming])
         elif ends and ends[0].requires_grad:
             torch.autograd.backward(ends[0])
-        if stage:
-            grads = self._entries.pop((stage, part)).gradients()
-            for leaf, grad in enumerate(grads):
+        if entry := self._entries.pop((stage, part), None):
+            for leaf, grad in enumerate(entry.gradients()):
                 tag = self._tag(stage, part, leaf, back=True)
                 self._links.send(grad, self._rank(stage - 1), tag)
 

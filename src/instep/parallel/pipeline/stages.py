@@ -59,6 +59,8 @@ class Passed(NamedTuple):
     """The leaves of the arguments of the next stage's first block; empty for the last stage."""
     result: Any
     """What the call returned; None for others than the last stage."""
+    empty: bool = False
+    """Nothing in the batch counts, so that the call did not call the model."""
 
 
 class _Done(BaseException):
@@ -191,6 +193,8 @@ class Runner:
             self._pass = None
             if self._absent_ids & now.arrived.keys():
                 self._renew()
+        if result is None and not now.next:
+            return Passed([], None, empty=True)
         if now.next < len(self._names):
             raise RecipeError(
                 f"mesh.stages: the block {self._names[now.next]!r} was not called in a forward "

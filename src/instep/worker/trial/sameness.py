@@ -105,7 +105,7 @@ def try_out(
         weighed = Weighing(None, True, "Recipe.embed")
     if is_sum(recipe.loss):
         raise _sum(f"{weighed.name} has reduction = 'sum'")
-    if hooked := _hooked(forward.model):
+    if hooked := hooked_parameter(forward.model):
         why = (
             f"a hook on the gradient of {hooked!r} is called once for each micro-batch; one "
             "machine would call it once in a step"
@@ -149,7 +149,7 @@ def _how_many(model: nn.Module, spot: Spot) -> int:
     return max(LEAST, min(_READS // reads, int(_EFFORT / max(1, parameters * numbers))))
 
 
-def _hooked(model: nn.Module) -> str:
+def hooked_parameter(model: nn.Module) -> str:
     """The name of a parameter with a hook on its gradient; empty if there is none."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

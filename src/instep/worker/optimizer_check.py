@@ -1,0 +1,176 @@
+"""Before a replica of several processes trains: do its optimizers move what one process would move?
+
+A process has a part of the parameters, and an optimizer may look at more: at the norm of a whole
+parameter, or of all of them. So both sides take two steps with the same made-up gradients, with
+optimizers that are thrown away, and the moves are compared. How gradients come about is compared
+by `mesh_check.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.data.order import key
+from instep.data.reading.generators import preserved
+from instep.errors import InstepError, RecipeError, one_line
+from instep.parallel.gate import NEAR, Box
+from instep.recipe.build import set_generators
+from instep.state.boxes import cut_of, whole
+from instep.worker.mesh_check import LARGEST
+from instep.worker.replica import Replica
+from instep.worker.step.slots import give
+
+Build = Callable[[nn.Module], Optimizer]
+"""Makes the recipe's optimizer for a model."""
+
+STEPS = 2
+
+_ROUNDING = 8
+"""How many times the rounding of a parameter its moves may differ by."""
+
+
+class OptimizerCheck:
+    """Compares the optimizers of a replica with that of one process.
+
+    Args:
+        model: whole.
+        build: makes its optimizer.
+        seed: of the job.
+        first: whether this process is the first of its replica, which computes the reference.
+        needed: whether there is anything to compare.
+    """
+
+    def __init__(
+        self, model: nn.Module, build: Build, seed: int, *, first: bool, needed: bool
+    ) -> None:
+        self._build, self._seed = build, seed
+        self._named, self._options = "the optimizer", dict[str, Any]()
+        self._trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        self._sparse = {
+            name
+            for prefix, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            for name in [f"{prefix}.weight".lstrip(".")]
+        }
+        every = list(model.parameters())
+        small = sum(p.numel() for p in every) <= LARGEST and not any(p.is_meta for p in every)
+        self._reference: dict[str, Tensor] | None = None
+        if first and needed and small:
+            try:
+                own = copy.deepcopy(model)
+                self._reference = self._moves(own, dict(own.named_parameters()))
+            except Exception:  # the user's optimizer may raise anything, and will again
+                self._reference = None
+
+    def run(self, replica: Replica, model: nn.Module) -> None:
+        """Compare; all processes of the replica call it, after the model has been split.
+
+        Raises:
+            RecipeError: a move differs, or the optimizer cannot take a step there.
+        """
+        comm, device = replica.comm, replica.device
+        able = torch.tensor([float(self._reference is not None)], device=device)
+        comm.broadcast(able)
+        if not able.item():
+            return
+        parameters = dict(model.named_parameters())
+        slots = dict(zip(parameters, replica.slots(list(parameters.values())), strict=True))
+        try:
+            moves = self._moves(model, slots)
+        except InstepError:
+            raise
+        except Exception as error:  # the user's
+            options = [name for name in ("foreach", "fused") if self._options.get(name)]
+            remedy = f"Leave {options[0]} = True out." if options else _REMEDY
+            raise RecipeError(
+                f"{self._named} cannot take a step where [mesh] splits the parameters "
+                f"({type(error).__name__}: {one_line(error)}). {remedy}"
+            ) from error
+        sums = torch.zeros(len(self._trained), 3, dtype=torch.float64, device=device)
+        for place, (name, shape) in enumerate(self._trained.items()):
+            known = torch.zeros(shape, dtype=torch.float64, device=device)
+            if self._reference is not None:
+                known.copy_(self._reference[name])
+            comm.broadcast(known)
+            if name in moves:
+                move, slot = known[_slices(_box(parameters[name]))], slots[name]
+                rounding = _ROUNDING * torch.finfo(slot.dtype).eps * slot.detach().norm()
+                sums[place, 0] = (moves[name] - move).square().sum()
+                sums[place, 1] = (NEAR * move.norm() + rounding).square()
+                sums[place, 2] = move.square().sum()
+        comm.all_reduce(sums).wait()
+        self._judge(sums.sqrt().cpu())
+
+    def _judge(self, found: Tensor) -> None:
+        wrong = [
+            (name, apart / max(length, 1e-300))
+            for name, (apart, allowed, length) in zip(self._trained, found.tolist(), strict=True)
+            if not apart <= allowed
+        ]
+        if wrong:
+            name, by = wrong[0]
+            others = f", and {len(wrong) - 1} other parameters" if len(wrong) > 1 else ""
+            raise RecipeError(
+                f"{self._named} would train another model with [mesh] than in one process: given "
+                f"the same gradients, its step moves {name!r} otherwise, by {by:.2g} of the "
+                f"move{others}. {_REMEDY}"
+            )
+
+    def _moves(self, model: nn.Module, held: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The moves of all trained parameters that are `held` here; they are put back.
+
+        Args:
+            model: its parameters may be DTensors.
+            held: this process's part of each, on the same memory.
+        """
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        before = {name: parameter.detach().clone() for name, parameter in held.items()}
+        grads = [parameter.grad for parameter in parameters.values()]
+        with preserved():
+            optimizer = self._build(model)
+            self._named, self._options = type(optimizer).__name__, optimizer.defaults
+            try:
+                for step in range(1, 1 + STEPS):
+                    for name, parameter in parameters.items():
+                        held[name].grad = self._gradient(name, parameter, held[name], step)
+                    own = list(parameters)
+                    give([held[name] for name in own], list(parameters.values()))
+                    set_generators(key(self._seed, step))
+                    optimizer.step()
+                return {name: held[name].detach() - before[name] for name in parameters}
+            finally:
+                with torch.no_grad():
+                    for name, value in before.items():
+                        held[name].copy_(value)
+                        held[name].grad = None
+                for parameter, grad in zip(parameters.values(), grads, strict=True):
+                    parameter.grad = grad
+
+    def _gradient(self, name: str, parameter: Tensor, held: Tensor, step: int) -> Tensor:
+        """Made up, as large as gradients are: the part of it that is held here."""
+        generator = torch.Generator().manual_seed(key(self._seed, zlib.crc32(name.encode()), step))
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 10
+        part = noise[_slices(_box(parameter))].to(held.device, held.dtype)
+        return part.to_sparse(1) if name in self._sparse else part
+
+
+_REMEDY = (
+    "A process has only a part of the parameters there. Use an optimizer that treats each element "
+    "by itself, as SGD and AdamW do, another [mesh], or none."
+)
+
+
+def _box(parameter: Tensor) -> Box:
+    cut = cut_of(parameter)
+    return whole(parameter.shape) if cut is None else cut.box
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(first, stop) for first, stop in box)
