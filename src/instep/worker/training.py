@@ -108,19 +108,9 @@ class Training(Loop):
         self._loaders = [loader, *([self._validation] if self._validation else [])]
         for each in self._loaders:
             each.begin()
-        self.samples, self._replica, trial = samples, None, None
-        if self.job.mesh.ranks > 1:
-            known = Trial.read(member.known)
-            trial = known or self._try(begun)  # before the model is split
-            moves = OptimizerCheck(
-                model,
-                lambda model: build_optimizer(recipe, model, 1, self.job.start, begun).optimizer,
-                self.job.seed,
-                first=member.number % self.job.mesh.ranks == 0,
-                needed=known is None and begun.small,
-            )
-            self._replica = self._split(model, begun, merge=trial.merge, compare=known is None)
-            moves.run(self._replica, model)
+        self.samples = samples
+        self._replica: Replica | None = None
+        trial = self._enter_replica(model, begun) if self.job.mesh.ranks > 1 else None
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
         if self.job.mesh.offload == "optimizer":
@@ -203,9 +193,24 @@ class Training(Loop):
             )
         )
 
+    def _enter_replica(self, model: nn.Module, begun: Begun) -> Trial:
+        """Try the whole model, and have this process keep its part of it; where nobody has trained
+        it yet, compare the replica with one process."""
+        known = Trial.read(self.member.known)
+        trial = known or self._try(begun)
+        moves = OptimizerCheck(
+            model,
+            lambda model: build_optimizer(self.recipe, model, 1, self.job.start, begun).optimizer,
+            self.job.seed,
+            first=self.member.number % self.job.mesh.ranks == 0,
+            needed=known is None and begun.small,
+        )
+        self._replica = self._split(model, begun, merge=trial.merge, compare=known is None)
+        moves.run(self._replica, model)
+        return trial
+
     def _split(self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool) -> Replica:
-        """Have this process keep its part of the model, once the replica's others are here; where
-        none has trained it yet, compare them with one process."""
+        """Have this process keep its part of the model, once the replica's others are here."""
         check_model(model)
         mesh = self.job.mesh
         first = self.member.number % mesh.ranks == 0
