@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ def checkpoint_blocks(model: nn.Module) -> None:
         block.__dict__["forward"] = functools.partial(_again, block, own)  # a copy has its own
 
 
+def within(block: nn.Module, make: Callable[[], AbstractContextManager[Any]]) -> None:
+    """When a block runs again, it does so in such a context: its hooks are not called again."""
+    block.__dict__[_WITHIN] = make
+
+
+_WITHIN = "_runs_again_within"
+
+
 def _again(
     block: nn.Module, own: Callable[..., Any] | None, *arguments: Any, **options: Any
 ) -> Any:
@@ -47,4 +56,11 @@ def _again(
         return forward(*arguments, **options)
     # a transformer's cache of keys would grow when the block runs again, and nobody generates here
     options |= {name: None for name in _CACHES if name in options}
-    return checkpoint(forward, *arguments, use_reentrant=False, **options)
+    make = block.__dict__.get(_WITHIN, nullcontext)
+    return checkpoint(
+        forward,
+        *arguments,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), make()),
+        **options,
+    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from instep.parallel.recompute import within
 from instep.parallel.tensor.layers import cut_dims, exchange, kind_of, widths
 from instep.parallel.tensor.links import GroupLinks, Links
 from instep.parallel.tensor.masks import Draws, around, as_planned
@@ -53,6 +54,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for name, dims in plan.draws.items():
         whole = as_planned(dims, plan.ranks, name)
         around(model.get_submodule(name), partial(Draws, whole, links.part))
+        within(model.get_submodule(name), partial(Draws, whole, links.part))
 
 
 def _of_stage(plan: Plan, model: nn.Module) -> Plan:
