@@ -5,8 +5,9 @@
 `bubble`: two stages whose blocks sleep, in two processes; the time of a micro-batch beside
 (parts + stages - 1) times that of one part. `cuts`: models of unequal blocks; the pipeline at the
 measured cut, at each other cut, and at equal numbers of blocks, in turns. `torch`: the same model
-cut by hand in torch's PipelineStage and Schedule1F1B, in turns. Prints JSON. `ONLY=asleep` leaves
-out the models that compute, for a busy machine.
+cut by hand in torch's PipelineStage and its schedules, in turns, with about 2, 10 and 50 ms of work
+for a part on a rank; seconds, and CPU seconds of both processes, which a busy machine disturbs
+less. Prints JSON. `ONLY=asleep` leaves out all models but those whose names end so.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.nn import functional
 
 from instep.parallel.pipeline import Pipeline
 
@@ -64,10 +72,39 @@ class Layers(nn.Module):
         self.head = nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.start(x)
+        x = x if self.start is None else self.start(x)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return x if self.head is None else self.head(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.before(x)).unflatten(-1, (3, 4, -1)).movedim(-3, 0).transpose(-3, -2)
+        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(seen.transpose(-3, -2).flatten(-2))
+        return x + self.down(functional.gelu(self.up(self.between(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.start, self.places = nn.Embedding(256, width), nn.Embedding(128, width)
+        self.blocks = nn.ModuleList(Attention(width) for _ in range(8))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.start is not None:
+            x = self.start(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
 
 
 SLEEP_S = 0.03
@@ -159,55 +196,114 @@ def cuts(turns: int) -> list[dict[str, Any]]:
     return found
 
 
+PARTS = 8
+BY_HAND: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, int]] = {
+    "layers, 2 ms": (lambda: Layers([1024] * 8), lambda: torch.randn(64, 8), "blocks.{}.0", 8),
+    "gpt, 2 ms": (lambda: GPT(64), lambda: torch.randint(256, (8, 32)), "blocks.{}", 8),
+    "layers, 10 ms": (lambda: Layers([1024] * 8), lambda: torch.randn(512, 8), "blocks.{}.0", 3),
+    "gpt, 10 ms": (lambda: GPT(128), lambda: torch.randint(256, (32, 64)), "blocks.{}", 3),
+    "layers, 50 ms": (
+        lambda: Layers([2048] * 8, 512),
+        lambda: torch.randn(720, 8),
+        "blocks.{}.0",
+        1,
+    ),
+    "gpt, 50 ms": (lambda: GPT(256), lambda: torch.randint(256, (32, 128)), "blocks.{}", 1),
+}
+"""A model, a batch, how a block is called, and turns for each turn of the longest."""
+
+
 def by_torch(turns: int) -> list[dict[str, Any]]:
     found = []
-    for width in (64, 256, 512):
-        parts, widths = 8, [4 * width] * 8
-        batch = torch.randn(SAMPLES, 8)
-        torch.manual_seed(1)
-        ours = Layers(widths, width)
-        pipeline = Pipeline(
-            ours, call_of(ours), batch, SAMPLES, group=dist.group.WORLD, parts=parts,
-            cuts=["blocks.4.0"],
-        )  # fmt: skip
-        torch.manual_seed(1)
-        theirs = Layers(widths, width)
-        rank, half = dist.get_rank(), Half(theirs, dist.get_rank())
-        stage = PipelineStage(half, rank, RANKS, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, parts, loss_fn=lambda out, _: out.square().mean())
-
-        def step(schedule: Any = schedule, rank: int = rank, batch: Tensor = batch) -> None:
-            schedule.step(batch) if rank == 0 else schedule.step(target=batch, losses=[])
-
-        times: list[tuple[float, float]] = []
-        for _ in range(turns + 2):
-            times.append((took(step), took(lambda one=pipeline, b=batch: one.run(b, SAMPLES, 1))))
-        ratios = [torch_s / ours_s for torch_s, ours_s in times[2:]]
-        found.append(
-            {
-                "width": width,
-                "torch_ms": round(1e3 * statistics.median(one for one, _ in times[2:]), 1),
-                "ours_ms": round(1e3 * statistics.median(one for _, one in times[2:]), 1),
-                "torch_over_ours": round(statistics.median(ratios), 3),
-                "quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
-            }
-        )
+    for name, (make, batch_of, block, more) in BY_HAND.items():
+        if not name.endswith(os.environ.get("ONLY", "")):
+            continue
+        for schedule in ("1f1b", "gpipe", "interleaved"):
+            batch = batch_of()
+            pairs = beside(make, batch, block, schedule, more * turns + 2)[2:]
+            stages = 4 if schedule == "interleaved" else 2
+            found.append({"model": name, "schedule": schedule, **compared(pairs, PARTS * stages)})
+            if dist.get_rank() == 0:
+                print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
-class Half(nn.Module):
-    """A stage cut by hand."""
+Pair = tuple[float, float, float, float]
+"""Seconds and CPU seconds of torch's, and of ours."""
 
-    def __init__(self, whole: Layers, rank: int) -> None:
-        super().__init__()
-        self.blocks = whole.blocks[4:] if rank else whole.blocks[:4]
-        self.start, self.head = (None, whole.head) if rank else (whole.start, None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.start is None else self.start(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x if self.head is None else self.head(x)
+def beside(
+    make: Callable[[], nn.Module], batch: Tensor, block: str, schedule: str, turns: int
+) -> list[Pair]:
+    rank, stages = dist.get_rank(), 4 if schedule == "interleaved" else 2
+    borders = [8 * stage // stages for stage in range(stages + 1)]
+    torch.manual_seed(1)
+    model = make()
+    pipeline = Pipeline(
+        model, call_of(model), batch, len(batch), group=dist.group.WORLD, schedule=schedule,
+        parts=PARTS, cuts=[block.format(border) for border in borders[1:-1]],
+    )  # fmt: skip
+    own = [
+        PipelineStage(
+            by_hand(make, borders[stage], borders[stage + 1]), stage, stages, torch.device("cpu")
+        )
+        for stage in range(rank, stages, RANKS)
+    ]
+    options: Any = {"loss_fn": lambda out, _: out.square().mean(), "scale_grads": False}
+    theirs: Any
+    if schedule == "interleaved":
+        theirs = ScheduleInterleaved1F1B(own, PARTS, **options)
+    else:
+        theirs = (ScheduleGPipe if schedule == "gpipe" else Schedule1F1B)(own[0], PARTS, **options)
+
+    def step() -> None:
+        if rank == 0:
+            theirs.step(batch, return_outputs=False)
+        else:
+            theirs.step(target=batch, losses=[], return_outputs=False)
+
+    pairs = []
+    for turn in range(turns):
+        works = [step, lambda: pipeline.run(batch, len(batch), 1)]
+        one, other = (measured(work) for work in (works if turn % 2 else works[::-1]))
+        pairs.append((*one, *other) if turn % 2 else (*other, *one))
+    return pairs
+
+
+def by_hand(make: Callable[[], nn.Module], first: int, stop: int) -> nn.Module:
+    """A stage of one of the models."""
+    torch.manual_seed(1)
+    model: Any = make()
+    model.blocks = model.blocks[first:stop]
+    if first:
+        model.start = model.places = None
+    if stop < 8:
+        model.head = None
+    return model
+
+
+def measured(work: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds, and CPU seconds of all processes."""
+    before = time.process_time()
+    seconds = took(work)
+    used = torch.tensor(time.process_time() - before, dtype=torch.float64)
+    dist.all_reduce(used)
+    return seconds, float(used)
+
+
+def compared(pairs: list[Pair], passes: int) -> dict[str, Any]:
+    ratios = [pair[0] / pair[2] for pair in pairs]
+    used = [pair[1] / pair[3] for pair in pairs]
+    extra = [(pair[3] - pair[1]) / passes for pair in pairs]
+    return {
+        "torch_ms": round(1e3 * statistics.median(pair[0] for pair in pairs), 1),
+        "ours_ms": round(1e3 * statistics.median(pair[2] for pair in pairs), 1),
+        "torch_over_ours": round(statistics.median(ratios), 3),
+        "quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        "cpu_torch_over_ours": round(statistics.median(used), 3),
+        "cpu_quartiles": [round(q, 3) for q in statistics.quantiles(used, n=4)[::2]],
+        "more_cpu_us_per_part_and_stage": round(1e6 * statistics.median(extra)),
+    }
 
 
 QUESTIONS = {"bubble": bubble, "cuts": cuts, "torch": by_torch}

@@ -27,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -52,14 +53,22 @@ NEWEST = 5000
 
 
 class UnderInstep:
-    """`instep run` to the bit, training without end in `folder`."""
+    """`instep run`, training without end in `folder`; to the bit, unless `settings` say else."""
 
-    def __init__(self, folder: Path, workers: int, global_batch: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        global_batch: int,
+        recipe: str = RECIPE,
+        settings: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.workers, self.run = workers, folder / "disturbed"
         job = folder / "job.toml"
-        job.write_text(f'name = "disturbed"\nrecipe = "{RECIPE}"\nworkers = {workers}\nseed = 7\n')
+        job.write_text(f'name = "disturbed"\nrecipe = "{recipe}"\nworkers = {workers}\nseed = 7\n')
         train = {**TRAIN, "global_batch": global_batch, "steps": 1_000_000}
-        sets = [word for k, v in train.items() for word in ("--set", f"train.{k}={v}")]
+        keys = {**{f"train.{name}": value for name, value in train.items()}, **settings}
+        sets = [word for k, v in keys.items() for word in ("--set", f"{k}={v}")]
         command = [sys.executable, "-m", "instep", "run", str(job), "--runs", str(folder), *sets]
         with (folder / "said").open("w") as said:
             self._process = subprocess.Popen(command, stdout=said, stderr=said)
@@ -107,9 +116,9 @@ def newest_pids(run: Path) -> list[int]:
     return list({e["worker"]: e["pid"] for e in joined}.values())
 
 
-def full_again(contender: Contender, moment: float) -> bool:
+def full_again(contender: Contender, moment: float, limit_s: float = LIMIT_S) -> bool:
     """Wait for a step of the full number, in a group that began after the moment."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while recovery(contender.steps(NEWEST), moment, contender.workers) is None:
         if time.monotonic() > deadline or not contender.alive():
             return False
@@ -117,10 +126,12 @@ def full_again(contender: Contender, moment: float) -> bool:
     return True
 
 
-def disturb(contender: Contender, kills: int, draw: random.Random, name: str) -> list[float]:
+def disturb(
+    contender: Contender, kills: int, draw: random.Random, name: str, limit_s: float = LIMIT_S
+) -> list[float]:
     """Kill so many workers, each when the number is full; the moments of those survived."""
     survived: list[float] = []
-    going = full_again(contender, 0.0)
+    going = full_again(contender, 0.0, limit_s)
     while going and len(survived) < kills:
         time.sleep(draw.uniform(0.5, 1.5))
         victim, moment = draw.choice(contender.pids()), time.time()
@@ -128,7 +139,7 @@ def disturb(contender: Contender, kills: int, draw: random.Random, name: str) ->
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:  # its system has ended it, or is about to replace it
             continue
-        going = full_again(contender, moment)
+        going = full_again(contender, moment, limit_s)
         if going:
             survived.append(moment)
             print(f"\r{name}: {len(survived)} of {kills} ", end="", file=sys.stderr, flush=True)

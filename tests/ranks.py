@@ -221,6 +221,10 @@ class OwnPart:
         """No two ranks have the same."""
         return True
 
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Only this one."""
+        return ()
+
 
 class Rank:
     """One process of the run: its engine, and what it has done."""
@@ -477,7 +481,7 @@ class World:
     def _replacement(self, dead: Rank) -> Rank:
         """In the place of one that died, with the memory of its host."""
         newcomer = Rank(self, dead.number)
-        newcomer.engine.memory = dead.engine.memory
+        newcomer.engine.own.memory = dead.engine.own.memory
         return newcomer
 
     # ---- what ranks tell
@@ -541,8 +545,13 @@ class World:
             replica = self.members[begin : begin + self.ranks]
             if "killed" not in fates[begin : begin + self.ranks]:
                 members += replica
+            elif self.strategy_votes:  # what each of its ranks remembers outlives them
+                members += map(self._replacement, replica)
             elif replace or fates.count("killed") > 1:
                 members += [Rank(self, rank.number) for rank in replica]
+        held = {rank.place for rank in members if rank.engine.state.held}
+        if len(held) < self.ranks:  # a part of the model is nowhere: the run begins again
+            members = [Rank(self, rank.number) for rank in members]
         return members
 
     def _one_generation(self) -> list[str]:

@@ -111,6 +111,11 @@ def test_the_reference_of_the_job_file_is_what_the_spec_says():
     assert subprocess.run(script, check=False).returncode == 0
 
 
+def test_the_page_of_what_goes_together_is_what_jobs_are_checked_by():
+    script = [sys.executable, str(ROOT / "docs" / "make_together.py"), "--check"]
+    assert subprocess.run(script, check=False).returncode == 0
+
+
 def test_every_error_has_its_heading_with_its_exit_code():
     text = (ROOT / "docs/reference/errors.md").read_text("utf-8")
     for error in vars(errors).values():

@@ -17,8 +17,10 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
+from transformers import AutoModelForCausalLM
 
 from instep import spec_file
+from instep.data.order import Order, position
 
 pytestmark = pytest.mark.process
 
@@ -27,20 +29,32 @@ TINY_GPT = ("layers=1", "width=64", "length=32")
 RUNS = ("pretrained", "fine_tuned")
 
 
-def python(*words, cwd, **environment):
-    """Start a Python program as a user would, in a folder of its own."""
+def python(*words, cwd, limit_kb=None, **environment):
+    """Start a Python program as a user would, in a folder of its own, perhaps after `ulimit -d`."""
     command = [sys.executable, *map(str, words)]
+    if limit_kb is not None:
+        command = ["sh", "-c", f'ulimit -d {limit_kb}; exec "$@"', "sh", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
-def finished(process):
+def finished(process, timeout_s=100):
     """Its standard output, once it has ended well."""
-    output, errors = process.communicate(timeout=100)
+    output, errors = ended(process, timeout_s)
     assert process.returncode == 0, errors
     return output
+
+
+def ended(process, timeout_s):
+    """What it said; whatever ends the wait ends the program too."""
+    try:
+        return process.communicate(timeout=timeout_s)
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
 
 
 def job(example, *settings, cwd, workers=2, **environment):
@@ -201,6 +215,56 @@ def test_a_llama_is_adapted_and_peft_opens_what_it_has_learnt(tmp_path):
     words = (EXAMPLES / "10_lora/write.py", base, tmp_path / "adapter", "def ", 20)
     written = finished(python(*words, cwd=tmp_path))
     assert re.match(r"def .*\n----\nDEF ", written, re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_a_llama_is_tuned_by_processes_that_none_of_them_alone_has_memory_for(tmp_path):
+    folder = EXAMPLES / "11_sharded"
+    finished(python(folder / "start.py", "runs/llama", cwd=tmp_path), 300)
+    start = ("--set", f"start.model={tmp_path / 'runs/llama'}", "--set", "train.steps=2", "--json")
+    run = ("-m", "instep", "run", folder / "job.toml", *start)
+    alone = ("--workers", 1, "--set", "mesh.shard=1", "--set", 'mesh.checkpointing="none"')
+    process = python(*run, *alone, "--name", "alone", cwd=tmp_path, limit_kb=900_000)
+    _, errors = ended(process, 500)
+    assert process.returncode != 0
+    assert "can't allocate memory" in errors
+
+    process = python(*run, cwd=tmp_path, limit_kb=900_000)
+    summary = json.loads(finished(process, 500).splitlines()[-1])
+    assert summary["outcome"] == "completed"
+    assert summary["workers"] == 4
+    events = (tmp_path / "runs/sharded/events.jsonl").read_text().splitlines()
+    checked = [each for each in map(json.loads, events) if each["event"] == "mesh_checked"]
+    assert [each["blocks"] for each in checked] == [["model.layers.0", "model.layers.1"]]
+    words = ("export", "runs/sharded", "--to", "runs/tuned")
+    finished(python("-m", "instep", *words, cwd=tmp_path))
+    words = (folder / "compare.py", "runs/llama", "runs/tuned")
+    before, after = finished(python(*words, cwd=tmp_path), 300).splitlines()
+
+    example = imported("11_sharded/llama.py")
+    job = spec_file.load(folder / "job.toml")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama")
+    assert float(before.split()[1]) == pytest.approx(loss_of_the_book(example, plain), rel=1e-5)
+    optimizer = torch.optim.AdamW(plain.train().parameters(), lr=1e-4)
+    for step in (1, 2):
+        epoch, first, stop = position(step, 32, job.train.global_batch)
+        rows = Order(32, job.seed).indices(epoch, first, stop).tolist()
+        batch = [
+            torch.stack(part) for part in zip(*map(example.book().__getitem__, rows), strict=True)
+        ]
+        optimizer.zero_grad()
+        example.loss(plain, batch).backward()
+        optimizer.step()
+    assert float(after.split()[1]) == pytest.approx(loss_of_the_book(example, plain), rel=1e-4)
+    assert float(after.split()[1]) < float(before.split()[1]) - 0.3
+
+
+@torch.no_grad()
+def loss_of_the_book(example, model):
+    samples = list(map(example.book().__getitem__, range(32)))
+    batch = [torch.stack(part) for part in zip(*samples, strict=True)]
+    return float(example.loss(model.eval(), batch))
 
 
 @torch.no_grad()

@@ -78,7 +78,10 @@ IN_A_JOB_FILE = [
     ),
     Job(
         '[sync]\nname = "server_sync"\ncodec = "int8"',
-        ["does not go with sync.codec: servers are sent plain numbers", "Leave one of the two"],
+        [
+            "does not go with sync.codec = 'int8': servers are sent plain numbers",
+            "Leave one of the two",
+        ],
     ),
     Job(
         '[sync]\nname = "server_sync"\n[train]\ndevice = "cuda"',
@@ -194,10 +197,12 @@ IN_A_JOB_FILE = [
         ["mesh.zero = 3 with mesh.stages = 2", "Set mesh.zero"],
     ),
     Job('[mesh]\ncheckpointing = "blocks"', ["is for a replica of several processes"]),
+    Job('[mesh]\noffload = "optimizer"', ["mesh.offload = 'optimizer'", "mesh.shard = 1"]),
+    Job('[mesh]\ncompile = "blocks"', ["mesh.compile = 'blocks'", "or call compile() on the"]),
     Job("[mesh]\nshard = 3", ["workers = 2: a replica has 3 processes ([mesh] shard = 3)"]),
     Job(
-        '[mesh]\nshard = 2\n[sync]\ncodec = "int8"',
-        ["a replica of 2 processes ([mesh]) does not go with sync.codec"],
+        '[mesh]\nshard = 2\n[sync]\nname = "server_sync"',
+        ["mesh.shard = 2 does not go with sync.name = 'server_sync'", "share out whole"],
     ),
     Job('[start]\nfreeze = "body.*"', ['start.freeze = "body.*": needs to be a list']),
     Job("[start]\nlearning_rates = 0.1", ["start.learning_rates = 0.1: needs to be a table"]),

@@ -167,7 +167,8 @@ EVENTS = {
     "epoch_finished": "epoch, step, loss, samples",
     "validated": "step, epoch, metrics (name to value), samples, skipped, seconds, scheduled",
     "mesh_checked": "tensors (gradients that were compared with those of one process), distance "
-    "(the largest, relative to what is allowed, times 1e-5); or why (nothing was compared)",
+    "(the largest, relative to what is allowed, times 1e-5), blocks (that alone were compared; "
+    "empty if all were); or why (nothing was compared)",
     "checkpoint_saved": "step, path, size_bytes, held_s, seconds",
     "model_saved": "step, path, parameters_sha256, size_bytes",
     "stop_requested": "by, rule, step, why",

@@ -249,6 +249,10 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     tensor: Positive = 1
     """Processes that share one matrix product."""
 
+    sequence: bool = False
+    """Whether `tensor` splits activations between the layers that it cuts too, along the sequence.
+    As many bytes, less memory. A model that does not allow it is refused."""
+
     stages: Positive = 1
     """Pipeline stages, split by layer."""
 
@@ -277,6 +281,17 @@ class MeshSpec(Section, frozen=True, kw_only=True):
     """`blocks`: a block of layers keeps only its inputs, and runs again in the backward pass. Less
     memory, about a third more time."""
 
+    offload: Literal["none", "optimizer"] = "none"
+    """`optimizer`: on a GPU, the optimizer's state lies in memory of the host, where its step is
+    computed. Less memory of the GPU, more time."""
+
+    compile: Literal["none", "blocks"] = "none"
+    """`blocks`: each block of layers trains with code that `torch.compile` makes of it."""
+
+    build: Literal["auto", "whole", "parts"] = "auto"
+    """How a process builds the model: `whole` in memory before it is split, or in `parts`, so that
+    no process ever has all of it. `auto`: in parts if its memory is too small for the whole."""
+
     @property
     def ranks(self) -> int:
         """Processes of one replica."""
@@ -287,6 +302,13 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         """The axes with several processes, as the job file has them."""
         sizes = {"shard": self.shard, "tensor": self.tensor, "stages": self.stages}
         return ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+
+    def __post_init__(self) -> None:
+        if self.build == "parts" and self.same_batch > 1:
+            raise ValueError(
+                f"build = 'parts' with {self.axes}: only shard works on a model of which no "
+                "process has all. Leave build out, or use shard alone."
+            )
 
     @property
     def same_batch(self) -> int:
@@ -301,10 +323,6 @@ class MeshSpec(Section, frozen=True, kw_only=True):
         """Which of these a worker gets."""
         place = self.coordinate(worker)
         return place.replica * self.shard + place.shard
-
-    def most_workers(self, micro_batches: int) -> int:
-        """The most workers for which there is a micro-batch each, or for each of `same_batch`."""
-        return micro_batches // self.shard * self.ranks
 
     def refusal(self, workers: int) -> str:
         """Why so many workers make no whole replicas; empty if they do."""
@@ -585,10 +603,21 @@ class JobSpec(Section, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.train, micro_batches=self.sync.participants)
 
     @property
+    def unit(self) -> int:
+        """How many micro-batches a replica is dealt as one: one for each of its `shard` ranks. A
+        participant of a round is one by itself, and the ranks share its samples."""
+        return 1 if self.sync.participants else self.mesh.shard
+
+    @property
+    def most_workers(self) -> int:
+        """The most workers that make replicas with a unit each."""
+        return self.per_commit.micro_batches // self.unit * self.mesh.ranks
+
+    @property
     def _who_needs_one(self) -> str:
         if self.mesh.ranks == 1:
             return "a worker"
-        return "each replica" if self.mesh.shard == 1 else "each `shard` rank of each replica"
+        return "each replica" if self.unit == 1 else "each `shard` rank of each replica"
 
     def __post_init__(self) -> None:
         if self.sync.participants > self.train.global_batch:
@@ -609,8 +638,8 @@ class JobSpec(Section, frozen=True, kw_only=True):
             )
         if wrong := self.mesh.refusal(self.workers):
             raise ValueError(wrong)
-        if (passes := self.workers // self.mesh.same_batch) > most:
-            workers = self.mesh.most_workers(most)
+        if self.workers > (workers := self.most_workers):
+            passes = self.workers // self.mesh.ranks * self.unit
             fewer = f"Set workers to at most {workers}; or, in a new run, " if workers else "Set "
             raise ValueError(
                 f"workers = {self.workers} but {key} = {most}: {self._who_needs_one} needs at "

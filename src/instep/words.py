@@ -115,6 +115,16 @@ def corruption_in_words(found: dict[str, Any]) -> str:
     )
 
 
+def mesh_in_words(checked: dict[str, Any]) -> str:
+    """`21 gradients are the same; compared were only the blocks ...`, from `mesh_checked`."""
+    if "why" in checked:
+        return f"not compared: {checked['why']}"
+    same = f"{readable_count(checked['tensors'])} gradients are the same"
+    blocks = [str(each) for each in checked.get("blocks", ())]
+    only = f"; compared were only the blocks {listed(blocks, 6)}, and what is outside of blocks"
+    return same + (only if blocks else "")
+
+
 def printable(text: str) -> str:
     """One line without control characters, whatever a user's error text holds."""
     if text.isprintable():

@@ -6,6 +6,8 @@ is held against meshes that it does not know.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +20,12 @@ from helpers import run_processes
 from instep.data.loader import Loader
 from instep.errors import RecipeError
 from instep.parallel.batch_norm import make_global
+from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec, TrainSpec
 from instep.worker.trial.gate import Gate, whole_passes
+from instep.worker.trial.two_blocks import on_two_blocks
 
 pytestmark = pytest.mark.process
 
@@ -31,7 +35,7 @@ class Mesh:
 
     factor = 1
 
-    def __init__(self, comm, family):
+    def __init__(self, comm, family, *, two=False):
         self.comm, pair = comm, PAIRS[family]
         self.parts = pair.make(torch.float32)
         self.model = self.parts.model.train()
@@ -41,13 +45,28 @@ class Mesh:
         loader = Loader(self.parts.train, **given)
         self.passes = whole_passes(loader, job, len(self.parts.train))
         recipe = instep.Recipe(**{**self.parts.recipe(), "weight": self.parts.of})
-        self.gate = Gate(Forward(recipe, self.model, torch.device("cpu"), "float32"), SEED)
-        if comm.rank == 0:
-            self.gate.compute(self.passes)
+        forward = Forward(recipe, self.model, torch.device("cpu"), "float32")
+        self.blocks = TwoBlocks(self.model) if two else None
+        with self.alone() if comm.rank else self.reference(forward):
+            self.gate = Gate(forward, SEED)
+            if comm.rank == 0:
+                self.gate.compute(self.passes)
+
+    def alone(self):
+        """Where two blocks of the model are compared, in this context it has no others."""
+        return self.blocks.alone() if self.blocks else nullcontext()
+
+    def reference(self, forward):
+        return on_two_blocks(forward, self.blocks, pytest.fail) if self.blocks else nullcontext()
 
     def verdict(self):
         """None if the gate lets the mesh pass, else what it says."""
         self.shard()
+        self.gate.agree(self.comm)
+        with self.alone():
+            return self.compared()
+
+    def compared(self):
         with self.gate.moved((name, box, held) for name, (box, held, _) in self.held().items()):
             self.compute()
         gradients = {name: (box, gradient) for name, (box, _, gradient) in self.held().items()}
@@ -265,13 +284,27 @@ SABOTAGED = {
 }
 
 
+IN_TWO_BLOCKS = {
+    "replicas": None,
+    "sharded": None,
+    "tensor-parallel": None,
+    "a forgotten all-reduce of a gradient": Forgetful.forgotten,
+    "a forgotten all-reduce in the forward pass": "embed.weight",
+    "an average for a sum": "embed.weight",
+    "a dropout with one key on two ranks": "embed.weight",
+}
+"""What is compared in two blocks of the model alone, and the tensor that is named."""
+
+
 def all_of_them(comm, meeting):
     store = dist.FileStore(str(meeting), comm.size)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     try:
+        meshes = {**RIGHT, **SABOTAGED}
         return {
-            name: mesh(comm, family).verdict()
-            for name, (mesh, family, *_) in {**RIGHT, **SABOTAGED}.items()
+            (name, two): mesh(comm, family, two=two).verdict()
+            for name, (mesh, family, *_) in meshes.items()
+            for two in ([False, True] if name in IN_TWO_BLOCKS else [False])
         }
     finally:
         dist.destroy_process_group()
@@ -288,10 +321,16 @@ def verdicts(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_mesh_that_computes_what_one_process_computes_passes(name, verdicts):
-    assert verdicts[name] is None
+    assert verdicts[name, False] is None
 
 
 @pytest.mark.parametrize("name", SABOTAGED)
 def test_a_sabotaged_mesh_is_refused_and_the_first_tensor_is_named(name, verdicts):
     *_, tensor = SABOTAGED[name]
-    assert f"gradient of {tensor!r}" in (verdicts[name] or "")
+    assert f"gradient of {tensor!r}" in (verdicts[name, False] or "")
+
+
+@pytest.mark.parametrize("name", IN_TWO_BLOCKS)
+def test_two_blocks_of_a_mesh_are_enough_to_tell(name, verdicts):
+    tensor, said = IN_TWO_BLOCKS[name], verdicts[name, True]
+    assert said is None if tensor is None else f"gradient of {tensor!r}" in said

@@ -17,6 +17,8 @@ QUICK = {
     "engine": ["--rounds", 1, "--steps", 5, "--starts", 1],
     "host_memory": ["--megabytes", 4, "--rounds", 3],
     "lattice": ["--model", "mlp", "--rounds", 2],
+    "mesh_memory": ["--case", "1,2,2", "--steps", 1],
+    "mesh_recovery": ["--millions", 1, "--shard", 2, "--kills", 1],
     "startup": ["--rounds", 1],
     "tensor_plan": ["--width", 64, "--turns", 2, "--steps", 1],
 }

@@ -12,6 +12,7 @@ from started import Start, kill_members, slow
 from torch import nn
 from torch.nn import functional
 
+from instep import events
 from instep.data.order import Order, key, micro_batch, position
 from instep.parallel.pipeline.stages import drawn_by_block
 
@@ -73,6 +74,7 @@ def check_equal(program, wanted, most=1e-10):
         slow(4, {"shard": 2, "tensor": 2}),
         slow(2, {"shard": 2, "zero": 2, "checkpointing": '"blocks"'}),
         slow(4, {"shard": 2}),
+        slow(2, {"shard": 2, "offload": '"optimizer"'}),
         slow(3, {"shard": 3}),
         slow(4, {"shard": 4}),
         (2, {"stages": 2, "pipeline_batches": 2}),
@@ -121,12 +123,33 @@ def test_a_run_that_is_resumed_on_other_meshes_trains_what_a_plain_loop_does(
         (STEPS, 2, 2, 1, 1),
     ):
         keys = [f"workers={workers}", f"train.stop_after_steps={steps}", "mesh.zero=2"]
+        keys += [f"mesh.offload={'optimizer' if shard == 3 else 'none'!r}"]
         keys += [f"mesh.shard={shard}", f"mesh.tensor={tensor}", f"mesh.stages={stages}"]
         sets = [part for key in keys for part in ("--set", key)]
         program = start("-m", "instep", "resume", first.run, *sets)
         assert program.end() == 0, program.stderr
     check_equal(first, plain_loop(drop=0.0))
     assert first.summary["repeated_samples"] == first.summary["missing_samples"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_blocks_train_what_a_plain_loop_does(run: Start):
+    keys = ("workers=2", "mesh.shard=2", 'mesh.compile="blocks"', 'mesh.checkpointing="blocks"')
+    program = run("splits.py:recipe", *QUICK, *keys)
+    assert program.end(360) == 0, program.stderr
+    check_equal(program, plain_loop())
+    assert len(program.events("mesh_checked")) == 1
+
+
+def test_a_machine_that_cannot_compile_is_refused_before_the_first_step(
+    run: Start, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    program = run("splits.py:recipe", *QUICK, "workers=2", "mesh.shard=2", 'mesh.compile="blocks"')
+    assert program.end() == 2
+    assert "torch.compile does not work on this machine" in program.stderr
 
 
 @pytest.mark.slow
@@ -142,6 +165,33 @@ def test_bits_are_the_same_at_any_number_of_replicas_of_one_mesh(run: Start, wor
     check_equal(program, plain_loop(), 1e-6)
 
 
+@pytest.mark.parametrize("workers", [2, slow(4)])
+def test_a_replica_that_starts_again_tries_nothing_and_computes_only_its_steps(
+    run: Start, tmp_path, workers
+):
+    passes = tmp_path / "passes"
+    keys = (*QUICK, "mesh.shard=2", "train.steps=60", f"workers={workers}")
+    keys = (*keys, "arguments.pause_s=0.02", f'arguments.tells="{passes}"')
+    program = run("splits.py:recipe", *keys)
+    program.until(program.is_training, "training")
+    kill_members(program, 1, random.Random(workers))
+    assert program.end() == 0, program.stderr
+    check_equal(program, plain_loop(60))
+    assert len(program.events("mesh_checked")) == 1
+    (lost,) = program.events("worker_lost")
+    again = [e for e in program.events("worker_joined") if e["time"] > lost["time"]]
+    assert len(again) == 2
+    steps = events.read_records(program.run / "steps.bin", events.STEPS)
+    of_step, validations = MICRO_BATCHES // 2, len(program.events("validated"))
+    for each in again:  # a trial has more than twenty passes
+        own = steps[(steps["worker"] == each["worker"]) & (steps["begin"] > each["time"])]
+        most = of_step * (len(own) + 1) + validations
+        assert 0 < passes.read_text().split().count(str(each["pid"])) <= most
+    if workers == 2:
+        (taken,) = program.events("taken_from_host")
+        assert taken["time"] > lost["time"]
+
+
 LONG = 200
 
 
@@ -151,7 +201,7 @@ LONG = 200
     [(4, 25, "shard"), (2, 12, "shard"), (4, 25, "tensor"), (4, 25, "stages"), (2, 12, "stages")],
 )
 def test_ranks_that_are_killed_at_random_moments_leave_no_trace(run: Start, workers, kills, axis):
-    """With one replica the run continues from the memory of its host, or a checkpoint."""
+    """With one replica the processes find the last commit in memory of their host."""
     keys = (*QUICK, f"mesh.{axis}=2", 'train.determinism="bits"', "checkpoint.every=10")
     keys = (*keys, f"train.steps={LONG}", "train.validate_every=50")
     calm = run("splits.py:recipe", *keys, "workers=2")

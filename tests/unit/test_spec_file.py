@@ -172,6 +172,14 @@ MISTAKES = [
     ({"train": {"precision": 16}}, ["train.precision = 16", "'float32' or 'bfloat16'"]),
     ({"train": {"micro_batches": 65}}, ["micro_batches = 65", "global_batch = 64", "at most 64"]),
     ({"workers": 9}, ["workers = 9", "micro_batches = 8", "to 9 or more"]),
+    (
+        {
+            "workers": 6,
+            "mesh": {"shard": 2},
+            "sync": {"name": "averaging", "participants": 2},
+        },
+        ["sync.participants = 2: each replica needs", "participant of each round", "at most 4;"],
+    ),
     ({"workers": 5, "mesh": {"shard": 4}}, ["workers = 5: ", "([mesh] shard = 4), so 4, 8, ..."]),
     (
         {"workers": 12, "mesh": {"shard": 4}},

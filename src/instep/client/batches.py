@@ -14,7 +14,7 @@ from instep.comm.messages import Whereabouts
 from instep.words import plural
 
 IN_HAND = 4
-"""Batches that a worker has at most, so that it can read ahead."""
+"""Turns that a replica has at most, so that its processes can read ahead."""
 
 MOST_OWN, MOST_KILLED = 3, 10
 """After so many workers were lost at one batch, by themselves or by SIGKILL, none is started."""
@@ -57,26 +57,28 @@ class Batches:
         """Whether every batch has a part."""
         return self.samples > 0 and len(self.done) == self.total
 
-    def take(self, has: int, workers: int, marks: int) -> list[int]:
-        """Batches for a worker, the first that are left; it may get none.
+    def take(self, has: int, replicas: int, marks: int, size: int = 1) -> list[list[int]]:
+        """Turns for a replica, of the first batches that are left; it may get none.
 
         Args:
             has: how many it has in hand.
-            workers: that share what is left.
+            replicas: that share what is left.
             marks: changes of the marks of samples that it knows.
+            size: batches of a turn, which it computes side by side; the last may have fewer.
         """
-        fair = max(1, min(IN_HAND, len(self._left) // workers))
+        fair = max(1, min(IN_HAND, len(self._left) // (replicas * size)))
         taken: list[int] = []
         passed: list[int] = []
-        while self._left and len(taken) < fair - has:
+        while self._left and len(taken) < (fair - has) * size:
             number = self._left.popleft()
             knows = self.deadly.needed.get(number, 0) <= marks
-            (taken if knows else passed).append(number)
+            if number not in self.done:  # else by one whose replica was lost before it said so
+                (taken if knows else passed).append(number)
         self._left.extendleft(reversed(passed))
-        return taken
+        return [taken[first : first + size] for first in range(0, len(taken), size)]
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """A worker was lost with these in hand; they come first."""
+        """A replica was lost with these in hand; they come first."""
         self._left.extendleft(sorted((n for n in numbers if n not in self.done), reverse=True))
 
     # ---- where workers were lost

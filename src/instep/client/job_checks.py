@@ -17,7 +17,7 @@ from instep.launch import LAUNCHERS
 from instep.recipe.start_file import start_file
 from instep.spec import JobSpec, MeshSpec
 from instep.state.model_file import check_hash
-from instep.sync import ROUNDS, SERVERS, STRATEGIES
+from instep.sync import ROUNDS, SERVERS, STRATEGIES, clashes
 from instep.system.environment import ASKED, INSIDE
 
 WILDCARDS = ("::", "::0", "[::]", "*")
@@ -50,7 +50,7 @@ def check_job(job: JobSpec, *, resumed: bool = False) -> None:
     LAUNCHERS.check(job.launch.name or "local")
     CODECS.check(job.sync.codec)
     _check_sync(job)
-    _check_clashes(job)
+    clashes.check(job)
     _check_mesh(job.mesh)
     file = Path(job.recipe.rpartition(":")[0])
     if not file.is_file():
@@ -70,22 +70,32 @@ def _check_mesh(mesh: MeshSpec) -> None:
             "through a stage in turn, and each would gather its parameters anew. Set mesh.zero "
             "= 2: they are gathered once for a micro-batch."
         )
-    if mesh.ranks == 1 and mesh.checkpointing != "none":
+    for key, instead in _OF_SEVERAL.items():
+        if mesh.ranks == 1 and (given := getattr(mesh, key)) != "none":
+            raise SpecError(
+                f"mesh.{key} = {given!r} is for a replica of several processes, and "
+                f"mesh.shard = 1. Leave the key out{instead}."
+            )
+    if mesh.sequence and mesh.stages > 1:
         raise SpecError(
-            f"mesh.checkpointing = {mesh.checkpointing!r} is for a replica of several "
-            "processes, and mesh.shard = 1. Leave the key out, or call "
-            "torch.utils.checkpoint in the model."
+            f"mesh.sequence = true with mesh.stages = {mesh.stages}: what crosses from stage to "
+            "stage is whole in this version. Leave one of the two out."
+        )
+    if mesh.same_batch > 1 and mesh.compile != "none":
+        raise SpecError(
+            f"mesh.compile = {mesh.compile!r} goes together with mesh.shard alone in this "
+            "version. Leave it out, or leave mesh.tensor and mesh.stages out."
         )
     default = MeshSpec()
     for axis, keys in (
         ("stages", ("schedule", "pipeline_batches", "cuts")),
-        ("tensor", ("plan",)),
+        ("tensor", ("plan", "sequence")),
     ):
         for key in keys if getattr(mesh, axis) == 1 else ():
             if (given := getattr(mesh, key)) != getattr(default, key):
                 raise SpecError(
-                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, or set "
-                    f"mesh.{axis}."
+                    f"mesh.{key} = {given!r} is for mesh.{axis} above 1. Leave the key out, "
+                    f"or set mesh.{axis}."
                 )
 
 
@@ -110,72 +120,16 @@ def _check_sync(job: JobSpec) -> None:
             f"sync.servers = {sync.servers}: {sync.name} has no servers. Leave the key out, or "
             "use sync.name = 'server_sync'."
         )
-    if sync.name in SERVERS and job.recipe.endswith(":__main__"):
-        raise SpecError(
-            f"sync.name = {sync.name!r} needs a recipe: your own loop calls the optimizer, which "
-            "is on the servers. Write a recipe, or use sync.name = 'all_reduce'."
-        )
     if sync.options:  # only then: it imports torch
         from instep.sync.base import make_strategy
 
         make_strategy(sync.name, sync.options)
 
 
-def _check_clashes(job: JobSpec) -> None:
-    """Refuse settings of several sections that do not go together."""
-    sync = job.sync
-    settings = {
-        "sync.codec": sync.codec != "none",
-        "train.determinism = 'bits'": job.train.determinism == "bits",
-        "train.batch_norm = 'global'": job.train.batch_norm == "global",
-        "train.device = 'cuda'": job.train.device == "cuda",
-        "train.precision = 'float16'": job.train.precision == "float16",
-        "check.corruption": job.check.corruption,
-        "stop.gradient_norm": job.stop.by_norm,
-        "a loop of your own": job.recipe.endswith(":__main__"),
-        f"sync.name = {sync.name!r}": sync.name != "all_reduce",
-    }
-    clashes: dict[str, str] = {}
-    this = f"sync.name = {sync.name!r}"
-    if sync.name in ROUNDS:
-        clashes = dict.fromkeys(settings, _OWN_STEPS)
-        for fits in ("train.determinism = 'bits'", "train.device = 'cuda'", this):
-            del clashes[fits]
-        del clashes["a loop of your own"]
-    elif sync.name in SERVERS:
-        clashes = _WITH_SERVERS
-    elif sync.codec != "none":
-        this, clashes = f"sync.codec = {sync.codec!r}", _WITH_A_CODEC
-    found = [(this, setting, why) for setting, why in clashes.items() if settings[setting]]
-    if job.mesh.ranks > 1:
-        with_mesh = {
-            **_WITH_A_MESH,
-            f"sync.name = {sync.name!r}": "this version has only all_reduce",
-        }
-        size = f"a replica of {job.mesh.ranks} processes ([mesh])"
-        found += [(size, setting, why) for setting, why in with_mesh.items() if settings[setting]]
-    for what, setting, why in found:
-        raise SpecError(f"{what} does not go with {setting}: {why}. Leave one of the two out.")
-
-
-_OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
-_ON_THE_HOST = "servers and workers compute on the CPU"
-_WITH_SERVERS = {
-    "sync.codec": "servers are sent plain numbers",
-    "train.device = 'cuda'": _ON_THE_HOST,
-    "train.precision = 'float16'": _ON_THE_HOST,
-    "check.corruption": "it compares states that every worker has",
-}
-_WITH_A_CODEC = {
-    "train.determinism = 'bits'": "what a codec drops depends on how many workers there are",
-    "check.corruption": "gradients are not compared to the bit",
-    "train.precision = 'float16'": "the scale of the loss changes",
-}
-_WITH_A_MESH = {
-    "a loop of your own": "this version splits only the model of a recipe",
-    "sync.codec": "what a codec drops is kept for whole gradients",
-    "check.corruption": "it compares states that every worker has",
-    "train.precision = 'float16'": "the scale of the loss follows from whole gradients",
+_OF_SEVERAL = {
+    "checkpointing": ", or call torch.utils.checkpoint in the model",
+    "offload": "",
+    "compile": ", or call compile() on the model",
 }
 
 

@@ -4,9 +4,9 @@ A batch needs no other, so there is no group, no generation and no commit, and m
 master of a training (`control/master.py`) has nothing to decide here. What is the same is the
 way processes start, and who watches whom: the launcher starts a fork server, which forks
 workers and reports their ends; workers and server send heartbeats, and one that is silent, or
-gets nothing done, is killed. A worker that ended is replaced, and its batches go to whoever
-comes first. This master lives in the client: if it is killed, the others end, and the parts
-that are there are taken up by the same command.
+gets nothing done, is killed. A worker that ended is replaced, with all of its replica, and its
+batches go to whoever comes first. This master lives in the client: if it is killed, the others
+end, and the parts that are there are taken up by the same command.
 """
 
 from __future__ import annotations
@@ -17,41 +17,37 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from instep import spec_file
 from instep.client.batches import START, Batches
 from instep.client.own_server import OwnServer
+from instep.client.predict_pace import Pace
+from instep.client.predict_replicas import Process, Replica
 from instep.client.results import failure
 from instep.comm import messages as m
 from instep.comm.channel import Peer
 from instep.comm.endpoint import Switchboard
 from instep.control.endings import signal_name
+from instep.control.keys import Keys
 from instep.control.watch import away_s
 from instep.errors import RecipeError, WorkerError
 from instep.spec import JobSpec
 from instep.store.joined import check_same
 from instep.store.predictions import Damaged, Predictions
 from instep.system.lease import Lease
-from instep.system.limits import FLOOR_S, STEPS, UNKNOWN_S
+from instep.system.limits import FLOOR_S, UNKNOWN_S
 from instep.system.processes import Watched
 from instep.units import readable_seconds
 
 TICK_S = 0.05
 """How long the master waits for a message."""
 
-FIRST_S = 600.0
-"""How long a worker may take to predict the first batch of all: it may compile."""
-
 REPORT_S = 0.5
 """How long the fork server may take to report the end of a worker."""
 
 LEAVE_S = 2.0
 """How long workers may take to end when everything is predicted."""
-
-SAID_S = 2.0
-"""Seconds between two lines of progress."""
 
 
 class Ended(NamedTuple):
@@ -66,35 +62,6 @@ class Ended(NamedTuple):
     interrupted: bool
 
 
-@dataclass
-class _Worker:
-    """A process that predicts."""
-
-    number: int
-    peer: Peer
-    process: Watched
-    lease: Lease
-    marks: int
-    """How many changes of the marks of samples it knows."""
-    since: float
-    """When it made progress last."""
-    ready: bool = False
-    hand: list[int] = field(default_factory=list)
-    """Batches that it was given and has not finished, in order."""
-    handled: int = 0
-    """Messages of its that were handled."""
-    at: tuple[str, int] = ("", -1)
-    """Phase and progress of its last heartbeat."""
-    killed: str = ""
-    """Why it was killed from here."""
-    hung: bool = False
-    """Whether it was killed because it got nothing done."""
-    closed_at: float = math.inf
-    """When its connection closed."""
-    ended_at: float | None = None
-    """When it was seen to have ended."""
-
-
 class PredictMaster:
     """Has a folder's batches predicted.
 
@@ -102,7 +69,6 @@ class PredictMaster:
         job: what the workers are told.
         folder: with a plan; takes the parts.
         batch: samples of a batch.
-        workers: how many processes predict.
         say: prints a line.
         asked: the signals that have come to stop; looked at several times a second.
     """
@@ -112,25 +78,25 @@ class PredictMaster:
         job: JobSpec,
         folder: Predictions,
         batch: int,
-        workers: int,
         say: Callable[[str], None],
         asked: list[int],
     ) -> None:
         self._job, self._folder, self._say = job, folder, say
-        self._numbers, self._asked = range(workers), asked
+        self._asked, self._keys = asked, Keys()
         self._began = time.time()
         self._board = Switchboard()
         self._hub = self._board.hub
         self._server = OwnServer(self._board, folder.path / "logs", say)
         self._batches = Batches(folder.done(), batch, skip=job.data.unreadable == "skip")
-        self._workers: dict[int, _Worker] = {}
+        replicas = range(job.workers // job.mesh.ranks)
+        self._replicas = [Replica(number, job.mesh) for number in replicas]
+        """Batches that a replica computes in one turn."""
         self._starting: dict[int, float] = {}  # when the fork server was asked for them
         self._confirmed = False  # whether the dataset is the one of the parts that are there
         self._lost = 0
-        self._longest_s: float | None = None  # without progress, of a worker that continued
         self._known: dict[str, Any] | None = None  # the head of a part, to compare others with
-        self._now = self._said = time.monotonic()
-        self._first_done: float | None = None
+        self._now = time.monotonic()
+        self._pace = Pace(self._batches, self._now)
 
     def serve(self) -> Ended:
         """Until every batch has a part, or a signal has come; no process is left then.
@@ -147,11 +113,19 @@ class PredictMaster:
         finally:
             self._server.stop()
             self._board.close()
-            for worker in self._workers.values():
-                worker.process.close()
+            for process in self._processes:
+                process.system.close()
         batches = self._batches
         predicted = len(batches.done) - batches.before
         return Ended(batches.samples, predicted, self._lost, not self._complete)
+
+    @property
+    def _processes(self) -> list[Process]:
+        return [p for replica in self._replicas for p in replica.processes.values()]
+
+    def _replica(self, number: int) -> Replica:
+        """The one that a worker's number is in."""
+        return self._replicas[number // self._job.mesh.ranks]
 
     @property
     def _complete(self) -> bool:
@@ -167,26 +141,18 @@ class PredictMaster:
                 self._receive(peer, message)
         now = time.monotonic()
         away, self._now = away_s(self._now, now), now
-        for worker in self._workers.values():
-            worker.since += away  # nobody is to blame for a time in which this process slept
+        for process in self._processes:
+            process.since += away  # nobody is to blame for a time in which this process slept
         self._server.watch(now)
-        for worker in list(self._workers.values()):
-            self._watch(worker, now)
+        for process in self._processes:
+            self._watch(process, now)
+        for replica in self._replicas:
+            self._watch_progress(replica, now)
         self._start_missing(now)
-        for worker in self._workers.values():
-            self._hand_out(worker, now)
-        self._progress(now)
-
-    def _progress(self, now: float) -> None:
-        batches = self._batches
-        if now - self._said < SAID_S or not batches.samples:
-            return
-        self._said, rate = now, ""
-        new = len(batches.done) - batches.before
-        if self._first_done is not None and new > 1:
-            per_s = (new - 1) * batches.size / max(now - self._first_done, 1e-9)
-            rate = f", {per_s:,.0f} samples/s"
-        self._say(f"batch {len(batches.done):,} of {batches.total:,}{rate}")
+        for replica in self._replicas:
+            self._hand_out(replica, now)
+        if line := self._pace.line(now):
+            self._say(line)
 
     # ---- connections
 
@@ -195,175 +161,180 @@ class PredictMaster:
         if not known or hello.version != m.VERSION or hello.role not in ("worker", "host"):
             self._hub.drop(peer)
             return
-        now, host = time.monotonic(), hello.role == "host"
-        if not host and (hello.number not in self._starting or hello.number in self._workers):
+        if hello.role == "host":
+            self._hub.trust(peer)
+            self._hub.send(peer, self._welcome_of(0))
+            self._starting.clear()  # what was asked of another server
+            there = [(process.number, process.system.pid) for process in self._processes]
+            self._server.connects(peer, hello.pid, time.monotonic(), there)
+        else:
+            self._welcome_worker(peer, hello)
+
+    def _welcome_worker(self, peer: Peer, hello: m.Hello) -> None:
+        number, now, system = hello.number, time.monotonic(), Watched(hello.pid)
+        if number not in self._starting or number in self._replica(number).processes:
             self._hub.drop(peer)  # one that was given up, or has lost its connection
-            process = Watched(hello.pid)
-            process.signal(signal.SIGKILL)
-            process.close()
+            system.signal(signal.SIGKILL)
+            system.close()
             return
         self._hub.trust(peer)
-        welcome = m.Welcome(
+        replica = self._replica(number)
+        self._hub.send(peer, self._welcome_of(replica.restarts))
+        del self._starting[number]
+        lease = Lease(hello.pid, now, times=self._batches.most_times)
+        marks = self._batches.deadly.changes
+        replica.processes[number] = Process(number, peer, system, lease, marks, now)
+
+    def _welcome_of(self, restarts: int) -> m.Welcome:
+        return m.Welcome(
             job=spec_file.dump(self._job),
             run=str(self._folder.path),
             started=self._began,
             recovers=True,
             marks=self._batches.deadly.marks,
             role=m.PREDICTOR,
+            restarts=restarts,
         )
-        self._hub.send(peer, welcome)
-        if host:
-            self._starting.clear()  # what was asked of another server
-            there = [(n, worker.process.pid) for n, worker in self._workers.items()]
-            self._server.connects(peer, hello.pid, now, there)
-            return
-        self._starting.pop(hello.number)
-        lease = Lease(hello.pid, now, times=self._batches.most_times)
-        marks = self._batches.deadly.changes
-        worker = _Worker(hello.number, peer, Watched(hello.pid), lease, marks, now)
-        self._workers[hello.number] = worker
 
     def _closed(self, peer: Peer) -> None:
         if peer is self._server.peer:
             self._server.leaves()
-        worker = self._of(peer)
-        if worker is not None:
-            worker.closed_at = time.monotonic()
+        if (process := self._of(peer)) is not None:
+            process.closed_at = time.monotonic()
 
-    def _of(self, peer: Peer) -> _Worker | None:
-        return next((w for w in self._workers.values() if w.peer is peer), None)
+    def _of(self, peer: Peer) -> Process | None:
+        return next((process for process in self._processes if process.peer is peer), None)
 
     def _receive(self, peer: Peer, message: m.AnyMessage) -> None:
         now = time.monotonic()
         if peer is self._server.peer:
-            known = (worker.process.pid for worker in self._workers.values())
+            known = (process.system.pid for process in self._processes)
             self._server.hears(now, message, known)
             if isinstance(message, m.Exited):
                 self._exited(message)
             return
-        worker = self._of(peer)
-        if worker is None:
+        process = self._of(peer)
+        if process is None:
             self._hub.drop(peer)
             return
-        worker.lease.renew(now)
+        process.lease.renew(now)
         if not isinstance(message, m.Heartbeat):
-            worker.handled += 1
+            process.handled += 1
         if isinstance(message, (m.Heartbeat, m.Failed)):
-            self._hub.send(peer, m.Ack(count=worker.handled))
-        self._handle(worker, message, now)
+            self._hub.send(peer, m.Ack(count=process.handled))
+        self._handle(process, message, now)
 
-    def _handle(self, worker: _Worker, message: m.AnyMessage, now: float) -> None:
+    def _handle(self, process: Process, message: m.AnyMessage, now: float) -> None:
         match message:
             case m.Heartbeat(phase=phase, progress=progress):
-                if worker.at != (phase, progress):
-                    worker.at = phase, progress
-                    self._moves(worker, now)
+                if process.at != (phase, progress):
+                    process.at = phase, progress
+                    self._pace.moves(self._replica(process.number), process, now)
             case m.Emit(name="dataset_known", fields=fields):
-                self._count(worker, int(fields["samples"]))
+                self._count(process, int(fields["samples"]))
             case m.Emit(name="warning", fields=fields):
-                self._say(f"worker {worker.number}: {fields['text']}")
+                self._say(f"worker {process.number}: {fields['text']}")
+            case m.StoreSet(key=key, value=value):
+                for waiting in self._keys.leave(key, value):
+                    self._hub.send(waiting, m.StoreValue(key=key, value=value))
+            case m.StoreGet(key=key):
+                if (there := self._keys.find(key, process.peer)) is not None:
+                    self._hub.send(process.peer, m.StoreValue(key=key, value=there))
             case m.Built():
-                worker.ready, worker.since = True, now
+                process.ready, process.since = True, now
                 self._server.started = 0
                 self._batches.starts()
             case m.Predicted(batch=batch):
-                self._predicted(worker, batch, now)
+                self._predicted(process, batch, now)
             case m.Failed(kind="PeerError"):
-                worker.killed = "its connection broke"
-            case m.Failed():
-                raise failure(worker.number, message, self._folder.path)
+                process.killed = "its connection broke"
+            case m.Failed() if process.to_blame:
+                raise failure(process.number, message, self._folder.path)
 
-    def _count(self, worker: _Worker, samples: int) -> None:
+    def _count(self, process: Process, samples: int) -> None:
         known = self._batches.samples
         if known and samples != known:
             raise RecipeError(
-                f"the dataset of worker {worker.number} has {samples:,} samples, and that of "
+                f"the dataset of worker {process.number} has {samples:,} samples, and that of "
                 f"another has {known:,}: the function of --data has to return the same dataset in "
                 "every process."
             )
         if not known:
             self._batches.count(samples)
-        self._confirmed |= worker.number == 0  # it has compared the dataset with that of before
+        self._confirmed |= process.number == 0  # it has compared the dataset with that of before
 
-    def _predicted(self, worker: _Worker, batch: int, now: float) -> None:
+    def _predicted(self, process: Process, batch: int, now: float) -> None:
         self._batches.done.add(batch)
-        self._moves(worker, now)
-        if batch in worker.hand:
-            worker.hand.remove(batch)
-        if self._first_done is None:
-            self._first_done = now
+        replica = self._replica(process.number)
+        self._pace.moves(replica, process, now)
+        self._pace.predicts(now)
+        replica.finish(batch)
         with suppress(Damaged):  # then it is predicted again, at the end
             head = self._folder.head(batch)
             if head["columns"] is not None:
                 self._known = self._known or head
                 check_same(self._known, head)  # at once, rather than at the end
 
-    def _moves(self, worker: _Worker, now: float) -> None:
-        """A worker has made progress."""
-        if worker.hand and self._first_done is not None:
-            self._longest_s = max(self._longest_s or 0.0, now - worker.since)
-        worker.since = now
-
     # ---- workers
 
     def _start_missing(self, now: float) -> None:
         if self._server.peer is None or self._complete:
             return
-        for number in self._numbers:
-            asked = self._starting.get(number, -math.inf)
-            if number not in self._workers and now - asked > UNKNOWN_S:
-                self._starting[number] = now
-                self._server.fork(number)
+        for replica in self._replicas:
+            for number in replica.numbers:
+                asked = self._starting.get(number, -math.inf)
+                if number not in replica.processes and now - asked > UNKNOWN_S:
+                    self._starting[number] = now
+                    self._server.fork(number)
 
-    def _hand_out(self, worker: _Worker, now: float) -> None:
-        if not worker.ready or not self._confirmed or worker.killed:
+    def _hand_out(self, replica: Replica, now: float) -> None:
+        if not replica.ready or not self._confirmed:
             return
-        given = self._batches.take(len(worker.hand), len(self._numbers), worker.marks)
-        if given:
-            if not worker.hand:
-                worker.since = now
-            worker.hand += given
-            self._hub.send(worker.peer, m.Predict(batches=given))
+        has, sharing = len(replica.turns), len(self._replicas)
+        turns = self._batches.take(has, sharing, replica.marks, self._job.mesh.shard)
+        if not turns:
+            return
+        replica.give(turns)
+        for process in replica.processes.values():
+            if not has:
+                process.since = now
+            for turn in turns:
+                self._hub.send(process.peer, m.Predict(batches=turn))
 
-    def _watch(self, worker: _Worker, now: float) -> None:
-        if worker.process.ended:
-            worker.ended_at = worker.ended_at or now
-            if now - worker.ended_at > REPORT_S:  # no fork server reports it
-                self._lose(worker, None, None)
-            return
-        if worker.killed:
-            return
-        how = worker.lease.turn(now)
-        at_work = worker.hand if worker.ready else worker.at[0] == m.READING
-        if now - worker.closed_at > FLOOR_S:
-            how = "it hung up"
-        elif not how and at_work and now - worker.since > (limit_s := self._limit_s(worker)):
-            how = f"it got nothing done for {readable_seconds(limit_s)}"
-            worker.hung = True
-        if how:
-            worker.killed = how
-            worker.process.signal(signal.SIGKILL)
+    # ---- processes that are lost
 
-    def _limit_s(self, worker: _Worker) -> float:
-        """How long it may take for what it does; each worker that was lost there doubles it."""
-        usual = UNKNOWN_S
-        if self._longest_s is not None:
-            usual = max(usual, 2 * STEPS * self._longest_s)
-        elif worker.at[0] != m.READING:
-            usual = FIRST_S
-        at = worker.hand[0] if worker.hand else START
-        return float(usual * 2 ** self._batches.times(at))
+    def _watch(self, process: Process, now: float) -> None:
+        if process.system.ended:
+            process.ended_at = process.ended_at or now
+            if now - process.ended_at > REPORT_S:  # no fork server reports it
+                self._lose(process, None, None)
+        elif not process.killed:
+            how = process.lease.turn(now)
+            if now - process.closed_at > FLOOR_S:
+                how = "it hung up"
+            if how:
+                process.kill(how)
+
+    def _watch_progress(self, replica: Replica, now: float) -> None:
+        process = replica.slowest()
+        if process is None or process.system.ended:
+            return
+        limit_s = self._pace.limit_s(process, replica.batch_of(process))
+        if now - replica.since > limit_s:
+            process.kill(f"it got nothing done for {readable_seconds(limit_s)}")
+            process.hung = True
 
     def _exited(self, report: m.Exited) -> None:
         """The fork server reports that a process has ended, or could not be started."""
-        number, worker = report.number, self._workers.get(report.number)
-        if worker is not None and worker.process.pid == report.pid:
-            self._lose(worker, report.code, report.place)
-        elif worker is None and number in self._starting:
+        number = report.number
+        process = self._replica(number).processes.get(number)
+        if process is not None and process.system.pid == report.pid:
+            self._lose(process, report.code, report.place)
+        elif process is None and number in self._starting:
             if report.pid:
                 del self._starting[number]
                 self._blame(number, START, report.code, report.place)
-            elif self._workers and self._confirmed:  # asked again in a while
+            elif self._processes and self._confirmed:  # asked again in a while
                 self._say(f"worker {number} cannot be started: {report.error}; others go on")
             else:
                 raise WorkerError(
@@ -371,16 +342,27 @@ class PredictMaster:
                     "use fewer --workers."
                 )
 
-    def _lose(self, worker: _Worker, code: int | None, place: m.Whereabouts | None) -> None:
-        """A worker has ended: its batches are left again, and another takes its number."""
+    def _lose(self, process: Process, code: int | None, place: m.Whereabouts | None) -> None:
+        """A process has ended: its replica starts again, and another takes its number."""
         now = time.monotonic()
-        for last in self._hub.drain(worker.peer):
-            self._handle(worker, last, now)
-        del self._workers[worker.number]
-        worker.process.close()
-        self._batches.give_back(worker.hand)
-        at = worker.hand[0] if worker.ready and worker.hand else START
-        self._blame(worker.number, at, code, place, killed=worker.killed, hung=worker.hung)
+        for last in self._hub.drain(process.peer):
+            self._handle(process, last, now)
+        replica = self._replica(process.number)
+        at = replica.batch_of(process)
+        del replica.processes[process.number]
+        process.system.close()
+        if process.to_blame:
+            self._restart(replica, f"worker {process.number} of its replica was lost")
+            killed, hung = process.killed, process.hung
+            self._blame(process.number, at, code, place, killed=killed, hung=hung)
+
+    def _restart(self, replica: Replica, why: str) -> None:
+        """Have all processes of a replica start again; its batches are left again."""
+        self._batches.give_back(replica.drop())
+        self._keys.forget(m.keys_of_replica(replica.number))
+        replica.restarts += 1
+        for process in replica.processes.values():
+            process.kill(why, to_blame=False)
 
     def _blame(
         self,
@@ -402,7 +384,11 @@ class PredictMaster:
         how = killed or (_how(code) if code is not None else "it has ended")
         often = self._batches.lost(at, how, place, own=itself or bool(killed), dies=itself or hung)
         where = "before it had a batch" if at == START else f"at batch {at}"
-        self._say(f"worker {number} was lost {where}: {how}; another takes its place")
+        again = "another takes its place"
+        if self._job.mesh.ranks > 1:
+            numbers = self._replica(number).numbers
+            again = f"workers {numbers[0]} to {numbers[-1]}, one replica, start again"
+        self._say(f"worker {number} was lost {where}: {how}; {again}")
         if often:
             log = self._folder.path / "logs" / f"worker-{number}.log"
             reading = self._batches.deadly.said(place)
@@ -411,11 +397,11 @@ class PredictMaster:
 
     def _release(self) -> None:
         """Have the workers end by themselves."""
-        for worker in self._workers.values():
-            self._hub.send(worker.peer, m.Release())
+        for process in self._processes:
+            self._hub.send(process.peer, m.Release())
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline:
-            if all(worker.process.ended for worker in self._workers.values()):
+            if all(process.system.ended for process in self._processes):
                 return
             for _ in self._hub.receive(TICK_S):
                 pass

@@ -8,7 +8,7 @@ to fill. It knows nothing of gradients or networks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ def lay_out(
     limits_bytes: Sequence[int],
     spare: int = 0,
     types: Mapping[torch.dtype, torch.dtype] | None = None,
+    holders: Sequence[tuple[int, ...]] = (),
 ) -> list[Bucket]:
     """Cut tensors into buckets, last tensor first.
 
@@ -47,6 +48,8 @@ def lay_out(
             larger than the limit gets a bucket of its own.
         spare: elements to leave free at the end of the last bucket.
         types: the type in which a type is kept, where that is not itself.
+        holders: for each tensor, which processes have one like it. Those of the same several are in
+            buckets of their own, the last ones, so that these are alike in all these processes.
 
     Returns:
         Buckets in the order in which they fill. Every tensor is a member of
@@ -54,10 +57,14 @@ def lay_out(
     """
     groups: list[list[int]] = []
     filled = 0
-    for index in reversed(range(len(tensors))):
+    order: Iterable[int] = reversed(range(len(tensors)))
+    if holders:
+        order = sorted(order, key=lambda index: (len(holders[index]), holders[index]))
+    for index in order:
         tensor = tensors[index]
         limit = limits_bytes[min(len(groups) - 1, len(limits_bytes) - 1)] if groups else 0
         same = bool(groups) and _kind(tensors[groups[-1][0]]) == _kind(tensor)
+        same = same and not (holders and holders[groups[-1][-1]] != holders[index])
         if not same or filled + tensor.nbytes > limit:
             groups.append([])
             filled = 0

@@ -94,6 +94,8 @@ class Welcome(Message, frozen=True):
     """Of the process, as in `Form`."""
     restarts: int = 0
     """How often its replica was started again; the same for all processes that may meet."""
+    known: bytes = b""
+    """What earlier processes left under the key `KNOWN`."""
 
 
 class Refused(Message, frozen=True):
@@ -313,6 +315,10 @@ def keys_of_replica(replica: int, restarts: int | None = None) -> str:
     return start if restarts is None else f"{start}{restarts}/"
 
 
+KNOWN = "known"
+"""The key of what is found out once, for all processes of the run."""
+
+
 class StoreSet(Message, frozen=True):
     """Set a key for the other members of a group that is forming."""
 
@@ -413,7 +419,7 @@ class Release(Message, frozen=True):
     """To a worker: it is not needed any more and may end."""
 
 
-# ---- master and worker: predictions, which need no group
+# ---- master and worker: predictions, which need no generation
 
 
 PREDICTOR = "predictor"
@@ -421,9 +427,11 @@ PREDICTOR = "predictor"
 
 
 class Predict(Message, frozen=True):
-    """To a worker: predict these batches, after those that it has already."""
+    """To each process of a replica: predict this turn, after those that it has already."""
 
     batches: list[int]
+    """Computed side by side: one by each of the processes that split the samples. Where there are
+    fewer, some processes compute the same one."""
 
 
 class Predicted(Message, frozen=True):

@@ -373,8 +373,7 @@ def _starts(state: State) -> list[Action]:
 
 def refuse_scale(state: State, job: JobSpec, workers: int) -> str:
     """Why a run cannot have so many workers; empty if it can."""
-    portions = job.per_commit.micro_batches
-    most = job.mesh.most_workers(portions)
+    portions, most = job.per_commit.micro_batches, job.most_workers
     key = "sync.participants" if job.sync.participants else "train.micro_batches"
     if wrong := job.mesh.refusal(workers):
         return wrong

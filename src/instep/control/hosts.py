@@ -222,7 +222,8 @@ class Hosts:
         if not self.ready(self._now) or (self.several and worker in self._underway):
             return
         workers = Counter([*placed, *self._underway.values()])
-        living = [number for number in self._there if not self.is_quiet(number)]
+        # nobody starts it later: the only host, which is slow, gets the message in its time
+        living = [n for n in self._there if not (self.several and self.is_quiet(n))]
         fewest = min(living, key=lambda number: (workers[number], number), default=None)
         host = home if home in living else fewest
         if host is not None:

@@ -28,6 +28,10 @@ class Keys:
             self._waiting.setdefault(key, []).append(peer)
         return value
 
+    def value(self, key: str) -> bytes:
+        """The value; empty if it is not there yet."""
+        return self._values.get(key, b"")
+
     def forget(self, prefix: str) -> None:
         """Forget all keys that begin like this, for another group."""
         for known in (self._values, self._waiting):

@@ -321,6 +321,7 @@ class Master:
                 others_have_state=bool(self._state.holders),
                 role=self._state.member(hello.number).role,
                 restarts=self._state.restarts_of(hello.number),
+                known=self._keys.value(m.KNOWN),
             ),
         )
         if hello.role == "host":

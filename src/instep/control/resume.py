@@ -61,6 +61,10 @@ FIXED_BITS = {
 """What else may not, if the bits must stay the same."""
 
 
+FIXED_KEPT = {"mesh": "each of its ranks keeps a part of the participants' optimizer states"}
+"""What else may not, where `sync.local_optimizers` are kept."""
+
+
 def changed(
     run: RunFolder, overrides: Iterable[str], changes: Mapping[str, Any] = MappingProxyType({})
 ) -> JobSpec:
@@ -105,7 +109,8 @@ def check_changes(before: JobSpec, after: JobSpec) -> None:
     Raises:
         SpecError: names the key, both values and the reason.
     """
-    fixed = FIXED | (FIXED_BITS if before.train.determinism == "bits" else {})
+    fixed = FIXED | (FIXED_KEPT if before.sync.local_optimizers == "kept" else {})
+    fixed |= FIXED_BITS if before.train.determinism == "bits" else {}
     old, new = as_table(before), as_table(after)
     for each in (old, new):  # a checkpoint holds what all servers had, for any number of them
         del each["sync"]["servers"]

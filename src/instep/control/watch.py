@@ -30,8 +30,8 @@ from instep.units import readable_seconds
 STILL_S = 0.5
 """A worker without a heartbeat for so long may be stopped together with others."""
 
-WAITING = frozenset(["meeting", "joining", "exchange", "saving"])
-"""Activities in which a worker waits for others, and is not to blame."""
+WAITING = frozenset(["meeting", "joining", "exchange", "saving", "compiling"])
+"""Activities in which a worker waits for others or for a compiler, and is not to blame."""
 
 AFTER_A_PASS = frozenset(["joining", "exchange"])
 """Where a worker of a replica is after the passes of a step, or when it has left its group."""

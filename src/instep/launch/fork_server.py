@@ -47,9 +47,11 @@ from instep.comm.messages import (
 from instep.data.samples.last_read import Pages, use_page
 from instep.errors import PeerError
 from instep.plain_file import plain
+from instep.spec_file import build
 from instep.system.environment import END, SETTINGS
 from instep.system.lease import Lease
 from instep.system.limits import FLOOR_S
+from instep.system.malloc import return_freed_memory
 from instep.system.memory_files import MemoryFiles
 from instep.system.processes import (
     MEMBERS,
@@ -93,6 +95,9 @@ def main() -> None:
     phases = {"interpreter": began - welcome.started, "import torch": preloading - began}
     job = tomllib.loads(welcome.job)
     file, _, function = job["recipe"].rpartition(":")
+    if build(job, source="the master").mesh.ranks > 1:
+        return_freed_memory()
+        _import_meshes()
     script = function == "__main__"  # which does more than define functions
     if not script and not os.environ.get(_NO_PRELOAD) and not _preload(Path(file)):
         _start_again(note)
@@ -129,6 +134,19 @@ def _import_torch() -> None:
     import instep.worker.process  # noqa: F401  what a worker needs, imported before the fork
 
     gc.freeze()  # nor does any process forked from this one look at all this again
+    gc.enable()
+
+
+def _import_meshes() -> None:
+    """What a worker of a mesh needs beside; it takes as long as torch."""
+    gc.disable()
+    import torch._dynamo.eval_frame  # noqa: F401  # DTensors need it
+
+    import instep.parallel.recompute
+    import instep.parallel.replica_group
+    import instep.parallel.sharded  # noqa: F401
+
+    gc.freeze()
     gc.enable()
 
 

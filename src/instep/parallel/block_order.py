@@ -1,10 +1,14 @@
 """Keeps the ranks of a replica at the same block, also where their samples take other ways.
 
-A model may run a block only for some samples: experts, branches, dropped layers. FSDP2 gathers a
-block's parameters when it runs, so all ranks would have to run the same blocks. Here a block that
-a rank leaves out runs there as the identity on a number that counts nothing, at its place in the
-order of the blocks: FSDP2 gathers and sums as on the other ranks, forward and backward, and its
-gradients are those of the others. Where every rank runs every block, nothing is added.
+A model may run a block only for some samples, or more often, or in another order: experts, heads of
+tasks, dropped layers, steps of a sequence. FSDP2 gathers a block's parameters when it runs, so all
+ranks have to run the same blocks. So before a block runs, the ranks tell each other which one they
+are about to run. If they differ, one of these is next; a rank that is about to run another one
+first runs this one as the identity on a number that counts nothing: FSDP2 gathers and sums as on
+the other ranks, forward and backward, and its gradients are those of the others.
+
+The number goes through all blocks, and in the end into the loss. So the backward pass comes to
+every block on all ranks, also where a rank makes no use of what a block returned.
 """
 
 from __future__ import annotations
@@ -14,87 +18,111 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from instep.parallel.lockstep import Unit, all_gather, wait
-
-_PASSES = 16
-"""How many passes may be looked at to learn the order."""
+from instep.parallel.lockstep import Lockstep, Unit
+from instep.parallel.nested import tensors_in
 
 
 class BlockOrder:
-    """Which block is next in a pass, and what runs in place of those that are left out.
+    """Which block is next in a pass, and what runs in place of those that a rank leaves out.
 
-    The order is that in which the first rank that ran them all did so first, until then that of
-    the model. A block that runs again, or earlier than its place, must do so on every rank.
+    Of several blocks that ranks are about to run, that one is next which was the first to be next
+    in all passes so far; so a rank seldom has to wait for a block that another has behind it.
 
     Args:
+        lockstep: of the ranks.
         blocks: modules that FSDP2 gathers one by one, with their units.
+        end: the unit that stands for the end of a forward pass.
         device: of the parameters.
     """
 
-    def __init__(self, blocks: Sequence[tuple[Unit, nn.Module]], device: torch.device) -> None:
-        self._blocks, self._device = blocks, device
-        self._order = list(range(len(blocks)))
-        self._place = list(self._order)
-        self._looks = _PASSES if len(blocks) > 1 else 0
-        self._ran: list[int] = []
-        self._next = 0
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        blocks: Sequence[tuple[Unit, nn.Module]],
+        end: Unit,
+        device: torch.device,
+    ) -> None:
+        self._lockstep, self._end, self._device = lockstep, end, device
+        self._blocks = {unit.number: block for unit, block in blocks}
+        self._known: dict[int, int] = {}
+        """Of each block, how many were next before it was so first: the same on all ranks."""
         self._busy = False
-        self._nothing: Tensor | None = None
-        for number, (unit, block) in enumerate(blocks):  # before FSDP2's own hook
-            block.register_forward_pre_hook(self._before(number, unit), prepend=True)
+        self.begin_pass()
+        for unit, block in blocks:  # before FSDP2's own hook
+            block.register_forward_pre_hook(self._before(unit), prepend=True)
+            block.register_forward_hook(self._after(unit))
 
     def begin_pass(self) -> None:
-        """A pass begins with the first block."""
-        self._ran, self._next, self._nothing = [], 0, None
+        """The number is a new one."""
+        self._nothing = torch.zeros((), device=self._device, requires_grad=True)
 
     def end_forward(self, answer: Any) -> Any:
-        """Run what is left, and have the backward pass of `answer` go through what was left out."""
-        self._leave_out(len(self._order))
-        return answer if self._nothing is None else _plus(answer, self._nothing)
+        """Run what other ranks still run, and have the backward pass of `answer` go through all
+        blocks."""
+        if not self._blocks:
+            return answer
+        self._wait_for(self._end)
+        return _plus(answer, self._nothing)
 
-    def end_pass(self, group: ProcessGroup) -> None:
-        """Look at the order in which the ranks ran the blocks, until one has run them all."""
-        if not self._looks:
-            return
-        self._looks -= 1
-        first = list(dict.fromkeys(self._ran))
-        own = torch.tensor(first if len(first) == len(self._order) else [-1] * len(self._order))
-        every = torch.empty(group.size() * len(own), dtype=torch.int64)
-        wait(all_gather(group, every, own))
-        for order in every.view(group.size(), -1).tolist():
-            if -1 not in order:
-                self._order, self._looks = order, 0
-                for place, number in enumerate(order):
-                    self._place[number] = place
-                return
-
-    def _before(self, number: int, unit: Unit) -> Callable[[nn.Module, Any], None]:
+    def _before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def before(block: nn.Module, arguments: Any) -> None:
             if unit.counting and not self._busy:
-                self._ran.append(number)
-                self._leave_out(self._place[number])
-                self._next = max(self._next, self._place[number] + 1)
+                self._wait_for(unit)
 
         return before
 
-    def _leave_out(self, until: int) -> None:
-        while self._next < until:
-            block = self._blocks[self._order[self._next]][1]
-            self._next += 1
-            if self._nothing is None:
-                self._nothing = torch.zeros((), device=self._device, requires_grad=True)
-            forward = block.__dict__.get("forward")
-            block.__dict__["forward"] = torch.clone
-            self._busy = True
-            try:
-                self._nothing = block(self._nothing)
-            finally:
-                self._busy = False
-                del block.__dict__["forward"]
-                if forward is not None:
-                    block.__dict__["forward"] = forward
+    def _after(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+        def after(block: nn.Module, arguments: Any, output: Any) -> None:
+            if unit.counting and not self._busy and torch.is_grad_enabled():
+                returned = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+                self._nothing = _through(self._nothing, *returned)
+
+        return after
+
+    def _wait_for(self, unit: Unit) -> None:
+        """Run what comes before a unit on other ranks, until it is next on all."""
+        while (following := self._next(unit)) != unit.number:
+            self._leave_out(self._blocks[following])
+
+    def _next(self, unit: Unit) -> int:
+        """The block that all ranks run next, where this one is about to run `unit`."""
+        wanted = self._lockstep.ask(unit) - {self._end.number}
+        if not wanted:
+            return self._end.number
+        following = min(
+            wanted, key=lambda number: (self._known.get(number, len(self._blocks)), number)
+        )
+        self._known.setdefault(following, len(self._known))
+        return following
+
+    def _leave_out(self, block: nn.Module) -> None:
+        forward = block.__dict__.get("forward")
+        block.__dict__["forward"] = torch.clone
+        self._busy = True
+        try:
+            self._nothing = block(self._nothing)
+        finally:
+            self._busy = False
+            del block.__dict__["forward"]
+            if forward is not None:
+                block.__dict__["forward"] = forward
+
+
+class _Through(torch.autograd.Function):
+    """A number unchanged; its backward pass also goes to tensors, and brings them no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return *gradients, *(None,) * ctx.count
+
+
+_through: Callable[..., Tensor] = _Through.apply
 
 
 def _plus(answer: Any, nothing: Tensor) -> Any:

@@ -52,6 +52,8 @@ class Verdict(NamedTuple):
     tensors: int
     distance: float
     """The largest relative to what is allowed, times `NEAR`."""
+    blocks: Sequence[str] = ()
+    """Names of the blocks that alone were compared; empty if all were."""
 
 
 class _Row(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.parallel.pipeline.blocks import Call
+from instep.parallel.pipeline.draws import seed
 from instep.parallel.pipeline.pipeline import find_cuts
-from instep.parallel.pipeline.stages import seed
 from instep.parallel.pipeline.trial import total_of
 from instep.parallel.tensor import Plan, find_plan
 from instep.spec import MeshSpec
@@ -67,7 +67,14 @@ def find_layout(
     plan, cuts, blocks = None, list[str](), list[str]()
     if mesh.tensor > 1:
         table = None if mesh.plan == "auto" else mesh.plan
-        plan = find_plan(model, example.compute_loss, example.batch, mesh.tensor, table=table)
+        plan = find_plan(
+            model,
+            example.compute_loss,
+            example.batch,
+            mesh.tensor,
+            table=table,
+            sequence=mesh.sequence,
+        )
     if mesh.stages > 1:
         cuts, blocks = find_cuts(
             model,

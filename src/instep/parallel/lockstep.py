@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from instep.comm.torch_comm import broken
 from instep.errors import RecipeError
 
-GATHER, SUM, END = range(3)
-_DOING = ("gathers", "sums the gradients of", "has ended a pass of")
+GATHER, SUM, END, RUN = range(4)
+_DOING = ("gathers", "sums the gradients of", "has ended a pass of", "is about to run")
 _BITS = 62
 """Parameters in one int64."""
 
@@ -84,7 +84,7 @@ class Lockstep:
 
     def begin(self, unit: Unit, doing: int) -> _Check:
         """Send what this rank does; `end` of what is returned compares it with the others."""
-        words = [unit.number * 3 + doing]
+        words = [unit.number * len(_DOING) + doing]
         for first in range(0, _BITS * (self._words - 1), _BITS):
             bits = unit.used[first : first + _BITS] if doing == SUM and self.counts else []
             words.append(sum(1 << place for place, used in enumerate(bits) if used))
@@ -92,6 +92,10 @@ class Lockstep:
         every = torch.empty(self.group.size() * len(words), dtype=torch.int64)
         work = all_gather(self.group, every, own)
         return _Check(work, every.view(-1, len(words)), unit, doing, self._units)
+
+    def ask(self, unit: Unit) -> set[int]:
+        """The numbers of the units that the ranks are about to run; this one `unit`."""
+        return self.begin(unit, RUN).end()
 
 
 class _Check:
@@ -101,36 +105,45 @@ class _Check:
         self._work, self._every, self._unit, self._doing = work, every, unit, doing
         self._units = units
 
-    def end(self) -> None:
+    def end(self) -> set[int]:
         """Wait for the others.
+
+        Returns:
+            The numbers of the units that the ranks use.
 
         Raises:
             RecipeError: another rank does something else.
             PeerError: another rank has ended.
         """
         wait(self._work)
-        own, ranks = self._unit.number * 3 + self._doing, self._every.tolist()
-        for rank, (theirs, *_) in enumerate(ranks):
-            if theirs != own:
-                other, doing = divmod(theirs, 3)
+        ranks = self._every.tolist()
+        every = [divmod(first, len(_DOING)) for first, *_ in ranks]
+        for rank, (number, doing) in enumerate(every):
+            if doing != self._doing or (doing != RUN and number != self._unit.number):
                 raise RecipeError(
                     f"a rank {_DOING[self._doing]} {self._unit.name!r} while rank {rank} of its "
-                    f"replica {_DOING[doing]} {self._units[other].name!r}: with [mesh] shard, "
-                    "a pass may leave blocks of the model out, but it must use them in the same "
-                    "order on every rank, and as often, whatever its samples are."
+                    f"replica {_DOING[doing]} {self._units[number].name!r}: with [mesh] shard, "
+                    "a backward pass must begin at the loss that the pass returned, on every rank."
                 )
         if self._doing == SUM:
             used = self._unit.used
             for place in range(len(used)):
                 word, bit = 1 + place // _BITS, 1 << place % _BITS
                 used[place] = any(words[word] & bit for words in ranks)
+        return {number for number, _ in every}
 
 
 class Gather:
-    """FSDP2's all-gather (its hook `set_custom_all_gather`), checked."""
+    """FSDP2's all-gather (its hook `set_custom_all_gather`), checked.
 
-    def __init__(self, lockstep: Lockstep, unit: Unit) -> None:
-        self._lockstep, self._unit = lockstep, unit
+    Args:
+        lockstep: of the ranks.
+        unit: whose parameters.
+        asked: whether `Lockstep.ask` came first in a forward pass.
+    """
+
+    def __init__(self, lockstep: Lockstep, unit: Unit, *, asked: bool) -> None:
+        self._lockstep, self._unit, self._asked = lockstep, unit, asked
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the parameters of all ranks."""
@@ -144,9 +157,11 @@ class Gather:
         async_op: bool = False,
     ) -> Any:
         """Collect [n] of each rank in [ranks * n]."""
-        check = self._lockstep.begin(self._unit, GATHER)
+        known = self._asked and self._unit.counting
+        check = None if known else self._lockstep.begin(self._unit, GATHER)
         work = all_gather(group, output_tensor, input_tensor)
-        check.end()
+        if check is not None:
+            check.end()
         if async_op:
             return work
         wait(work)

@@ -1,45 +1,30 @@
-"""Starting a model that no single process has memory for.
+"""Building a model that no single process has memory for.
 
 `without_memory` builds it with parameters that have a shape and no values. `sharded.py` gives
-memory to the rows of this rank; `load_shards` fills them from a file and reads no others. Buffers
-are built as always: they are few, and some are in no file (tables of angles, masks).
+memory to the rows of this rank, which are then read from a file (`state/load.py`). Buffers
+are built as always: they are few, and some are in no file (tables of angles, masks). What they
+are may follow from values that parameters do not have here; `drawn` finds what was drawn.
+
+`in_files` builds it as always, with the values of parameters in files that the kernel may write to
+disk whenever memory is short: for values that are in no file yet.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.comm.dtensors import is_split, split_like
 from instep.errors import CheckpointError
-
-_PIECE_BYTES = 4 << 20
-"""How much is read at once, or one row."""
-
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names of numbers in a safetensors file."""
 
 
 def without_memory(make: Callable[[], nn.Module]) -> nn.Module:
@@ -60,117 +45,147 @@ def without_memory(make: Callable[[], nn.Module]) -> nn.Module:
             known[parameter] = empty
         module._parameters[name] = known[parameter]
 
-    module: Any = nn.Module
-    module.register_parameter = register_meta
-    try:
+    with _replaced(nn.Module, "register_parameter", register_meta):
         return make()
+
+
+def in_files(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """Call `make` and move the values of every parameter to a file as soon as a module has it.
+
+    Limits on memory do not count them; what is drawn and computed is what it would be in memory.
+    The files have no names, and are gone with the last tensor that uses them. Do not run this
+    while another thread builds a model.
+
+    Args:
+        make: builds the model.
+        folder: on a disk with room for it.
+
+    Raises:
+        OSError: the disk has no room.
+    """
+    register = nn.Module.register_parameter
+    apply, copy = vars(nn.Module)["_apply"], vars(nn.Parameter)["__deepcopy__"]
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() in moved or tensor.device.type != "cpu" or not tensor.numel():
+            return tensor
+        mapped = _mapped(tensor.detach(), folder)
+        moved[mapped.data_ptr()] = mapped
+        return mapped
+
+    def register_moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            parameter.data = move(parameter.data)
+
+    def apply_moved(module: nn.Module, function: Callable[[Tensor], Tensor], *more: Any) -> Any:
+        return apply(module, lambda tensor: move(function(tensor)), *more)
+
+    def copy_moved(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        known = id(parameter) in memo
+        copied: nn.Parameter = copy(parameter, memo)
+        if not known:
+            copied.data = move(copied.data)
+        return copied
+
+    with (
+        _replaced(nn.Module, "register_parameter", register_moved),
+        _replaced(nn.Module, "_apply", apply_moved),
+        _replaced(nn.Parameter, "__deepcopy__", copy_moved),
+    ):
+        return make()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
     finally:
-        module.register_parameter = register
+        setattr(owner, name, before)
+
+
+def _mapped(tensor: Tensor, folder: Path) -> Tensor:
+    """The same values in a file of their own."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # else a full disk kills the process
+        data = np.memmap(file, np.uint8, "r+", 0, (tensor.nbytes,))
+    plain = torch.from_numpy(data).view(tensor.dtype)
+    return plain.as_strided(tensor.shape, _strides(tensor)).copy_(tensor)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, device="meta").stride()  # dense, in the same order
+
+
+def drawn(one: nn.Module, other: nn.Module) -> str:
+    """What two builds from different seeds have different, though it is no parameter.
+
+    Without the values of its parameters a model draws other numbers for the rest. What a file
+    has, parameters and persistent buffers, does not count.
+
+    Returns:
+        The name of a buffer or of another attribute of a module; empty if there is none.
+    """
+    for (name, mine), (_, theirs) in zip(one.named_modules(), other.named_modules(), strict=True):
+        for own in mine._non_persistent_buffers_set:
+            if not _same(mine._buffers.get(own), theirs._buffers.get(own)):
+                return f"{name}.{own}".lstrip(".")
+        for own, value in vars(mine).items():
+            if own not in _OF_TORCH and not _same(value, vars(theirs).get(own)):
+                return f"{name}.{own}".lstrip(".")
+    return ""
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.is_meta or other.is_meta or is_split(one) or one.layout is not torch.strided:
+            return True
+        one, other = one.detach().cpu().float().numpy(), other.detach().cpu().float().numpy()
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    plain = isinstance(one, int | float | str) and isinstance(other, int | float | str)
+    return not plain or one == other or one != one
 
 
 def give_memory(root: nn.Module, device: torch.device) -> None:
-    """Replace each parameter on the meta device by one with memory for what this rank holds.
-
-    Its values are undefined. Buffers must not be on the meta device.
+    """Replace what is on the meta device by zeros, of a parameter as many as this rank holds.
 
     Raises:
-        CheckpointError: a buffer has no values.
+        CheckpointError: a buffer that is in no file has no values.
     """
-    for name, buffer in root.named_buffers():
-        if buffer.is_meta:
-            raise CheckpointError(
-                f"the buffer {name.removeprefix('model.')!r} is on the meta device, and nothing "
-                "says its values: build the model without `torch.device('meta')`, instep leaves "
-                "the memory of its parameters out by itself."
-            )
-    given: dict[nn.Parameter, nn.Parameter] = {}
-    for module in root.modules():
+    given: dict[Tensor, nn.Parameter] = {}
+    for path, module in root.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in given:
                     given[parameter] = _with_memory(parameter, device)
                 module._parameters[name] = given[parameter]
-    root.to(device)  # FSDP2 looks at its parameters again, and pads them once
-
-
-def load_shards(model: nn.Module, path: Path) -> None:
-    """Fill a model from a safetensors file; of each parameter only this rank's rows are read.
-
-    A mapping of the whole file would count as memory of this process, so pieces of a few MB are
-    read instead.
-
-    Args:
-        model: sharded, or not; parameters have memory.
-        path: the file. A tensor that the model has under several names may be there under any one.
-
-    Raises:
-        CheckpointError: it is no such file, it lacks a tensor of the model, or one has another
-            shape or a type of numbers that torch does not have.
-    """
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:
-            names.setdefault(buffer, []).append(name)
-    with open(path, "rb", buffering=0) as file:
-        try:
-            length = int.from_bytes(file.read(8), "little")
-            there = json.loads(file.read(length))
-        except (ValueError, OverflowError, MemoryError) as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}.") from error
-        for tensor, aliases in names.items():
-            known = [each for each in aliases if each in there]
-            if not known:
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if name in module._non_persistent_buffers_set:
+                where = f"{path}.{name}".removeprefix("model.")
                 raise CheckpointError(
-                    f"{path} has no {' and no '.join(map(repr, aliases))}, which the model has: "
-                    "it is the file of another model."
+                    f"the buffer {where!r} is on the meta device, and nothing says its values: "
+                    "build the model without torch.device('meta'); instep leaves the memory of its "
+                    "parameters out by itself."
                 )
-            _load(tensor, file, 8 + length, known[0], there[known[0]])
-
-
-@torch.no_grad()
-def _load(tensor: Tensor, file: Any, begin: int, name: str, entry: dict[str, Any]) -> None:
-    shape, kind = entry["shape"], _TYPES.get(entry["dtype"])
-    if shape != list(tensor.shape) or kind is None:
-        raise CheckpointError(
-            f"{name!r} is {entry['dtype']} {shape} in the file and {tensor.dtype} "
-            f"{list(tensor.shape)} in the model: it is the file of another model."
-        )
-    into, starts = tensor, (0,) * len(shape)
-    if is_split(tensor):
-        into = tensor.to_local()
-        _, starts = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-    if not into.numel():
-        return
-    if not shape:
-        into, shape, starts = into.view(1), [1], (0,)
-    row = math.prod(shape[1:]) * kind.itemsize
-    inner = tuple(slice(a, a + n) for a, n in zip(starts[1:], into.shape[1:], strict=True))
-    some = max(1, _PIECE_BYTES // row)
-    for first in range(0, len(into), some):
-        part = into[first : first + some]
-        buffer = bytearray(len(part) * row)
-        file.seek(begin + entry["data_offsets"][0] + (starts[0] + first) * row)
-        _fill(buffer, file, name)
-        piece = torch.frombuffer(buffer, dtype=kind).view(len(part), *shape[1:])
-        part.copy_(piece[(slice(None), *inner)])
-
-
-def _fill(buffer: bytearray, file: Any, name: str) -> None:
-    view = memoryview(buffer)
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise CheckpointError(f"the file ends within {name!r}: it is truncated.")
-        view = view[count:]
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+    root.to(device)  # FSDP2 looks at its parameters again, and pads them once
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if not is_split(parameter):
-        return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    local = torch.empty_like(parameter.to_local(), device=device)
+        return nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
+    local = torch.zeros_like(parameter.to_local(), device=device)
     return nn.Parameter(split_like(parameter, local), parameter.requires_grad)

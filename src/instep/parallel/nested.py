@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+_LEAF = Tensor, int, float, str, type(None)
+"""What most leaves are; to ask whether something is a Mapping takes longer."""
+
 
 def leaves(value: Any) -> Iterator[Any]:
     """What is neither tuple, list nor dict, in order."""
@@ -17,7 +20,10 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
         return
     for each in value:
-        yield from leaves(each)
+        if isinstance(each, _LEAF):
+            yield each
+        else:
+            yield from leaves(each)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -34,7 +40,8 @@ def on_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if type(value) is dict or not isinstance(value, MutableMapping):
             return changed
         other = copy.copy(value)  # one that has more than its items, as Hugging Face's has
-        other.update(changed)
+        for key, each in changed.items():
+            other[key] = each
         return other
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(on_tensors(each, change) for each in value))

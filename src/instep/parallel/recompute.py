@@ -6,7 +6,7 @@ Works with and without sharding, before `shard` only: FSDP2 must see the block, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,15 +20,19 @@ from instep.parallel.blocks import repeated_blocks
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
+def checkpoint_blocks(model: nn.Module, blocks: Mapping[str, nn.Module] | None = None) -> None:
     """Have each block of `repeated_blocks` keep only its inputs for the backward pass, in place.
 
     Names, parameters and classes stay as they are. Random numbers are drawn again as before.
 
+    Args:
+        model: has the blocks.
+        blocks: as they were found while the model was whole; None: they are found now.
+
     Raises:
         RecipeError: the model has no repeated blocks.
     """
-    blocks = repeated_blocks(model)
+    blocks = repeated_blocks(model) if blocks is None else blocks
     if not blocks:
         raise RecipeError(
             "mesh.checkpointing = 'blocks', but the model has no list of repeated blocks "
@@ -54,13 +58,17 @@ def _again(
     forward = own or functools.partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    # a transformer's cache of keys would grow when the block runs again, and nobody generates here
-    options |= {name: None for name in _CACHES if name in options}
     make = block.__dict__.get(_WITHIN, nullcontext)
     return checkpoint(
         forward,
         *arguments,
         use_reentrant=False,
         context_fn=lambda: (nullcontext(), make()),
-        **options,
+        **without_caches(options),
     )
+
+
+def without_caches(options: dict[str, Any]) -> dict[str, Any]:
+    """The same without a transformer's cache of keys: it would grow when a block runs again, and
+    nobody generates while gradients are recorded."""
+    return options | {name: None for name in _CACHES if name in options}

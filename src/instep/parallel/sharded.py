@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -47,25 +47,22 @@ def shard(
     device_mesh: DeviceMesh,
     *,
     zero: Literal[2, 3] = 3,
-    steady: Container[str] | None = None,
 ) -> Sharded:
     """Share out a model's parameters, in place; the parameters become DTensors, same names.
 
-    Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled by
-    `load_shards`. Each block of `repeated_blocks` is gathered by itself, the
-    rest with the first use of the model. Parameters that several blocks share are of the rest.
+    Parameters on the meta device (`meta_start.py`) get memory for this rank's rows, to be filled
+    from a file. Each block of `repeated_blocks` is gathered by itself, the rest with the first use
+    of the model. Parameters that several blocks share are of the rest.
 
     Args:
         model: the same on all ranks, with the same values.
         device_mesh: one-dimensional, the ranks that share.
         zero: 3: a block's parameters are freed after its forward pass; 2: after the backward pass.
-        steady: names of blocks that every pass runs; others are gathered with the rest of the
-            model. None: all are.
 
     Raises:
         RecipeError: torch is too old.
     """
-    return Sharded(model, device_mesh, zero, steady)
+    return Sharded(model, device_mesh, zero)
 
 
 class Sharded:
@@ -74,13 +71,7 @@ class Sharded:
     The optimizer and the strategies move `local_parameters`, in place.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device_mesh: DeviceMesh,
-        zero: int,
-        steady: Container[str] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, device_mesh: DeviceMesh, zero: int) -> None:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise RecipeError(
                 f"[mesh] shard needs torch 2.13 or later, and this is torch {torch.__version__}: "
@@ -88,8 +79,6 @@ class Sharded:
             )
         self.model, self._group = model, device_mesh.get_group()
         blocks = repeated_blocks(model)
-        if steady is not None:
-            blocks = {name: block for name, block in blocks.items() if name in steady}
         owners = owners_of(model, blocks)
         whole = unshardable(model, owners)
         stays = [p in whole for p in model.parameters()]
@@ -142,12 +131,14 @@ class Sharded:
         self._trained.append(self._whole)
         self._lockstep = Lockstep(self._group, self._units)
         self._order = BlockOrder(
+            self._lockstep,
             [(units[name], block) for name, block in blocks.items()],
+            units[""],
             torch.device(device_mesh.device_type),
         )
         for name, module in modules.items():
             assert isinstance(module, FSDPModule)
-            gather: Any = Gather(self._lockstep, units[name])
+            gather: Any = Gather(self._lockstep, units[name], asked=bool(name))
             scatter: Any = ReduceScatter(self._lockstep, units[name])
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
@@ -202,7 +193,6 @@ class Sharded:
         for unit, parameters in zip(self._units, self._trained, strict=True):
             if unit.runs > 1:
                 self._tell(unit, parameters)
-        self._order.end_pass(self._group)
         used = [p for p, u in zip(self._whole, self._whole_unit.used, strict=True) if u]
         if used:
             for parameter, total in zip(used, sum_gradients(used, self._group), strict=True):
@@ -332,6 +322,6 @@ class _Notes:
 
     def _note(self, place: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
-            self._unit.used[place] = True
+            self._unit.used[place] |= parameter.grad is not None
 
         return note

@@ -6,12 +6,16 @@ other replicas are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from instep.parallel.blocks import repeated_blocks
+from instep.parallel.compiled import compile_blocks
 from instep.parallel.layout import Example, Layout
+from instep.parallel.recompute import checkpoint_blocks
 from instep.parallel.replica_group import ReplicaGroup
 from instep.parallel.slots import Slots
 from instep.spec import MeshSpec
@@ -38,21 +42,21 @@ class SplitModel(Protocol):
 
 def split(
     model: nn.Module,
+    device: torch.device,
     group: ReplicaGroup,
     mesh: MeshSpec,
     layout: Layout,
     example: Example | None = None,
-    steady: Container[str] | None = None,
 ) -> Any:
     """Split a model in place; each rank keeps its part.
 
     Args:
         model: whole, the same on every rank.
+        device: where it computes.
         group: the ranks.
         mesh: the axes.
         layout: of the model; the same on every rank of every replica.
         example: where there are stages.
-        steady: names of the blocks that every pass runs; None: all.
 
     Returns:
         A `SplitModel`; with stages a `pipeline.staged.Staged`, whose passes go forward and back.
@@ -61,7 +65,8 @@ def split(
         RecipeError: the model cannot be split.
         PeerError: another rank was lost.
     """
-    pipeline = None
+    blocks, pipeline = repeated_blocks(model), None
+    compile_blocks(model, device, every=mesh.compile == "blocks")
     if mesh.stages > 1:
         from instep.parallel.pipeline.pipeline import Pipeline
 
@@ -81,6 +86,8 @@ def split(
 
         assert layout.plan is not None, "the tensor axis needs a plan"
         apply_plan(model, layout.plan, group.axis("tensor"))
+    if mesh.checkpointing == "blocks":  # whatever else is done to a block lies inside
+        checkpoint_blocks(model, blocks)
     if pipeline is not None:
         from instep.parallel.pipeline.staged import Staged
 
@@ -93,7 +100,7 @@ def split(
     if mesh.shard > 1:
         from instep.parallel.sharded import shard
 
-        return shard(model, group.axis("shard"), zero=mesh.zero, steady=steady)
+        return shard(model, group.axis("shard"), zero=mesh.zero)
     from instep.parallel.tensor.cut_model import CutModel
 
     return CutModel(model)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from instep.data.reading import generators
 from instep.errors import InstepError, RecipeError, SpecError, file_beside, near_miss
 from instep.recipe import tuning
+from instep.recipe.large import Building, build_large
 from instep.recipe.lora import Adapted
 from instep.recipe.recipe import Recipe, Turn, a_or_an
 from instep.spec import LoraSpec, StartSpec
@@ -175,8 +176,12 @@ def build_model(
     lora: LoraSpec | None = None,
     *,
     load: bool = True,
+    building: Building | None = None,
 ) -> tuple[nn.Module, tuning.Begun]:
     """Make and check the model on `device`.
+
+    If it is too large for this process, its parameters are on the meta device or in files, until
+    it is split over a mesh; then `Begun.fill` gives those on the meta device their values.
 
     Args:
         recipe: of the user.
@@ -185,6 +190,7 @@ def build_model(
         start: the file to load, and what to freeze.
         lora: which layers get an adapter.
         load: whether to load the file of `start`; not if a checkpoint has the values.
+        building: of a replica of several processes, what this one has memory for.
 
     Returns:
         The model, and what it was loaded from and has adapters of.
@@ -195,10 +201,16 @@ def build_model(
         CheckpointError: the file of `start` does not fit the model.
     """
     start, lora = start or StartSpec(), lora or LoraSpec()
-    model = make_model(recipe, seed)
+    model, small = None, True
+    if building is not None:
+        filled = not load or bool(start.model and not start.partial)
+        model, small = build_large(recipe, seed, make_model, building, filled=filled)
+    if model is None:
+        model = make_model(recipe, seed)
     _check_parameters(model, frozen=bool(lora.modules))
-    begun = tuning.begin(start, lora, model, seed, load=load)
-    model.to(device)
+    begun = tuning.begin(start, lora, model, seed, load=load)._replace(small=small)
+    if not begun.empty:
+        model.to(device)
     return model, begun
 
 
@@ -222,7 +234,8 @@ def build_optimizer(
         RecipeError: the optimizer has nothing to train, or is of the wrong type.
         SpecError: `start` does not fit the recipe.
     """
-    start, (loaded, adapted, rated) = start or StartSpec(), begun
+    start, loaded, adapted = start or StartSpec(), begun.loaded, begun.adapted
+    rated = begun.rated
     parameters = [p for p in model.parameters() if p.requires_grad]
     if recipe.turns:
         turns = _built_turns(recipe, model, steps)

@@ -138,7 +138,7 @@ def add(lora: LoraSpec, model: nn.Module, seed: int) -> Adapted | None:
 
 
 def initial(lora: LoraSpec, name: str, layer: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
-    """Both factors of a new adapter, on the device of the layer's weight.
+    """Both factors of a new adapter, on the device of the layer's weight; never the meta device.
 
     The values follow from the seed, the layer's name and its shape, wherever they are made.
     """
@@ -153,7 +153,7 @@ def initial(lora: LoraSpec, name: str, layer: nn.Module, seed: int) -> tuple[Ten
     second = torch.zeros(outputs, lora.rank, dtype=kind)
     if not isinstance(layer, nn.Linear):
         first, second = first.T.contiguous(), second.T.contiguous()
-    return first.to(device), second.to(device)
+    return (first, second) if device.type == "meta" else (first.to(device), second.to(device))
 
 
 def keep_in_eval_mode(module: nn.Module) -> None:

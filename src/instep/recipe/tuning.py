@@ -23,23 +23,22 @@ from instep.recipe.patterns import Names, matched_by, matches, matches_nothing, 
 from instep.recipe.start_file import start_file
 from instep.spec import LoraSpec, StartSpec
 from instep.state.adapter import adapted_layers
-from instep.state.load import LoadReport, load_model
+from instep.state.load import Fit, fit_model
 
 
 @dataclass(frozen=True)
 class Loaded:
     """The file that a model was loaded from, and which tensors matched."""
 
-    path: Path
-    report: LoadReport
+    fit: Fit
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event `model_loaded`; reads the file, for its hash."""
-        report = self.report
-        with self.path.open("rb") as file:
+        path, report, _ = self.fit
+        with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {
-            "path": str(self.path),
+            "path": str(path),
             "matched": len(report.matched),
             "missing": list(report.missing),
             "unexpected": list(report.unexpected),
@@ -62,6 +61,18 @@ class Begun(NamedTuple):
     """The groups of its parameters that learning rates make, by pattern; None: of the others. A
     process that has only a part of the model makes the same groups."""
 
+    small: bool = True
+    """Whether one process may copy and try the whole model."""
+
+    empty: bool = False
+    """Whether the model is on the meta device."""
+
+    def fill(self, model: nn.Module) -> None:
+        """Copy the values of the file into the model, or a part of it, that was built without and
+        has memory now."""
+        if self.empty and self.loaded is not None:
+            self.loaded.fit.fill(model)
+
 
 NOTHING = Begun(None, None)
 
@@ -78,7 +89,7 @@ def begin(
     Args:
         start: of the job.
         adapters: of the job.
-        model: on any device; changed in place.
+        model: on any device; changed in place. On the meta device it gets no values.
         seed: of the job.
         load: whether to load the file; not if a checkpoint has the values.
 
@@ -88,14 +99,16 @@ def begin(
         CheckpointError: the file is not sound, or does not fit the model.
     """
     path = start_file(start) if load else None
-    loaded = None
+    loaded, empty = None, any(parameter.is_meta for parameter in model.parameters())
     if path is not None:
         _check_adapters(path, model)
-        loaded = Loaded(path, load_model(path, model, not start.partial))
+        loaded = Loaded(fit_model(path, model, not start.partial))
+        if not empty:
+            loaded.fit.fill(model)
     adapted = lora.add(adapters, model, seed)
     if start.freeze:
         _freeze(start.freeze, model)
-    return Begun(loaded, adapted, _rated(start.learning_rates, model))
+    return Begun(loaded, adapted, _rated(start.learning_rates, model), empty=empty)
 
 
 def _check_adapters(path: Path, model: nn.Module) -> None:

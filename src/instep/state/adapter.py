@@ -20,7 +20,7 @@ from torch import Tensor
 
 from instep.errors import SpecError
 from instep.spec import LoraSpec
-from instep.state.load import FACTS
+from instep.state.load import FACTS, OpenFile
 from instep.state.model_file import check_hash, open_tensors
 from instep.state.staging import save_tensors
 
@@ -39,8 +39,8 @@ def adapted_layers(path: Path) -> list[str]:
     Raises:
         CheckpointError: it is no safetensors file.
     """
-    with open_tensors(path, "numpy") as file:
-        names = set(file.keys())
+    with open_tensors(path) as file:
+        names = set(file.entries)
     layers = (name.removesuffix(FACTORS[0]) for name in names if name.endswith(FACTORS[0]))
     return sorted(layer for layer in layers if layer + FACTORS[1] in names)
 
@@ -162,10 +162,9 @@ def check_folder(folder: Path) -> None:
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors of a checked file; and the other names of tied ones."""
     check_hash(path)
-    with open_tensors(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata: dict[str, str] = file.metadata() or {}
-    ties = {alias: kept for alias, kept in metadata.items() if kept in tensors}
+    with OpenFile(path, facts=FACTS) as file:
+        tensors = {name: file.tensor(name) for name in file.names}
+        ties = file.tied
     return tensors, {alias: kept for alias, kept in ties.items() if alias not in FACTS}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -161,6 +161,29 @@ def primary(tensor: Tensor, rank: MeshRank) -> bool:
         return False
     copies = [place[axis] for axis, kind in enumerate(tensor.placements) if kind.is_replicate()]
     return not any(copies)
+
+
+def holders(tensor: Tensor, rank: MeshRank, stages: Collection[int] = ()) -> tuple[int, ...]:
+    """The ranks of the replica that have the same part of a tensor, in their order.
+
+    Args:
+        tensor: of this rank.
+        rank: which one this is.
+        stages: that have the tensor; this rank's, if left out.
+    """
+    split = set[str]()
+    if is_split(tensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        kinds = zip(names, tensor.placements, strict=True)
+        split = {name for name, kind in kinds if not kind.is_replicate()}
+    mesh, own = rank.mesh, rank.mesh.coordinate(rank.worker)
+    return tuple(
+        number
+        for number in range(mesh.ranks)
+        for place in [mesh.coordinate(number)]
+        if place.stage in (stages or (own.stage,))
+        and all(getattr(place, axis) == getattr(own, axis) for axis in split)
+    )
 
 
 # ---- boxes

@@ -8,20 +8,21 @@ Way in: `load` for a checkpoint, `load_model` to fine-tune from any safetensors 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from instep.errors import CheckpointError
-from instep.state.boxes import Cut, cut_of, inside, local, whole
+from instep.state.boxes import Box, cut_of, local, whole
 from instep.state.intact import check
 from instep.state.manifest import SUFFIX
 from instep.state.model_file import HASH_KEY, check_hash, open_tensors
-from instep.state.snapshot import Snapshot, model_tensors, model_ties
+from instep.state.snapshot import TYPES, Snapshot, model_tensors, model_ties, raw_bytes
 
 FACTS = ("format", "step", "job", "parameters_sha256", HASH_KEY)
 """Entries of a model file's header that are no ties: a parameter may be named like their values.
@@ -30,6 +31,9 @@ If one of them is a tie as well, nothing is lost: the model knows its own ties.
 """
 
 _SHOWN = 6  # names in a message; a model may have thousands
+
+_PIECE_BYTES = 4 << 20
+"""How much is read at once, or one row, where it cannot be read to where it belongs."""
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Snapshot:
@@ -46,8 +50,8 @@ def load(path: Path, device: torch.device | str = "cpu") -> Snapshot:
     manifest = check(path)
     groups: dict[str, dict[str, Tensor]] = {}
     for name in manifest.files:
-        with _OpenFile(path / name) as file:
-            own = {key: file.tensor(key).to(device, copy=True) for key in file.names}
+        with OpenFile(path / name) as file:
+            own = {key: file.tensor(key, device) for key in file.names}
             groups[name.removesuffix(SUFFIX)] = own | {a: own[k] for a, k in file.tied.items()}
     return Snapshot(step=manifest.step, tensors=groups, facts=manifest.facts)
 
@@ -93,15 +97,53 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
         CheckpointError: no valid safetensors file, or changed since it was saved; or not
             all names match (strict), or none does. The model is unchanged.
     """
-    path, targets = Path(path), model_tensors(model)
+    fit = fit_model(path, model, strict)
+    fit.fill(model)
+    return fit.report
+
+
+class Fit(NamedTuple):
+    """How a file fits a model; its values can be copied later."""
+
+    path: Path
+    report: LoadReport
+    sources: dict[str, str]
+    """Name in the model to name in the file, of what matched."""
+
+    def fill(self, model: nn.Module) -> None:
+        """Copy what matched into the model, or into a part of it with the same names.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        with OpenFile(self.path, facts=FACTS) as file:
+            for name, tensor in model_tensors(model).items():
+                if name in self.sources:
+                    cut = cut_of(tensor, name)
+                    box = whole(tensor.shape) if cut is None else cut.box
+                    file.copy(self.sources[name], local(tensor), box)
+
+
+def fit_model(path: Path | str, model: nn.Module, strict: bool = True) -> Fit:
+    """Compare a safetensors file with a model, as for `load_model`; the model is left as it is.
+
+    Args:
+        path: the file.
+        model: its tensors may be on the meta device.
+        strict: every name must match.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    path, targets = Path(path), model_tensors(model, empty=True)
     check_hash(path)
-    with _OpenFile(path, facts=FACTS) as file:
+    with OpenFile(path, facts=FACTS) as file:
         file_names, tied = [*file.names, *file.tied], model_ties(model, targets)
         sources = _sources(file, targets, tied)
         wrong = {
             name: why
             for name, source in sources.items()
-            if (why := mismatch(file.tensor(source), targets[name], "in the file", convert=True))
+            if (why := mismatch(file.like(source), targets[name], "in the file", convert=True))
         }
         wrong |= _broken_ties(file, tied, sources)
         report = LoadReport(
@@ -120,15 +162,11 @@ def load_model(path: Path | str, model: nn.Module, strict: bool = True) -> LoadR
                 f"{path} has nothing for this model: it holds {_some(file_names)}; "
                 f"the model wants {_some(targets)}."
             )
-        with torch.no_grad():
-            for name in report.matched:
-                cut = cut_of(targets[name], name)
-                local(targets[name]).copy_(file.tensor(sources[name], cut))
-    return report
+    return Fit(path, report, {name: sources[name] for name in report.matched})
 
 
 def _sources(
-    file: _OpenFile, targets: Mapping[str, Tensor], tied: Mapping[str, str]
+    file: OpenFile, targets: Mapping[str, Tensor], tied: Mapping[str, str]
 ) -> dict[str, str]:
     """Name in the model to name in the file; a tied weight is found by any of its names."""
     by_tie: dict[str, str] = {}
@@ -157,7 +195,7 @@ def mismatch(found: Tensor, wanted: Tensor, where: str, *, convert: bool) -> str
 
 
 def _broken_ties(
-    file: _OpenFile, tied: Mapping[str, str], sources: Mapping[str, str]
+    file: OpenFile, tied: Mapping[str, str], sources: Mapping[str, str]
 ) -> dict[str, str]:
     """Names that are one tensor in the model and have two different ones in the file."""
     return {
@@ -165,11 +203,11 @@ def _broken_ties(
         for name, first in tied.items()
         if name in sources
         and sources[name] != sources[first]
-        and not torch.equal(file.tensor(sources[name]), file.tensor(sources[first]))
+        and not file.same(sources[name], sources[first])
     }
 
 
-class _OpenFile:
+class OpenFile:
     """A safetensors file held open: its own names, and those tied to them.
 
     An entry of its metadata that maps an unknown name to a tensor's name is a
@@ -181,16 +219,15 @@ class _OpenFile:
     """
 
     def __init__(self, path: Path, facts: Container[str] = ()) -> None:
-        self._path = path
-        self._file = open_tensors(path, "pt")
-        self.names = dict.fromkeys(self._file.keys())
+        self._file = open_tensors(path)
+        self._path, self.names = path, dict.fromkeys(self._file.entries)
         self.tied = {
             alias: kept
-            for alias, kept in (self._file.metadata() or {}).items()
+            for alias, kept in self._file.metadata.items()
             if kept in self.names and alias not in self.names and alias not in facts
         }
 
-    def __enter__(self) -> _OpenFile:
+    def __enter__(self) -> OpenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,19 +237,69 @@ class _OpenFile:
         """The file's own name for `name`, or None."""
         return name if name in self.names else self.tied.get(name)
 
-    def tensor(self, name: str, cut: Cut | None = None) -> Tensor:
-        """A view of the file, read when it is accessed: for copying from at once.
+    def like(self, name: str) -> Tensor:
+        """A tensor of the same shape and type, without values."""
+        dtype, shape, *_ = self._file.entries[name]
+        if dtype not in TYPES:
+            raise CheckpointError(
+                f"{self._path}: {name} cannot be read: it is {dtype}, which torch does not have."
+            )
+        return torch.empty(shape, dtype=TYPES[dtype], device="meta")
 
-        With a cut, a copy of that part.
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """The whole of it."""
+        like = self.like(name)
+        read = torch.empty(like.shape, dtype=like.dtype)
+        self.copy(name, read, whole(like.shape))
+        return read.to(device)
+
+    @torch.no_grad()
+    def copy(self, name: str, into: Tensor, box: Box) -> None:
+        """Copy a box of a tensor; only the rows that it lies in are read, some at a time.
+
+        Args:
+            name: in the file.
+            into: [box], of any type of the same kind, on any device.
+            box: as of `state/boxes.py`.
         """
-        try:
-            if cut is not None and cut.box != whole(cut.shape):
-                part: Tensor = self._file.get_slice(name)[inside(cut.box, whole(cut.shape))]
-                return part
-            tensor: Tensor = self._file.get_tensor(name)
-        except (SafetensorError, ValueError, KeyError, RuntimeError, AttributeError) as error:
-            raise CheckpointError(f"{self._path}: {name} cannot be read: {error}.") from error
-        return tensor
+        if not into.numel():
+            return
+        like = self.like(name)
+        shape, dtype = (like.shape or (1,)), like.dtype
+        box = box or ((0, 1),)
+        into = into.view(1) if into.dim() == 0 else into
+        (first, stop), *others = box
+        row = dtype.itemsize * math.prod(shape[1:])
+        inner = tuple(slice(*each) for each in others)
+        direct = (
+            into.dtype == dtype
+            and into.device.type == "cpu"
+            and into.is_contiguous()
+            and all(each == (0, size) for each, size in zip(others, shape[1:], strict=True))
+        )
+        if direct:
+            self._file.read(name, raw_bytes(into).numpy().data, first * row)
+            return
+        some = max(1, _PIECE_BYTES // row)
+        for at in range(first, stop, some):
+            part = into[at - first : at - first + some]
+            read = torch.empty(len(part), *shape[1:], dtype=dtype)
+            self._file.read(name, raw_bytes(read).numpy().data, at * row)
+            part.copy_(read[(slice(None), *inner)])
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same type, shape and bytes."""
+        mine, theirs = self._file.entries[one], self._file.entries[other]
+        if mine[:2] != theirs[:2]:
+            return False
+        for at in range(0, mine.size, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, mine.size - at)
+            both = bytearray(count), bytearray(count)
+            for name, data in zip((one, other), both, strict=True):
+                self._file.read(name, memoryview(data), at)
+            if both[0] != both[1]:
+                return False
+        return True
 
 
 def _some(names: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ Way in: `open_pieces` for a folder, `held_pieces` for a snapshot in memory.
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +22,10 @@ from torch import Tensor
 
 from instep.errors import CheckpointError
 from instep.state.boxes import Box, Cut, elements, extent, gap, inside, meet, read_cut, whole
-from instep.state.manifest import SUFFIX, FileEntry, check_file, open_regular, read_manifest
+from instep.state.manifest import SUFFIX, FileEntry, check_file, read_manifest
 from instep.state.model_file import open_tensors
 from instep.state.packing import unpack_state
-from instep.state.snapshot import COPIES, PART, RESERVED, TYPES, Snapshot, tied_names
+from instep.state.snapshot import COPIES, PART, TYPES, Snapshot, tied_names
 
 CUTS = "cuts"
 """Entry of a part's metadata: JSON, name to [shape, box] of each tensor that is not whole."""
@@ -299,34 +298,27 @@ class _File:
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self._path, self._entry, self._checked = path, entry, False
-        with open_tensors(path, "numpy"):  # checks the header
-            pass
-        with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size != entry.size_bytes:
-                check_file(path, entry)  # says how it differs
-            length = int.from_bytes(file.read(8), "little")
-            self._header = json.loads(file.read(length))
-        self._start = 8 + length
+        with open_tensors(path) as file:
+            self._entries, self._facts = file.entries, file.metadata
+        if path.stat().st_size != entry.size_bytes:
+            check_file(path, entry)  # says how it differs
 
     def pieces(self) -> list[tuple[str, Piece]]:
         """Each name with its piece; tied names have the same `fetch`."""
-        facts = self._header.get(RESERVED, {})
+        facts = self._facts
         try:
             cuts = {name: read_cut(*row) for name, row in json.loads(facts.get(CUTS, "{}")).items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._path} is damaged: its cuts are {error}.") from error
         own = dict[str, Piece]()
-        for name, entry in self._header.items():
-            if name == RESERVED:
-                continue
-            shape = tuple(entry["shape"])
+        for name, (dtype, shape, *_) in self._entries.items():
             cut = cuts.get(name, Cut(shape, whole(shape)))
             if extent(cut.box) != shape or len(cut.box) != len(cut.shape):
                 raise CheckpointError(
                     f"{self._path} is damaged: {name} has the shape {list(shape)} and is "
                     f"said to be {list(cut.box)} of {list(cut.shape)}."
                 )
-            own[name] = Piece(cut, TYPES[entry["dtype"]], self._fetcher(name))
+            own[name] = Piece(cut, TYPES[dtype], self._fetcher(name))
         tied = {a: own[k] for a, k in facts.items() if k in own and a not in own and a != CUTS}
         return [*own.items(), *tied.items()]
 
@@ -339,21 +331,21 @@ class _File:
         }
 
     def _fetcher(self, name: str) -> Callable[[tuple[slice, ...] | None], Tensor]:
-        entry = self._header[name]
-        dtype, (start, stop) = TYPES[entry["dtype"]], entry["data_offsets"]
+        kind, shape, start, size = self._entries[name]
+        dtype = TYPES[kind]
 
         def fetch(part: tuple[slice, ...] | None) -> Tensor:
             if not self._checked:
                 check_file(self._path, self._entry)
                 self._checked = True
-            if start == stop:
-                return torch.empty(entry["shape"], dtype=dtype)
+            if not size:
+                return torch.empty(shape, dtype=dtype)
             try:
                 # a private mapping, as torch wants memory that may be written
-                data = np.memmap(self._path, np.uint8, "c", self._start + start, stop - start)
+                data = np.memmap(self._path, np.uint8, "c", start, size)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{self._path}: {name} cannot be read: {error}.") from error
-            tensor = torch.from_numpy(data).view(dtype).view(entry["shape"])
+            tensor = torch.from_numpy(data).view(dtype).view(shape)
             return tensor if part is None else tensor[part]
 
         return fetch

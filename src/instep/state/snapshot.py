@@ -80,11 +80,15 @@ class Snapshot:
     in `tensors`."""
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, *, empty: bool = False) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name: the tensors of `model.state_dict()`.
 
     Buffers registered as not persistent are left out: the model makes them
     itself. Tied weights have each of their names, and one storage.
+
+    Args:
+        model: of the user.
+        empty: whether some may be on the meta device.
 
     Raises:
         CheckpointError: a module's extra state is not a tensor.
@@ -96,7 +100,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} of the model is a {type_name(value)}: extra state can be kept only "
                 "as a tensor. Let get_extra_state() return one."
             )
-        if not is_supported(value):  # cheap, as training waits for this
+        if not is_supported(value) and not (empty and value.is_meta):  # cheap: training waits
             check_tensor(value, f"{name} of the model")
         tensors[name] = value
     return tensors
@@ -139,7 +143,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if len(addresses) == len(tensors):  # the common case, which a save waits for
         return tied
     for name, t in tensors.items():
-        if addresses[t.data_ptr()] > 1 and t.numel():
+        if addresses[t.data_ptr()] > 1 and t.numel() and not t.is_meta:
             memory = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg())
             if (original := first.setdefault(memory, name)) != name:
                 tied[name] = original

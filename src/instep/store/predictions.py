@@ -172,8 +172,9 @@ class Predictions:
 
     def clear(self) -> None:
         """Remove parts and all that is known of the dataset."""
-        for name in [_DATASET, _PLAN, *(path.name for path in self.path.glob("batch-*"))]:
-            (self.path / name).unlink(missing_ok=True)
+        parts, layouts = self.path.glob("batch-*"), self.path.glob("mesh-*")
+        for path in [self.path / _DATASET, self.path / _PLAN, *parts, *layouts]:
+            path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder."""

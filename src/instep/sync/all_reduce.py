@@ -30,7 +30,7 @@ from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.comm.codecs.base import Codec
 from instep.errors import SpecError
 from instep.records import BEGINNING, Attempt, Law
-from instep.sync.base import Memory, Price, Result, Servers
+from instep.sync.base import InMesh, Memory, Price, Result, Servers
 from instep.sync.gathering import Gathering
 from instep.sync.sums import Exact, Plain, Sums, Wide
 from instep.sync.two_phase import Layout, Place, TwoPhase
@@ -55,6 +55,7 @@ class AllReduce(Gathering):
         self._codec = codec
         self.laws = {"residual": Law.SUM} if codec is not None else {}
         self._two: TwoPhase | None = None
+        self._holders: Sequence[tuple[int, ...]] = ()
         self._carried = _Carried({})  # what was dropped before, between two generations
         self._next: tuple[int, _Carried] | None = None  # the same, if this generation's start holds
         self._memory: Memory | None = None
@@ -71,6 +72,7 @@ class AllReduce(Gathering):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        mesh: InMesh | None = None,
     ) -> None:
         """Lay out the buckets."""
         self._keep()
@@ -84,9 +86,11 @@ class AllReduce(Gathering):
             )
         else:
             sums = Wide(parameters)
+        self._holders = mesh.holders if mesh is not None else ()
         self._gather(parameters, comm, sums, notes)
         if self._codec is not None:
-            self._carry_over(self._codec, memory, at, draining)
+            everyone = mesh.everyone if mesh is not None else comm
+            self._carry_over(self._codec, everyone, memory, at, draining)
 
     def _keep(self) -> None:
         """What the group of before has dropped is carried over."""
@@ -95,7 +99,12 @@ class AllReduce(Gathering):
             self._two = None
 
     def _carry_over(
-        self, codec: Codec, memory: Memory | None, at: Attempt, draining: Sequence[int]
+        self,
+        codec: Codec,
+        everyone: Comm,
+        memory: Memory | None,
+        at: Attempt,
+        draining: Sequence[int],
     ) -> None:
         """Lay out what the codec drops, beginning with what was dropped before.
 
@@ -118,9 +127,9 @@ class AllReduce(Gathering):
         carried.fill(slots[0], layout, comm)
         if memory is not None:
             memory.staged(*at)
-        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
+        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all have laid out theirs
         self._next = at.generation, carried
-        comm.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
+        everyone.all_reduce(torch.zeros(1, device=device)).wait()  # all know it
         if memory is not None:
             slot = memory.stage(*at._replace(number=at.number + 1))
             slot["place"].copy_(place)
@@ -165,9 +174,9 @@ class AllReduce(Gathering):
     def _with_room(self, spare: int) -> list[Bucket]:
         """The buckets, and at the end of the last one room for notes in full precision."""
         limits, types = [self._bucket_bytes], self._sums.types
-        buckets = lay_out(self._parameters, limits, types=types)
-        last = buckets[-1].flat
-        if self._codec is None and last.dtype in (torch.float32, torch.float64):
+        buckets = lay_out(self._parameters, limits, types=types, holders=self._holders)
+        last, alike = buckets[-1].flat, any(len(each) > 1 for each in self._holders)
+        if self._codec is None and not alike and last.dtype in (torch.float32, torch.float64):
             return lay_out(self._parameters, limits, spare=spare)
         wide = torch.float64 if self._sums.types else torch.float32
         room = torch.zeros(spare, dtype=wide, device=last.device)
@@ -231,10 +240,16 @@ class AllReduce(Gathering):
         self._carried = _Carried({k.removeprefix("residual/"): v for k, v in state.items()})
         self._next = None
 
-    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         """The residuals of a process that was perhaps one of more, or of fewer."""
         rank, size, *idle = tensors["place"].tolist()
-        buckets = lay_out(parameters, [self._bucket_bytes], types=Wide(parameters).types)
+        limits, types = [self._bucket_bytes], Wide(parameters).types
+        buckets = lay_out(parameters, limits, types=types, holders=holders)
         layout = _layout(buckets, parameters, size, idle)
         if len(tensors["residual"]) == layout.room(rank):
             self._carried = _Carried.of(layout, rank, tensors["residual"])

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from instep.comm.base import Comm
 from instep.records import BEGINNING, Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import Memory, NothingOfItsOwn, Price, Result, Servers
+from instep.sync.base import InMesh, Memory, NothingOfItsOwn, Price, Result, Servers
 
 KEPT = "kept/"
 """Begins the names of what `Kept` gives, in the strategy's state."""
@@ -73,11 +73,19 @@ class Averaging(NothingOfItsOwn):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        mesh: InMesh | None = None,
     ) -> None:
         """Lay out the buckets."""
         self._given, self._comm = [], comm
         self._mean.start(
-            parameters, comm, notes=notes, parts=parts, memory=memory, at=at, draining=draining
+            parameters,
+            comm,
+            notes=notes,
+            parts=parts,
+            memory=memory,
+            at=at,
+            draining=draining,
+            mesh=mesh,
         )
 
     def begin_pass(self, weight: float, *, last: bool) -> None:

@@ -94,6 +94,16 @@ class Servers(NamedTuple):
     mover: Mover
 
 
+class InMesh(NamedTuple):
+    """What a rank must know of the others of its replica."""
+
+    everyone: Comm
+    """All ranks of the run. What is laid out counts once all of them have laid out theirs."""
+    holders: Sequence[tuple[int, ...]]
+    """For each parameter, the ranks of the replica that have the same of it. They must be handed
+    out the same bits, each by its own group."""
+
+
 class Price(NamedTuple):
     """What one rank sends for one step, for the planner to add up."""
 
@@ -126,6 +136,7 @@ class Strategy(Protocol):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        mesh: InMesh | None = None,
     ) -> None:
         """A generation begins; every rank holds the same parameters, and nothing is staged.
 
@@ -144,6 +155,7 @@ class Strategy(Protocol):
             draining: ranks that leave after it: what they alone remember, others take over
                 now, or nobody does; which of the two, `resolve` says after a PeerError.
             servers: the ranks that are; for strategies that have some.
+            mesh: where `comm` has one rank of each replica, and a replica has several.
 
         Raises:
             PeerError: a rank went away; `resolve` comes before the next `start`.
@@ -245,12 +257,18 @@ class Strategy(Protocol):
         """Take up what `own_state` gave, here or elsewhere, in place of what is remembered;
         between `stop` and `start`."""
 
-    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         """The same, from the memory of a process that is gone.
 
         Args:
             tensors: what lies there, as of the last commit.
             parameters: as for `start`.
+            holders: as in `InMesh`, on a mesh.
         """
 
     @staticmethod
@@ -281,7 +299,12 @@ class NothingOfItsOwn:
     def load_own(self, state: Mapping[str, Tensor]) -> None:
         """Nothing to take up."""
 
-    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         """Nothing was left."""
 
 

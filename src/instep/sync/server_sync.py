@@ -28,7 +28,7 @@ from instep.comm.buckets import Bucket, laid_out_like, lay_out
 from instep.errors import RecipeError, SpecError, WorkerError
 from instep.records import BEGINNING, Attempt, Law
 from instep.sync import norm
-from instep.sync.base import Memory, Mover, Piece, Price, Result, Servers
+from instep.sync.base import InMesh, Memory, Mover, Piece, Price, Result, Servers
 from instep.sync.cuts import Packed, Part, cut
 from instep.sync.gathering import Gathering
 from instep.sync.sums import Exact, Plain
@@ -85,6 +85,7 @@ class ServerSync(Gathering):
         at: Attempt = BEGINNING,
         draining: Sequence[int] = (),
         servers: Servers | None = None,
+        mesh: InMesh | None = None,
     ) -> None:
         """Lay out buckets and parts; a server makes sure that its memory has what it holds."""
         if servers is None or not servers.ranks or len(servers.ranks) == comm.size:
@@ -310,7 +311,12 @@ class ServerSync(Gathering):
         """Begin from what the optimizer itself has."""
         self._shared, self._held, self._left, self._begins = None, None, None, True
 
-    def load_left(self, tensors: Mapping[str, Tensor], parameters: Sequence[Parameter]) -> None:
+    def load_left(
+        self,
+        tensors: Mapping[str, Tensor],
+        parameters: Sequence[Parameter],
+        holders: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         """What lies in memory is what this server holds."""
         self._left = {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -8,8 +8,9 @@ One slot holds the state of the last commit; the state of the next one is staged
 Nothing is written at the commit itself: which slot counts follows from the commit that the group
 agrees on. What the tensors mean, and when a commit happens, is not known here.
 
-Way in: `HostMemory`. In the file: two stamps and the number of the worker (first page), and at a
-multiple of `REGION` for each slot its layout as JSON, then its tensors. The file is sparse. Linux.
+Way in: `HostMemory`. In the file: two stamps for each part and the number of the worker (first
+page), and at a multiple of `REGION` for each slot its layout as JSON, then its tensors. The file is
+sparse. Linux.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from instep.units import readable_bytes
 REGION = 1 << 42
 """Bytes of address space for each slot; memory is taken only for what is laid out."""
 
-_STAMP, _SUM = struct.Struct("<QQQ"), struct.Struct("<I")
+_STAMP, _SUM, _STAMPED = struct.Struct("<QQQ"), struct.Struct("<I"), 64
 _LENGTH = struct.Struct("<Q")
 _ALIGNED = 64
 
@@ -66,9 +67,11 @@ class HostMemory:
     Args:
         descriptor: of a memory file, which this object closes; the default is the file that the
             fork server gave this process, or a new one where there is none (under torchrun).
+        part: which two slots of the file, 0 or 1: what is kept for two purposes lies apart.
     """
 
-    def __init__(self, descriptor: int | None = None) -> None:
+    def __init__(self, descriptor: int | None = None, *, part: int = 0) -> None:
+        self._first = 2 * part  # of the file's slots
         # its own descriptor: `give_back` still needs the one that this process was given
         given = os.dup(_given) if descriptor is None and _given >= 0 else descriptor
         self.outlives = given is not None and given >= 0
@@ -102,7 +105,7 @@ class HostMemory:
         try:
             for slot in () if why else (0, 1):
                 # else a page that the system cannot give would be a SIGBUS at the first write
-                os.posix_fallocate(self._file, (slot + 1) * REGION, size)
+                os.posix_fallocate(self._file, self._begin(slot), size)
         except OSError as error:
             why = str(error.strerror)
         if why:
@@ -121,11 +124,11 @@ class HostMemory:
         found = [self._stamp(slot) for slot in (0, 1)]
         kept = [each if each and each < attempt else (-1, -1, -1) for each in found]
         slot = int(kept[1] < kept[0])
-        self._stamps[64 * slot : 64 * slot + 64] = bytes(64)
+        self._set_stamp(slot)
         self._staging = slot, *attempt
         held = self._slots[slot]
         if held is None or held.head != self._head:
-            os.pwrite(self._file, self._head, (slot + 1) * REGION)
+            os.pwrite(self._file, self._head, self._begin(slot))
             held = self._slots[slot] = self._mapped(slot, self._head, self._layout)
         return dict(held.tensors)
 
@@ -142,8 +145,7 @@ class HostMemory:
         assert attempt == [course, number, generation], "another commit is staged"
         self._staging = None
         stamp = _STAMP.pack(course, number, generation)
-        stamp += _SUM.pack(zlib.crc32(stamp))  # a kill may leave half of it
-        self._stamps[64 * slot : 64 * slot + len(stamp)] = stamp
+        self._set_stamp(slot, stamp + _SUM.pack(zlib.crc32(stamp)))  # a kill may leave half of it
 
     def at(
         self,
@@ -187,11 +189,12 @@ class HostMemory:
         """Have no slot hold the state of this commit: it did not happen, or is of no use."""
         for slot in (0, 1):
             if self._stamp(slot) == (course, number, generation):
-                self._stamps[64 * slot : 64 * slot + 64] = bytes(64)
+                self._set_stamp(slot)
 
     def clear(self) -> None:
         """Have no slot hold anything: what was here has been handed over, or is of no use."""
-        self._stamps[:STAMPS] = bytes(STAMPS)
+        for slot in (0, 1):
+            self._set_stamp(slot)
 
     def close(self) -> None:
         """Let go of the file. Tensors that are still used stay valid."""
@@ -201,14 +204,22 @@ class HostMemory:
 
     def _stamp(self, slot: int) -> Stamp | None:
         """What a slot holds; None where its stamp is missing, or only half written."""
-        stamp = Stamp._make(_STAMP.unpack_from(self._stamps, 64 * slot))
-        (total,) = _SUM.unpack_from(self._stamps, 64 * slot + _STAMP.size)
-        written = self._stamps[64 * slot : 64 * slot + _STAMP.size]
-        return stamp if zlib.crc32(written) == total else None
+        place = _STAMPED * (self._first + slot)
+        written = self._stamps[place : place + _STAMP.size]
+        (total,) = _SUM.unpack_from(self._stamps, place + _STAMP.size)
+        return Stamp._make(_STAMP.unpack(written)) if zlib.crc32(written) == total else None
+
+    def _set_stamp(self, slot: int, stamp: bytes = bytes(_STAMPED)) -> None:
+        place = _STAMPED * (self._first + slot)
+        self._stamps[place : place + len(stamp)] = stamp
+
+    def _begin(self, slot: int) -> int:
+        """Where a slot lies in the file."""
+        return (1 + self._first + slot) * REGION
 
     def _left(self, slot: int) -> _Slot | None:
         """A slot as the process before has left it; None if it has been damaged since."""
-        begin = (slot + 1) * REGION
+        begin = self._begin(slot)
         try:
             (length,) = _LENGTH.unpack(os.pread(self._file, _LENGTH.size, begin))
             head = os.pread(self._file, _LENGTH.size + min(length, _LONGEST), begin)
@@ -219,7 +230,7 @@ class HostMemory:
     def _mapped(self, slot: int, head: bytes, layout: Mapping[str, TensorSpec]) -> _Slot:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         size = _size(head, layout)
-        memory = mmap.mmap(self._file, size, flags=flags, offset=(slot + 1) * REGION)
+        memory = mmap.mmap(self._file, size, flags=flags, offset=self._begin(slot))
         tensors, place = {}, _aligned(len(head))
         for name, (shape, dtype) in layout.items():
             empty = torch.empty(shape, dtype=dtype, device="meta")

@@ -15,7 +15,7 @@ import os
 import resource
 import struct
 
-STAMPS = 128
+STAMPS = 256
 """Bytes at the beginning of a file that say what it holds; all zero if nothing."""
 
 _NUMBER = struct.Struct("<Q")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.comm.base import Comm
+from instep.comm.dtensors import is_split, split_like
 from instep.errors import CheckpointError, RecipeError
 from instep.state.broadcast import broadcast_snapshot
 from instep.state.packing import pack_state, unpack_state
@@ -56,6 +57,10 @@ class LocalOptimizers:
             for name, tensor in tensors.items()
         }
         state = unpack_state(copies, skeleton["state"])
+        for number, name in skeleton["split"]:
+            parameter = self._parameters[number]
+            assert is_split(parameter), "the mesh is that of the run"
+            state[number][name] = split_like(parameter, state[number][name])
         self._optimizer.state = defaultdict(
             dict, {self._parameters[number]: kept for number, kept in state.items()}
         )
@@ -68,17 +73,22 @@ class LocalOptimizers:
             RecipeError: there is something in it that other processes cannot be given.
         """
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        split = list[tuple[int, str]]()
         try:
-            tensors, packed = pack_state(
-                {numbers[p]: dict(kept) for p, kept in self._optimizer.state.items()}
-            )
+            state = {numbers[p]: dict(kept) for p, kept in self._optimizer.state.items()}
+            for number, kept in state.items():
+                for name, value in kept.items():
+                    if isinstance(value, Tensor) and is_split(value):
+                        split.append((number, name))
+                        kept[name] = value.to_local()
+            tensors, packed = pack_state(state)
         except (CheckpointError, KeyError) as error:
             raise RecipeError(
                 f"the optimizer {type(self._optimizer).__name__} has a state that other processes "
                 f"cannot be given, as sync.local_optimizers = 'kept' needs: {error} Use 'reset'."
             ) from error
         on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
-        text = json.dumps({"state": packed, "on_cpu": on_cpu})
+        text = json.dumps({"state": packed, "on_cpu": on_cpu, "split": split})
         skeleton = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return {**tensors, SKELETON: skeleton}
 

@@ -34,9 +34,10 @@ from instep.sync.base import make_strategy
 from instep.system.addresses import address_towards
 from instep.worker.member import Member
 from instep.worker.saving import Saver, lend_model, write_shards
+from instep.worker.step.alike import check_lengths
 from instep.worker.step.assignment import NOTHING_FINISHED, Finished, Lockstep
 from instep.worker.step.committed import Commit, CommittedState
-from instep.worker.step.engine import Agreement, Engine, Weighed, check_lengths, make_comms
+from instep.worker.step.engine import Agreement, Engine, Weighed, make_comms
 from instep.worker.step.observers import Observer
 from instep.worker.step.passes import Share
 from instep.worker.step.skipping import SkipReporter
@@ -157,6 +158,10 @@ class Loop(ABC):
     def _slices(self, share: Share) -> Iterable[Slice]:
         """Slices to read for a step, in order."""
         return (part.samples for part in share.passes)
+
+    def _samples_of(self, share: Share) -> int:
+        """How many samples of a step this worker computes."""
+        return sum(part.size for part in share.passes if not part.repeats)
 
     @abstractmethod
     def _lengths(self) -> dict[str, int]:
@@ -292,6 +297,7 @@ class Loop(ABC):
                     by_speed=self._by_speed,
                     finished=self._finished(comm),
                     mesh=self.job.mesh,
+                    unit=self.job.unit,
                 ),
                 compare=not given,
             )
@@ -434,7 +440,7 @@ class Loop(ABC):
         self._skips.report(skipped, dataset="training", step=self.step, epoch=epoch)
         self._waits()
         stop = self.stopping.asked_to_stop(self.step)
-        samples = sum(part.size for part in share.passes if not part.repeats)
+        samples = self._samples_of(share)
         return self.engine.agree(losses, stop=stop, skipped=len(skipped), samples=samples)
 
     def _commit(self) -> Commit:

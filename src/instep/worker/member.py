@@ -23,6 +23,7 @@ from instep.comm.channel_store import ChannelStore
 from instep.comm.connection import MasterConnection
 from instep.comm.endpoint import Endpoint
 from instep.comm.messages import (
+    KNOWN,
     AnyMessage,
     Broken,
     Built,
@@ -43,6 +44,7 @@ from instep.comm.messages import (
     Regroup,
     Release,
     Stop,
+    StoreSet,
     StoreValue,
     Verdict,
     keys_of_generation,
@@ -122,6 +124,8 @@ class Member:
         """Whether other workers have the state of the run."""
         self.restarts = welcome.restarts
         """How often the replica of this worker was started again."""
+        self.known = welcome.known
+        """What `remember` of an earlier process was given; empty if there was none."""
         self._connection.lasting = not welcome.complete  # a lost master will be replaced
         self.marks: Sequence[Mark] = welcome.marks
         """Samples at which processes have ended; the same for all members of a generation."""
@@ -282,6 +286,11 @@ class Member:
             released=Released,
         )
 
+    def remember(self, what: bytes) -> None:
+        """Have it known to processes that are started from now on."""
+        self.known = what
+        self._connection.send(StoreSet(key=KNOWN, value=what))
+
     def wait_to_be_killed(self, timeout_s: float = KILL_S) -> NoReturn:
         """The group inside this worker's replica came apart: usually another process was lost.
 
@@ -420,8 +429,8 @@ class Member:
         """Report that this worker can predict."""
         self._connection.send(Built(recovers=True))
 
-    def batches(self, *, wait: bool) -> list[int]:
-        """Batches to predict that have arrived.
+    def turns(self, *, wait: bool) -> list[list[int]]:
+        """Turns to predict that have arrived.
 
         Args:
             wait: wait for some; without it the list may be empty.
@@ -429,7 +438,7 @@ class Member:
         Raises:
             Released: it was waited for, and there are no more.
         """
-        found: list[int] = []
+        found: list[list[int]] = []
         while True:
             waits = wait and not found
             message = self._connection.receive() if waits else self._connection.poll()
@@ -437,7 +446,7 @@ class Member:
                 case None:
                     return found
                 case Predict(batches=batches):
-                    found += batches
+                    found.append(batches)
                 case Release() if waits:
                     raise Released
                 case Release():

@@ -1,8 +1,9 @@
 """Before a replica of several processes trains: does it compute the gradients of one process?
 
 Runs the first global batch through the model as it is split, with parameters moved off their
-start, and has it compared with the same batch on the whole model (`trial/gate.py`). Nothing stays
-of it. Steps and other replicas are not known here.
+start, and has it compared with the same batch on the whole model (`trial/gate.py`). Of a model
+that one process cannot compute, both sides compute two blocks of each list. Nothing stays of it.
+Steps and other replicas are not known here.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from instep.data.reading.generators import preserved
 from instep.errors import InstepError, RecipeError, one_line
 from instep.parallel.gate import Box, Verdict
 from instep.parallel.reads import Reads
+from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward, Measured
 from instep.recipe.rehearsal import first_batch
+from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.boxes import cut_of, whole
+from instep.system.kernels import per_machine
 from instep.worker.replica import Replica
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.clock import Clock
 from instep.worker.step.passes import Pass
 from instep.worker.trial.gate import STEP, Gate, in_parts, whole_passes
+from instep.worker.trial.two_blocks import on_two_blocks
 from instep.worker.whole_batch import WholeBatch
 
 LARGEST = 200_000_000
@@ -46,13 +51,14 @@ class MeshCheck:
     """Compares a replica with one process.
 
     Args:
-        forward: its model is still whole.
+        forward: its model is not split yet.
         loader: of the training dataset.
         job, samples: as of the run.
         first: whether this process is the first of its replica: it computes the reference, and
             what it knows decides.
         why: there is no need to compare; empty if there is.
         blocks: of a model in stages: where the draws of a pass are keyed anew.
+        begun: how the model was built.
     """
 
     def __init__(
@@ -65,24 +71,37 @@ class MeshCheck:
         first: bool,
         why: str = "",
         blocks: Sequence[str] = (),
+        begun: Begun = NOTHING,
     ) -> None:
         self._forward, self._loader, self._job, self._samples = forward, loader, job, samples
         self._names = {name: p.dtype for name, p in forward.model.named_parameters()}
-        self._gate, self._why = Gate(forward, job.seed), why or self._cannot()
-        if first and not self._why:
-            try:
-                passes = whole_passes(loader, job, samples)
-                if blocks:
-                    passes = in_parts(passes, job.mesh.pipeline_batches)
-                self._gate.compute(passes, blocks)
-            except Exception as error:  # a user's module may raise anything
-                self._why = f"the model cannot be copied to try it ({error})"
+        self._two: TwoBlocks | None = None
+        if not begun.small or self._size > LARGEST:
+            self._two = TwoBlocks(forward.model)
+        self._why = why or self._cannot()
+        two = self._two.alone() if self._two is not None else nullcontext()
+        if first and not self._why and self._two is not None:
+            processes = per_machine(job.workers, len(job.launch.hosts))
+            two = on_two_blocks(forward, self._two, begun.fill, processes)
+        try:
+            with two:
+                self._gate = Gate(forward, job.seed)
+                if first and not self._why:
+                    passes = whole_passes(loader, job, samples)
+                    if blocks:
+                        passes = in_parts(passes, job.mesh.pipeline_batches)
+                    self._gate.compute(passes, blocks, copied=self._two is not None)
+        except Exception as error:  # a user's module may raise anything
+            self._why = f"the model cannot be copied to try it ({error})"
+
+    @property
+    def _size(self) -> int:
+        return sum(parameter.numel() for parameter in self._forward.model.parameters())
 
     def _cannot(self) -> str:
         """Why the two cannot be compared; empty if they can."""
-        size = sum(parameter.numel() for parameter in self._forward.model.parameters())
-        if size > LARGEST:
-            return f"the model has {size:,} parameters, too many to compute it on one process"
+        if self._two is not None and not (self._two and self._job.mesh.same_batch == 1):
+            return f"the model has {self._size:,} parameters, too many to compute it on one process"
         if short := [str(dtype) for dtype in self._names.values() if dtype in _SHORT]:
             return f"it has parameters of {short[0]}, in which a difference does not show"
         return ""
@@ -108,6 +127,23 @@ class MeshCheck:
         comm.broadcast(able)
         if not able.item():
             return None, self._why or "the process that computes the reference could not"
+        alike = torch.tensor([float(self._two is not None), float(merge)], device=able.device)
+        comm.all_reduce(alike).wait()
+        two, merged = alike.tolist()
+        if two not in (0, comm.size):
+            return None, "some of its processes have room for the whole model, and some have not"
+        merge = merged == comm.size
+        if self._two is None:
+            return self._compare(replica, reads, merge=merge), ""
+        with torch.no_grad():
+            replica.run(lambda: None)  # FSDP2 looks for the blocks of a model when it first runs
+        with self._two.alone():
+            found = self._compare(replica, reads, merge=merge)
+        return found._replace(blocks=self._two.names), ""
+
+    def _compare(self, replica: Replica, reads: Reads | None, *, merge: bool) -> Verdict:
+        comm = replica.comm
+        self._gate.agree(comm)
         model = self._forward.model.train()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         slots = dict(zip(trained, replica.slots(list(trained.values())), strict=True))
@@ -135,7 +171,7 @@ class MeshCheck:
         for name, slot in slots.items():
             gradient, slot.grad = slot.grad, None
             held[name] = boxes[name], None if gradient is None else gradient / weight
-        return self._gate.compare(held, comm, self._job.mesh.axes), ""
+        return self._gate.compare(held, comm, self._job.mesh.axes)
 
     def _passes(
         self,

@@ -1,8 +1,9 @@
-"""A worker that predicts: batches come one by one, and each one's part goes to the run's folder.
+"""A worker that predicts: turns come one by one, and each batch's part goes to the run's folder.
 
 A batch knows nothing of other batches: its samples, its draws and its threads do not depend on
-how many workers there are, or on which one predicts it. So there is no group here, and nothing
-to agree on. Which batches this worker gets, the master decides (`client/predict_master.py`).
+how many workers there are, or on which one predicts it. The processes of a replica compute a turn
+together, each the batch at its place; replicas have nothing to agree on. Which turns this worker
+gets, the master decides (`client/predict_master.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.comm.messages import READING, Heartbeat
 from instep.data.loader import Loader, Read, Slice
@@ -22,7 +23,8 @@ from instep.data.order import key
 from instep.data.reading.threads import cpu_clock
 from instep.data.samples.fingerprint import Fingerprint, confirmed_fingerprint
 from instep.data.torch_loader import LoaderParts, columns_in, unpack_loader
-from instep.errors import DataError, RecipeError
+from instep.errors import DataError, PeerError, RecipeError
+from instep.parallel.nested import on_tensors
 from instep.recipe import lora
 from instep.recipe.build import call, load_function, make_model, seed_everything, set_generators
 from instep.recipe.forward import Forward, to_device
@@ -33,8 +35,11 @@ from instep.state.load import load_model
 from instep.store.predictions import Plan, Predictions
 from instep.system.kernels import set_kernels
 from instep.worker.early_reads import EarlyReads
+from instep.worker.evaluate import first_readable
 from instep.worker.loader_watch import LoaderWatch
-from instep.worker.member import Member, Released
+from instep.worker.member import Member
+from instep.worker.predict_replica import split_model
+from instep.worker.replica import Replica
 from instep.worker.training import check_device, choose_device
 
 OF_PREDICTION = 6
@@ -55,9 +60,12 @@ class Predictor:
     def __init__(self, member: Member, local_rank: int) -> None:
         self._member, self._job, self._local_rank = member, member.job, local_rank
         self._folder = Predictions.at(member.run)
+        self._at = member.job.mesh.coordinate(member.number)
+        self._replica: Replica | None = None
         self._phase, self._done, self._number = "recipe", 0, -1
-        self._queue: deque[int] = deque()
+        self._queue: deque[list[int]] = deque()
         self._loader: Loader | None = None
+        self._spare: Any = None  # a batch to compute with where there is nothing to predict
         self._watch, self._clock = LoaderWatch(), cpu_clock()
 
     @property
@@ -71,6 +79,19 @@ class Predictor:
 
     def run(self) -> None:
         """Predict until there are no more batches."""
+        try:
+            self._run()
+        except PeerError:  # of this worker's replica, unless the master is gone
+            if self._job.mesh.ranks == 1:
+                raise
+            self._member.wait_to_be_killed()
+        finally:
+            if self._replica is not None:
+                self._replica.close()
+            if self._loader is not None:
+                self._loader.close()
+
+    def _run(self) -> None:
         job, plan = self._job, self._folder.plan()
         set_kernels(job.train, THREADS)
         device = _device(job, self._local_rank)
@@ -90,7 +111,7 @@ class Predictor:
             say=lambda text: self._member.emit("warning", text=text),
         )
         loader.begin()
-        model = _model(recipe, job, plan, device)
+        model = self._model(recipe, plan, device)
         if self._member.number == 0:
             for each in parts.unused("--data", shuffled=False, batch=plan.batch):
                 if each.remedy:
@@ -101,12 +122,21 @@ class Predictor:
         self._member.emit("dataset_known", samples=loader.samples)
         self._member.at = self._heartbeat
         self._member.built()
-        try:
-            self._predict_all(loader, recipe, model, plan, device)
-        except Released:
-            pass
-        finally:
-            loader.close()
+        self._predict_all(loader, recipe, model, plan, device)
+
+    def _model(self, recipe: Recipe, plan: Plan, device: torch.device) -> nn.Module:
+        """The trained model; in a replica of several processes this one's part of it."""
+        model = make_model(recipe, self._job.seed)
+        lora.add(self._job.lora, model, self._job.seed)  # a run's own file has its adapters apart
+        model.to(device)
+        if self._job.mesh.ranks == 1:
+            load_model(plan.model, model)
+            return model.eval()
+        assert self._loader is not None, "it was made before"
+        self._phase = "meeting"
+        self._replica = split_model(self._member, recipe, model, plan.model, self._loader, device)
+        self._phase = "building"
+        return model
 
     def _check_dataset(self, loader: Loader) -> None:
         """Compare the dataset with what it was when the first parts were made."""
@@ -130,43 +160,66 @@ class Predictor:
     def _predict_all(
         self, loader: Loader, recipe: Recipe, model: nn.Module, plan: Plan, device: torch.device
     ) -> None:
-        predict, precision = (
-            predictor(recipe),
-            Forward(recipe, model, device, self._job.train.precision),
-        )
+        forward = Forward(recipe, model, device, self._job.train.precision)
+        predict = predictor(recipe)
+        if self._replica is not None:
+            forward.run = self._replica.run
         while True:
             self._phase, self._number = "waiting", -1
-            self._queue += self._member.batches(wait=True)
-            begun: deque[tuple[int, Slice]] = deque()
+            self._queue += self._member.turns(wait=True)
+            begun: deque[tuple[list[int], Slice]] = deque()
             reads = loader.read(self._slices(loader.samples, plan.batch, begun))
             while True:
                 self._phase = READING
                 read = next(reads, None)
                 if read is None:
                     break
-                self._number, part = begun.popleft()
+                turn, part = begun.popleft()
+                self._number = self._own(turn)
+                batch = read.batch
+                if not read.size and self._replica is not None:
+                    batch = self._any_batch(loader)  # for the other processes of the replica
                 self._phase = "predicting"
                 found = None
-                if read.size:
+                if batch is not None:
                     set_generators(key(self._job.seed, OF_PREDICTION, self._number))
-                    batch = to_device(read.batch, device)
                     model.eval()  # the user's function may have changed that
-                    with torch.no_grad(), precision.autocast():
-                        found = columns(predict(model, batch), read.size)
-                self._phase = "saving"
-                self._write(part, read, found, plan.format)
-                self._member.predicted(self._number)
+                    with torch.no_grad(), forward.autocast():
+                        outputs = forward.run(predict, model, to_device(batch, device))
+                    if read.size and self._writes(turn):
+                        found = columns(outputs, read.size)
+                if self._writes(turn):
+                    self._phase = "saving"
+                    self._write(part, read, found, plan.format)
+                    self._member.predicted(self._number)
                 self._done += 1
 
-    def _slices(self, samples: int, batch: int, begun: deque[tuple[int, Slice]]) -> Iterator[Slice]:
+    def _any_batch(self, loader: Loader) -> Any:
+        if self._spare is None:
+            self._spare = first_readable(loader, loader.samples)
+        return on_tensors(self._spare, Tensor.clone)  # the user's function may change it
+
+    def _own(self, turn: list[int]) -> int:
+        """The batch of a turn that this process computes."""
+        return turn[self._at.shard % len(turn)]
+
+    def _writes(self, turn: list[int]) -> bool:
+        """Whether this process tells what it computes: one of those with the same batch does."""
+        last = self._at.stage == self._job.mesh.stages - 1
+        return self._at.shard < len(turn) and self._at.tensor == 0 and last
+
+    def _slices(
+        self, samples: int, batch: int, begun: deque[tuple[list[int], Slice]]
+    ) -> Iterator[Slice]:
         """The batches in hand; more may come while these are read ahead."""
         while True:
-            self._queue += self._member.batches(wait=False)
+            self._queue += self._member.turns(wait=False)
             if not self._queue:
                 return
-            number = self._queue.popleft()
+            turn = self._queue.popleft()
+            number = self._own(turn)
             part = Slice(0, number * batch, min((number + 1) * batch, samples))
-            begun.append((number, part))
+            begun.append((turn, part))
             yield part
 
     def _write(self, part: Slice, read: Read, found: dict[str, Any] | None, suffix: str) -> None:
@@ -226,10 +279,3 @@ def _dataset(plan: Plan, job: JobSpec) -> LoaderParts:
     if columns := columns_in(parts.dataset):
         raise RecipeError(f"--data {plan.data} returned {a_or_an(parts.dataset)} {columns}")
     return parts
-
-
-def _model(recipe: Recipe, job: JobSpec, plan: Plan, device: torch.device) -> nn.Module:
-    model = make_model(recipe, job.seed)
-    lora.add(job.lora, model, job.seed)  # a run's own file has its adapters apart
-    load_model(plan.model, model)
-    return model.to(device).eval()

@@ -1,4 +1,4 @@
-"""A replica that is a mesh of processes: what a job may have with one, and how this process enters.
+"""A replica that is a mesh of processes, and how this process enters.
 
 The group of a replica is formed once, when its processes build their models, and lives as long as
 they do: one that loses a process is started again whole. How the model is split is known to
@@ -7,7 +7,7 @@ they do: one that loses a process is started again whole. How the model is split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.comm.torch_comm import TorchComm
-from instep.errors import RecipeError, SpecError
-from instep.recipe.recipe import Recipe
-from instep.spec import JobSpec
-from instep.state.boxes import MeshRank, primary
+from instep.errors import RecipeError
+from instep.state.boxes import MeshRank, holders, primary
 from instep.system.addresses import address_towards
 from instep.worker.layout import told_layout
 from instep.worker.member import Member
@@ -38,7 +36,6 @@ class Replica:
         device: where it computes.
         layout: of the model, on the first process of the replica; where it has one.
         example: of what is trained on, where there is a layout.
-        steady: names of the blocks that every pass runs; None: all.
 
     Raises:
         RecipeError: the model cannot be split; or the program has made torch's default group.
@@ -52,15 +49,11 @@ class Replica:
         device: torch.device,
         layout: Layout | None = None,
         example: Example | None = None,
-        steady: Container[str] | None = None,
     ) -> None:
-        from instep.parallel.recompute import checkpoint_blocks
         from instep.parallel.replica_group import ReplicaGroup  # takes half as long as torch
         from instep.parallel.split import split
 
         mesh = member.job.mesh
-        if mesh.checkpointing == "blocks":
-            checkpoint_blocks(model)
         self._model, self.device = model, device
         place, address = member.number % mesh.ranks, address_towards(member.master_host)
         own = mesh.coordinate(member.number)
@@ -77,7 +70,7 @@ class Replica:
         layout = told_layout(self.comm, layout, device)
         self.draws_by_block = layout.draws
         """Whether its model draws random numbers for each block and part of a micro-batch."""
-        self._split = split(model, self._group, mesh, layout, example, steady)
+        self._split = split(model, device, self._group, mesh, layout, example)
         self.stages: Staged | None = self._split if mesh.stages > 1 else None
         if self.stages is not None and not any(p.requires_grad for p in model.parameters()):
             raise RecipeError(
@@ -129,6 +122,11 @@ class Replica:
         shared = self.stages is not None and self.stages.shares(parameter)
         return primary(parameter, self._rank) and not shared
 
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks of this replica that have the same part of a parameter, in their order."""
+        stages = self.stages.holders(parameter) if self.stages is not None else ()
+        return holders(parameter, self._rank, stages)
+
     def close(self) -> None:
         """Leave the groups; a second call does nothing."""
         self.comm.close()
@@ -165,22 +163,3 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     """First address, and the one after the last."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def check_mesh(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse what a recipe has that a replica of several processes cannot do.
-
-    Raises:
-        SpecError: naming it.
-    """
-    if job.mesh.ranks == 1:
-        return
-    for given, name, why in (
-        (recipe.turns, "Recipe.turns", "takes several updates in a step"),
-        (recipe.batch_loss, "Recipe.batch_loss", "computes each batch twice"),
-    ):
-        if given:
-            raise SpecError(
-                f"[mesh] asks for replicas of {job.mesh.ranks} processes, which cannot be used "
-                f"with {name}: it {why}. Leave one of the two out."
-            )

@@ -5,7 +5,8 @@ buffers, optimizer and scheduler of the round's beginning, draws by keys of its 
 nothing behind: what it moved is put back. Its optimizer's state may be kept for its next round
 (`local_optimizers.py`). How the participants' ways are averaged, the
 strategy knows (`sync/averaging.py`); what the mean does is `RoundUpdate.apply`. Where the
-members change within a round, those that stay keep what they have computed of it.
+members change within a round, those that stay keep what they have computed of it. A replica that is
+a mesh computes a participant with all its ranks (`shared_steps.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from torch import Tensor
 from instep.comm.base import Comm
 from instep.data.loader import Read, Skipped, Slice
 from instep.data.order import key, micro_batch
-from instep.errors import PeerError, RecipeError, SpecError
+from instep.errors import RecipeError, SpecError
 from instep.recipe.build import set_generators
 from instep.recipe.forward import Forward
-from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward
 from instep.spec import JobSpec
 from instep.sync.averaging import Averaging
 from instep.worker.local_optimizers import LocalOptimizers
+from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished, finished
 from instep.worker.step.buffers import Buffers
 from instep.worker.step.engine import Engine, Weighed
@@ -51,6 +52,8 @@ class RoundUpdate(Update):
     def __init__(self, *given: Any, local_steps: int, advances: bool = True, **named: Any) -> None:
         super().__init__(*given, **named)
         self._local_steps, self._advances = local_steps, advances
+        self.slots = self.parameters
+        """What this rank has of the parameters."""
         self.local: LocalOptimizers | None = None
         """The optimizer states of participants; None where they are not kept."""
 
@@ -60,9 +63,9 @@ class RoundUpdate(Update):
 
         The scheduler advances by the local steps of the round, as it did for each participant.
         """
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad)
+        for slot in self.slots:
+            if slot.grad is not None:
+                slot.sub_(slot.grad)
         for _ in range(self._local_steps):
             self.advance()
         return None
@@ -78,8 +81,7 @@ class RoundUpdate(Update):
         groups = self.optimizer.param_groups
         before = [options_of(group) for group in groups] if self.local is not None else []
         self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.drop_gradients()
         if before and before != [options_of(group) for group in groups]:
             raise RecipeError(
                 f"the optimizer {type(self.optimizer).__name__} changes values of its param_groups "
@@ -87,6 +89,11 @@ class RoundUpdate(Update):
                 "cannot keep them for one. Use 'reset', or another optimizer."
             )
         self.advance()
+
+    def drop_gradients(self) -> None:
+        """Of the local step."""
+        for parameter in (*self.parameters, *self.slots):
+            parameter.grad = None
 
     def advance(self) -> None:
         """The scheduler takes a local step; nothing else, if no sample counts in it."""
@@ -102,9 +109,12 @@ class Way(NamedTuple):
 
     part: Pass
     total: float
-    """Of its losses."""
+    """Of its losses, as far as this rank computed them."""
     weight: float
-    size: int
+    """What these are a mean of."""
+    whole: float
+    """What the losses of all ranks that compute it are a mean of."""
+    size: float
     skipped: list[Skipped]
     moved: list[Tensor]
     """How far its parameters came, backwards."""
@@ -127,11 +137,10 @@ class Participant:
 
     def __init__(self, update: RoundUpdate, part: Pass) -> None:
         self._update, self.part = update, part
-        self.total = self.weight = 0.0
-        self.size = 0
+        self.total = self.weight = self.whole = self.size = 0.0
         self.skipped: list[Skipped] = []
         optimizer, scheduler = update.optimizer, update.scheduler
-        self.begin = [parameter.detach().clone() for parameter in update.parameters]
+        self.begin = [slot.detach().clone() for slot in update.slots]
         self._groups = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
@@ -151,13 +160,12 @@ class Participant:
         Args:
             buffers: of the model. What it did to them is left for the engine to see.
         """
-        local, parameters = self._update.local, self._update.parameters
+        local, slots = self._update.local, self._update.slots
         moved = [
-            torch.sub(before, parameter.detach())
-            for before, parameter in zip(self.begin, parameters, strict=True)
+            torch.sub(before, slot.detach()) for before, slot in zip(self.begin, slots, strict=True)
         ]
         optimizer = local.pack() if local is not None else {}
-        counted = self.total, self.weight, self.size, self.skipped
+        counted = self.total, self.weight, self.whole, self.size, self.skipped
         return Way(self.part, *counted, moved, buffers.moved_by_pass(), optimizer)
 
     def put_back(self) -> None:
@@ -166,9 +174,9 @@ class Participant:
             return
         self._over, optimizer = True, self._update.optimizer
         with torch.no_grad():
-            for parameter, value in zip(self._update.parameters, self.begin, strict=True):
-                parameter.copy_(value)
-                parameter.grad = None
+            for slot, value in zip(self._update.slots, self.begin, strict=True):
+                slot.copy_(value)
+        self._update.drop_gradients()
         optimizer.state = self._state
         for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(kept)
@@ -207,10 +215,10 @@ def give(engine: Engine, update: RoundUpdate, way: Way) -> dict[int, Weighed]:
     part, whole = way.part, engine.where.stop - engine.where.first
     if update.local is not None and not part.repeats:
         update.local.computed(part.number, way.optimizer)
-    if part.repeats or not way.weight:
+    if part.repeats or not way.whole:
         engine.skip_pass(part)
         return {}
-    engine.begin_pass(part, way.weight / whole, last=False)
+    engine.begin_pass(part, way.whole / whole, last=False)
     for slot, moved in enumerate(way.moved):
         engine.gradient(slot, moved)
     engine.end_pass(part, way.size / whole)
@@ -225,6 +233,7 @@ class Rounds:
         job: says how a round is cut.
         left: whether the members have changed meanwhile.
         at: told what is being done: `loading`, `forward` or `backward`.
+        shared: how the ranks of this replica compute a local step, where they are several.
     """
 
     def __init__(
@@ -235,11 +244,13 @@ class Rounds:
         job: JobSpec,
         left: Callable[[], bool],
         at: Callable[[str], None],
+        shared: SharedSteps | None = None,
     ) -> None:
         self._engine, self._forward, self._update = engine, forward, update
+        self._shared, update.slots = shared, engine.slots
         self._seed, self._local_steps = job.seed, job.sync.local_steps
         self._left, self._is_at = left, at
-        self._participants = job.per_commit.micro_batches
+        self._participants, self._ranks = job.per_commit.micro_batches, job.mesh.ranks
         self._at = (0, 0)  # course and number of a round
         self._ways: dict[int, Way] = {}  # of its participants, by number
         self._there: frozenset[Slice] = frozenset()
@@ -250,7 +261,7 @@ class Rounds:
 
     def _keep(self, slot: int, gradient: Tensor) -> None:
         """A gradient stays where the backward pass left it, for the local step."""
-        self._engine.parameters[slot].grad = gradient
+        self._update.slots[slot].grad = gradient
 
     def finished(self, comm: Comm, course: int, step: int) -> Finished:
         """What the members have computed of a round that an earlier generation began; all call it.
@@ -262,8 +273,12 @@ class Rounds:
         table = torch.zeros(comm.size, self._participants, device=self._engine.parameters[0].device)
         table[comm.rank, list(self._ways)] = 1.0
         comm.all_reduce(table).wait()
+        held = table.view(-1, self._ranks, self._participants).amin(1)  # by all of a replica
+        self._ways = {n: way for n, way in self._ways.items() if held[comm.rank // self._ranks, n]}
         self._there = frozenset(way.part.samples for way in self._ways.values())
-        return finished(step, [row.nonzero().flatten().tolist() for row in table])
+        rows = torch.zeros_like(table)
+        rows[:: self._ranks] = held
+        return finished(step, [row.nonzero().flatten().tolist() for row in rows])
 
     def _go_to(self, course: int, step: int) -> None:
         """What was computed for another round is of no use."""
@@ -272,9 +287,18 @@ class Rounds:
 
     def slices(self, share: Share) -> Iterator[Slice]:
         """The samples of each local step of each participant that is to be computed, in order."""
+        return (part.samples for part in self._parts(share))
+
+    def samples_of(self, share: Share) -> int:
+        """How many samples of a round this worker computes, or has computed."""
+        return sum(part.size for part in self._parts(share, every=True) if not part.repeats)
+
+    def _parts(self, share: Share, *, every: bool = False) -> Iterator[Pass]:
+        """What this rank has of each local step; of all participants, or of those to compute."""
         for part in share.passes:
-            if part.samples not in self._there:
-                yield from (samples for _, samples in local_steps_of(part, self._local_steps))
+            if every or part.samples not in self._there:
+                for _, cut in local_steps_of(part, self._local_steps):
+                    yield Pass(cut, 0) if self._shared is None else self._shared.part_of(cut)
 
     def run(
         self, share: Share, loads: Iterator[Read], step: int
@@ -285,7 +309,8 @@ class Rounds:
             What each one's losses came to, by its number, and the samples that could not be read.
 
         Raises:
-            PeerError: the members have changed; everything is as at the begin of the round.
+            MembersChanged: everything is as at the begin of the round.
+            PeerError: another rank of this replica was lost.
         """
         engine = self._engine
         self._go_to(engine.state.progress.course, step)
@@ -306,11 +331,35 @@ class Rounds:
         with Participant(self._update, part) as participant:
             cuts = dict(local_steps_of(part, self._local_steps))
             for number in range(self._local_steps):
-                if self._left():
-                    raise PeerError("the members have changed in the middle of a round.")
-                if number not in cuts or not self._local_step(participant, loads, step, number):
+                counts = False
+                if self._shared is None and self._left():
+                    raise MembersChanged
+                if number in cuts and self._shared is not None:
+                    counts = self._shared_step(participant, cuts[number], loads, step, number)
+                elif number in cuts:
+                    counts = self._local_step(participant, loads, step, number)
+                if not counts:
                     self._update.advance()
             return participant.way(self._engine.buffers)
+
+    def _shared_step(
+        self, participant: Participant, cut: Slice, loads: Iterator[Read], step: int, number: int
+    ) -> bool:
+        """The same as `_local_step`, together with the other ranks of this replica."""
+        assert self._shared is not None, "a mesh"
+        place = step, participant.part.number, number
+        self._is_at("forward")
+        self._update.drop_gradients()
+        given = self._shared.run(cut, loads, key(self._seed, OF_PASS, *place), left=self._left())
+        participant.skipped += given.skipped
+        participant.size += given.size
+        participant.total += given.found.total
+        participant.weight += given.found.weight
+        participant.whole += given.whole
+        if given.whole:
+            self._update.known_norm = given.norm
+            self._update.take_step(*place)
+        return bool(given.whole)
 
     def _local_step(
         self, participant: Participant, loads: Iterator[Read], step: int, number: int
@@ -336,28 +385,13 @@ class Rounds:
             return False
         participant.total += float(found.loss.detach()) * found.factor
         participant.weight += found.weight
+        participant.whole += found.weight
         since = clock.lap(since, "forward")
         self._is_at("backward")
         found.loss.backward()
         self._update.take_step(*place)
         clock.lap(since, "backward")
         return True
-
-
-def check(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse a recipe of which a participant alone cannot take a step.
-
-    Raises:
-        SpecError: its loss is of the whole global batch, or a round would take more samples than
-            there are.
-    """
-    if recipe.batch_loss is not None:
-        raise SpecError(
-            f"sync.name = {job.sync.name!r}: participants take their steps apart, and "
-            "Recipe.batch_loss is of the global batch of all of them. Use "
-            "sync.name = 'all_reduce', or give compute_loss instead."
-        )
-    check_length(job, len(recipe.train))
 
 
 def check_length(job: JobSpec, samples: int) -> None:

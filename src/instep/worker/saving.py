@@ -330,7 +330,7 @@ def write_shards(
         tensors |= snapshot.tensors[PART]
         cuts |= {name: cut for name, cut in snapshot.cuts.items() if name in tensors}
         mine[f"{PART}-{comm.rank}"] = tensors, {CUTS: json.dumps(cuts)}
-    if shard := engine.shard():
+    if shard := engine.own.shard():
         mine[f"{SHARD}{comm.rank - comm.size + len(form.servers)}"] = shard, {}
     return _write_files(comm, member, step, files, mine)
 

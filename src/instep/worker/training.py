@@ -23,16 +23,19 @@ from instep.data.reading.threads import cpu_clock
 from instep.data.samples.contents import Record
 from instep.errors import PeerError, SpecError
 from instep.parallel.batch_norm import make_global
-from instep.parallel.blocks import repeated_blocks
+from instep.parallel.compiled import COMPILING
+from instep.parallel.host_state import keep_on_host
 from instep.parallel.nested import on_tensors
 from instep.recipe.build import build_model, build_optimizer, set_generators
 from instep.recipe.forward import Forward, Measured
+from instep.recipe.large import measured
 from instep.recipe.recipe import Recipe
 from instep.recipe.rehearsal import called_backward, try_validation
+from instep.recipe.tuning import NOTHING, Begun
 from instep.spec import JobSpec
 from instep.state.intact import discard_after
 from instep.state.retention import Best, best_rule
-from instep.sync import SERVERS
+from instep.sync import SERVERS, clashes
 from instep.words import listed
 from instep.worker import dataset_check, rounds
 from instep.worker.early_reads import EarlyReads
@@ -44,17 +47,17 @@ from instep.worker.member import Member
 from instep.worker.mesh_check import MeshCheck, check_validation
 from instep.worker.observed import Observed, make_observers
 from instep.worker.optimizer_check import OptimizerCheck
-from instep.worker.replica import Replica, check_mesh, check_model
+from instep.worker.replica import Replica, check_model
+from instep.worker.shared_steps import MembersChanged, SharedSteps
 from instep.worker.step.assignment import Finished
 from instep.worker.step.engine import Weighed
 from instep.worker.step.passes import OF_PASS, Pass, Share
 from instep.worker.step.served import ServedUpdate
-from instep.worker.step.turns import check_turns, key_of_pass, make_turns
+from instep.worker.step.turns import key_of_pass, make_turns
 from instep.worker.step.update import Update
 from instep.worker.stopping import check_rules
-from instep.worker.trial.reads import try_recipe
+from instep.worker.trial.reads import try_blocks, try_recipe
 from instep.worker.trial.sameness import ANOTHER_SAW
-from instep.worker.trial.steady import single_samples, steady_blocks
 from instep.worker.trial_result import Trial
 from instep.worker.whole_batch import WholeBatch
 
@@ -80,23 +83,22 @@ class Training(Loop):
         member.at = lambda: early.heartbeat(self.phase, self._clock())
         check_device(self.job, device)
         check_rules(self.job.stop, recipe)
-        check_turns(self.job, recipe)
+        clashes.check(self.job, recipe)
         samples = len(recipe.train)
         fresh = member.checkpoint is None  # else the checkpoint has the parameters
         last_step = self.job.per_commit.length(samples)
         averages, local_steps = self.job.sync.participants > 0, self.job.sync.local_steps
         if averages:
-            rounds.check(self.job, recipe)
+            rounds.check_length(self.job, samples)
         embeds = recipe.batch_loss is not None
-        if embeds and self.job.check.corruption:
-            raise SpecError(
-                "check.corruption = true repeats passes of other workers, which cannot be done "
-                "with Recipe.batch_loss, whose gradients follow from the whole global batch. Leave "
-                "one of them out."
-            )
-        check_mesh(self.job, recipe)
         model, begun = build_model(
-            recipe, self.job.seed, device, self.job.start, self.job.lora, load=fresh
+            recipe,
+            self.job.seed,
+            device,
+            self.job.start,
+            self.job.lora,
+            load=fresh,
+            building=measured(self.job, member.run) if self.job.mesh.ranks > 1 else None,
         )
         self._reads = make_global(model) if self.job.train.batch_norm == "global" else None
         self._forward = Forward(recipe, model, device, self.job.train.precision)
@@ -108,18 +110,21 @@ class Training(Loop):
             each.begin()
         self.samples, self._replica, trial = samples, None, None
         if self.job.mesh.ranks > 1:
-            trial = self._try()  # on the whole model, and so before it is split
+            known = Trial.read(member.known)
+            trial = known or self._try(begun)  # before the model is split
             moves = OptimizerCheck(
                 model,
                 lambda model: build_optimizer(recipe, model, 1, self.job.start, begun).optimizer,
                 self.job.seed,
                 first=member.number % self.job.mesh.ranks == 0,
-                needed=not member.others_have_state,
+                needed=known is None and begun.small,
             )
-            self._replica = self._split(model, merge=trial.merge)
+            self._replica = self._split(model, begun, merge=trial.merge, compare=known is None)
             moves.run(self._replica, model)
         built = build_optimizer(recipe, model, last_step * local_steps, self.job.start, begun)
         self._built = built
+        if self.job.mesh.offload == "optimizer":
+            keep_on_host(built.optimizer)
         scaler = torch.amp.GradScaler("cuda", enabled=self.job.train.precision == "float16")
         turns = make_turns(built, self.job, scaler)
         make_update = partial(rounds.RoundUpdate, local_steps=local_steps) if averages else Update
@@ -179,6 +184,7 @@ class Training(Loop):
                 self.job,
                 left=lambda: self.member.superseded,
                 at=lambda phase: setattr(self, "phase", phase),
+                shared=self._shared_steps(update),
             )
             if isinstance(update, rounds.RoundUpdate)
             else None
@@ -197,11 +203,11 @@ class Training(Loop):
             )
         )
 
-    def _split(self, model: nn.Module, *, merge: bool) -> Replica:
+    def _split(self, model: nn.Module, begun: Begun, *, merge: bool, compare: bool) -> Replica:
         """Have this process keep its part of the model, once the replica's others are here; where
-        nobody trains it yet, compare them with one process."""
+        none has trained it yet, compare them with one process."""
         check_model(model)
-        trains, mesh = self.member.others_have_state, self.job.mesh
+        mesh = self.job.mesh
         first = self.member.number % mesh.ranks == 0
         example = layout = None
         if mesh.same_batch > 1:
@@ -215,28 +221,34 @@ class Training(Loop):
             self.job,
             self.samples,
             first=first,
-            why="other replicas train already" if trains else "",
+            why="" if compare else "such a replica has been compared",
             blocks=layout.blocks if layout is not None else (),
+            begun=begun,
         )
-        alone = single_samples(self._loader, self.samples)
-        blocks = list(repeated_blocks(model))
-        steady = steady_blocks(self._forward, alone, blocks, seed=self.job.seed)
         self.phase = "meeting"
         with preserved():
-            replica = Replica(self.member, model, self.device, layout, example, steady)
+            replica = Replica(self.member, model, self.device, layout, example)
+        begun.fill(model)
         self._forward.run = replica.run
         if self._reads is not None:
             self._reads.tells = replica.proposes
         found, why = check.run(replica, self._reads, merge=merge)
-        if self._validation is not None and not trains:
+        if self._validation is not None and compare and begun.small:
             check_validation(
                 self._forward, self._validation, self._first_batch, replica, self._validated
             )
         self.phase = "building"
-        if self.member.number == 0 and not trains:
+        if self.member.number == 0 and compare:
             fields = found._asdict() if found is not None else {"why": why}
             self.member.emit("mesh_checked", **fields)
         return replica
+
+    def _shared_steps(self, update: Update) -> SharedSteps | None:
+        """How the ranks of this replica take local steps together; None where it is one."""
+        if self._replica is None:
+            return None
+        given = self._forward, self._loader, update, self.job, self.samples, self._replica
+        return SharedSteps(self.engine, *given)
 
     def _take_host_copy(self, replica: Replica) -> None:
         """Continue where the replica's processes before these were, if their host still has it."""
@@ -329,7 +341,7 @@ class Training(Loop):
         return Heartbeat(
             step=self.step,
             steps=self._done,
-            phase=self.phase,
+            phase="compiling" if COMPILING.is_set() else self.phase,
             progress=done + self._loader_watch.ended,
             cpu_s=self._clock() + sum(loader.cpu_s for loader in self._loaders),
         )
@@ -358,6 +370,11 @@ class Training(Loop):
 
     def _slices(self, share: Share) -> Iterable[Slice]:
         return super()._slices(share) if self._rounds is None else self._rounds.slices(share)
+
+    def _samples_of(self, share: Share) -> int:
+        return (
+            super()._samples_of(share) if self._rounds is None else self._rounds.samples_of(share)
+        )
 
     @property
     def _whole(self) -> bool:
@@ -396,8 +413,10 @@ class Training(Loop):
         inner = self.phase in ("validation", "trying a batch")
         return f"{self.phase}: {self._forward.phase}" if inner else self.phase
 
-    def _try(self) -> Trial:
+    def _try(self, begun: Begun = NOTHING) -> Trial:
         self.phase = "trying a batch"
+        if not begun.small:
+            return try_blocks(self._forward, self._loader, self.job, self.samples, begun.fill)
         trial = try_recipe(self._forward, self._loader, self.job, self.samples)
         if self._validation is not None and self.member.number == 0:
             self._validated = try_validation(self._forward, self._validation, self._first_batch)
@@ -429,6 +448,8 @@ class Training(Loop):
         if sample := int(found[2]):
             trial = trial._replace(verdict=dataset_check.unrepeatable(sample - 1))
         self.state.trial = trial
+        if self._replica is not None and comm.rank == 0 and not self.member.known:
+            self.member.remember(trial.encoded())
         if self.job.check.strict and not trial.same:
             raise SpecError(
                 f"check.strict = true refuses to train. Same as one machine: {trial.verdict}."
@@ -508,12 +529,15 @@ class Training(Loop):
     ) -> Generator[Step, None, Passed]:
         """Forward and backward pass of each, weighted by what its loss is a mean of."""
         yield from ()  # only own loops yield in the middle of a step
-        if self._rounds is not None:
-            return Passed(*self._rounds.run(share, loads, self.step))
-        if self._whole_batch is not None:
+        if self._rounds is not None or self._whole_batch is not None:
             self.phase = "forward"
             try:
+                if self._rounds is not None:
+                    return Passed(*self._rounds.run(share, loads, self.step))
+                assert self._whole_batch is not None
                 return Passed(*self._whole_batch.run(where, share, loads, self.step))
+            except MembersChanged:
+                raise
             except PeerError as error:
                 if self._replica is not None:  # what is computed together cannot be left half done
                     self._replica_broke(error)

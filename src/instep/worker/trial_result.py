@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 
 class Trial(NamedTuple):
     """The result of the trial. Plain data, which a new worker gets from the others."""
@@ -31,3 +33,12 @@ class Trial(NamedTuple):
     def same(self) -> bool:
         """Whether the run is shown to give the result of one machine."""
         return self.verdict == "yes"
+
+    def encoded(self) -> bytes:
+        """For `read`."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def read(cls, data: bytes) -> Trial | None:
+        """What `encoded` gave; None if there is nothing."""
+        return msgspec.json.decode(data, type=cls) if data else None

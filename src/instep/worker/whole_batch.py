@@ -56,6 +56,7 @@ class WholeBatch:
         reads: of the model, if its layers see the global batch.
         device: where the model is.
         replica: if it is a mesh.
+        parts: micro-batches of each step; as many as the job says, where it is 0.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class WholeBatch:
         reads: Reads | None,
         device: torch.device,
         replica: Replica | None = None,
+        parts: int = 0,
     ) -> None:
         self._engine, self._forward, self._loader = engine, forward, loader
         self._job, self._reads, self._device = job, reads, device
         self._order, self._borrowed = Order(samples, job.seed), None
-        self._samples = samples
+        self._samples, self._parts = samples, parts
         self._replica = replica
 
     def run(
@@ -123,7 +125,8 @@ class WholeBatch:
         self, where: Position, part: Pass, skipped: Sequence[Skipped], step: int
     ) -> tuple[list[int], list[int]]:
         """Key and size of each micro-batch of a pass."""
-        parts, lost = parts_of(where, self._job.train), {each.sample for each in skipped}
+        parts = self._parts or parts_of(where, self._job.train)
+        lost = {each.sample for each in skipped}
         keys, sizes = [], []
         for number in range(part.number, part.number + part.micro_batches):
             first, stop = micro_batch(where.first, where.stop, number, parts)

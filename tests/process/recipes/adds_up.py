@@ -7,27 +7,41 @@ from torch.utils.data import TensorDataset
 
 import instep
 
-SAMPLES = 101
+SAMPLES, EVEN, WIDTH = 101, 96, 700
 
 
 def rows() -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(SAMPLES, 700, generator=generator)
+    return torch.randn(SAMPLES, WIDTH, generator=generator)
+
+
+def whole_numbers(count: int) -> torch.Tensor:
+    """Samples whose sums are exact, in any order."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(-99, 100, (count, WIDTH), generator=generator).float()
 
 
 class Product(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(700))
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs @ self.weight
 
 
 def recipe(pause_s: float = 0.0) -> instep.Recipe:
+    return of(rows(), pause_s)
+
+
+def in_whole_numbers() -> instep.Recipe:
+    return of(whole_numbers(EVEN), 0.0)
+
+
+def of(samples: torch.Tensor, pause_s: float) -> instep.Recipe:
     return instep.Recipe(
         model=Product(),
         compute_loss=lambda model, batch: instep.WeightedLoss(model(batch[0]).sum(), len(batch[0])),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        train=Slow(TensorDataset(rows()), pause_s),
+        train=Slow(TensorDataset(samples), pause_s),
     )

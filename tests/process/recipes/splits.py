@@ -1,6 +1,8 @@
 """Models that a mesh splits: repeated blocks, dropout, what does not divide, what is frozen."""
 
+import os
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -40,19 +42,22 @@ class Net(nn.Module):
         return self.head(x * self.scale)
 
 
-def samples(seed, count):
+def samples(seed, count, dtype="float64"):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 5, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, x[:, :CLASSES].argmax(1))
+    return TensorDataset(x.to(getattr(torch, dtype)), x[:, :CLASSES].argmax(1))
 
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1):
+def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1, tells=""):
     def loss(outputs, targets):
         time.sleep(pause_s)
+        if tells:  # which process it is that runs a pass
+            with Path(tells).open("a") as file:
+                file.write(f"{os.getpid()}\n")
         return functional.cross_entropy(outputs, targets)
 
     return instep.Recipe(
@@ -60,17 +65,21 @@ def recipe(optimizer="sgd", dtype="float64", pause_s=0.0, drop=0.1):
         loss=loss,
         weight=lambda batch: len(batch[0]),
         optimizer=sgd if optimizer == "sgd" else lambda p: torch.optim.AdamW(p, lr=0.01),
-        train=samples(1, SAMPLES),
-        validate=samples(2, 21),
+        train=samples(1, SAMPLES, dtype),
+        validate=samples(2, 21, dtype),
     )
 
 
 def sabotaged():
     """Gradients of the replica's first rank alone, instead of their sum."""
-    from instep.parallel import lockstep
+    from instep.parallel import lockstep, whole_sums
 
     def first_rank_s(parts, out=None):
         return parts[0].clone() if out is None else out.copy_(parts[0])
 
-    lockstep.in_rank_order = first_rank_s
+    lockstep.in_rank_order = whole_sums.in_rank_order = first_rank_s
     return recipe()
+
+
+def inputs():
+    return samples(1, SAMPLES)

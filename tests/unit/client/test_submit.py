@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
         (
             {"sync": {"name": "server_sync", "codec": "int8"}},
             SpecError,
-            "'server_sync' does not go with sync.codec: servers are sent plain numbers",
+            "'server_sync' does not go with sync.codec = 'int8': servers are sent plain numbers",
         ),
         (
             {"sync": {"name": "server_sync"}, "train": {"device": "cuda"}},
@@ -100,12 +100,12 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
                 "check": {"corruption": True},
             },
             SpecError,
-            "does not go with check.corruption: it compares states that every worker has",
+            "does not go with check.corruption = true: it compares states that every worker has",
         ),
         (
             {"sync": {"name": "server_sync"}, "recipe": f"{__file__}:__main__"},
             SpecError,
-            "needs a recipe: your own loop calls the optimizer, which is on the servers",
+            "does not go with a loop of your own: your own loop calls the optimizer",
         ),
         ({"sync": {"codec": "half"}}, SpecError, "no codec is called 'half'"),
         (
@@ -152,11 +152,15 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path):
             RecipeError,
             "no recipe file 'nowhere.py'",
         ),
+        (
+            {"mesh": {"sequence": True}},
+            SpecError,
+            "mesh.sequence = True is for mesh.tensor above 1. Leave the key out",
+        ),
         *(
-            ({"mesh": {"shard": 2}, **other}, SpecError, "([mesh]) does not go with")
+            ({"mesh": {"shard": 2}, **other}, SpecError, "mesh.shard = 2 does not go with")
             for other in (
                 {"sync": {"name": "server_sync"}},
-                {"sync": {"codec": "int8"}},
                 {"check": {"corruption": True}, "train": {"determinism": "bits"}},
             )
         ),

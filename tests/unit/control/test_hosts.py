@@ -162,6 +162,17 @@ def test_on_one_machine_no_host_is_silent():
     assert table.starts() == {0: 0, 1: 0}
 
 
+def test_on_one_machine_a_worker_is_started_though_the_host_is_slow():
+    """Nobody would ask for it again."""
+    table = Table(0)
+    table.come(0)
+    table.wait(1.0, 0)
+    assert table.wait(5.0) == set()
+    assert table.hosts.is_quiet(0)
+    table.start([0])
+    assert table.starts() == {0: 0}
+
+
 def test_a_process_of_a_silent_host_is_lost_once_its_lease_has_run_out(three):
     process = RemoteProcess(three.hosts, 2, 77)
     three.wait(FLOOR_S - 0.2, 0, 1)

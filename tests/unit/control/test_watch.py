@@ -468,6 +468,13 @@ def test_a_watchdog_that_did_not_run_blames_no_worker_for_it():
     assert shown.hangs() == [(1, "forward")]
 
 
+def test_a_worker_that_compiles_does_not_hang():
+    shown = Shown(0, 1)
+    shown.at(1, "compiling")
+    shown.goes_on(beats(2 * UNKNOWN_S), frozen=[1])
+    assert shown.hangs() == []
+
+
 def test_an_exchange_in_which_all_wait_is_stuck():
     shown = Shown(0, 1)
     for worker in (0, 1):
@@ -555,7 +562,7 @@ def test_a_silent_process_of_the_only_replica_hangs_though_all_get_nothing_done(
 
 
 def test_a_process_that_waits_for_a_fellow_that_reads_or_saves_does_not_hang():
-    for phase in ("loading", "saving", "validation"):
+    for phase in ("loading", "saving", "validation", "compiling"):
         shown = of_two_replicas()
         shown.at(0, phase)
         for worker in (2, 3):

@@ -65,6 +65,10 @@ class Sent(TorchDispatchMode):
         space, _, name = func._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional") and "wait" not in name and "wrap" not in name:
             kind = "all_gather" if "gather" in name else "all_reduce"
+            if name == "alltoall_base_":
+                self.calls["all_to_all"] += 1
+                self.bytes += args[1].numel() * args[1].element_size()  # none to itself
+                return made
             assert kind == "all_gather" or name in ("allreduce_", "all_reduce"), name
             self.calls[kind] += 1
             tensor = made if isinstance(made, torch.Tensor) else args[0]

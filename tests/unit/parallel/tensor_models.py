@@ -53,13 +53,71 @@ class GPT(nn.Module):
         self.embed, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, **block) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+        self.dropout = nn.Dropout(block.get("dropout", 0.0))
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, ids):
-        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+        x = self.dropout(self.embed(ids) + self.places(torch.arange(ids.shape[1])))
         for block in self.blocks:
             x = block(x)
+        return self.head(self.norm(x))
+
+
+class LlamaBlock(nn.Module):
+    """Rotated queries and keys, a gated perceptron; works on what its model hands over."""
+
+    def __init__(self, width, heads, pairs):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = RotaryAttention(width, heads, pairs)
+        self.mlp = GatedPerceptron(width)
+
+    def forward(self, x, turns):
+        x = x + self.attention(self.norm1(x), turns=turns)
+        return x + self.mlp(self.norm2(x))
+
+
+class RotaryAttention(nn.Module):
+    def __init__(self, width, heads, pairs):
+        super().__init__()
+        self.each = width // heads
+        self.wq, self.wo = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(width, pairs * self.each, bias=False) for _ in range(2))
+
+    def forward(self, x, turns):
+        heads = (*x.shape[:2], -1, self.each)
+        q, k, v = (each(x).view(heads).transpose(1, 2) for each in (self.wq, self.wk, self.wv))
+        q, k = (torch.view_as_complex(each.unflatten(-1, (-1, 2)).contiguous()) for each in (q, k))
+        q, k = (torch.view_as_real(each * turns).flatten(-2) for each in (q, k))
+        made = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(made.transpose(1, 2).flatten(2))
+
+
+class GatedPerceptron(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, width=WIDTH, heads=4, pairs=2):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(WORDS, width), nn.RMSNorm(width)
+        self.layers = nn.ModuleList(LlamaBlock(width, heads, pairs) for _ in range(2))
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.each = width // heads
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        rates = 100.0 ** -torch.linspace(0, 1, self.each // 2, dtype=x.dtype)
+        angles = torch.outer(torch.arange(ids.shape[1], dtype=x.dtype), rates)
+        for layer in self.layers:
+            x = layer(x, torch.polar(torch.ones_like(angles), angles))
         return self.head(self.norm(x))
 
 
@@ -130,14 +188,17 @@ class Table(nn.Module):
 class Encoder(nn.Module):
     """torch's own layers, whose attention packs its weights."""
 
-    def __init__(self):
+    def __init__(self, first=True):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=0)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=64, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.embed, self.first = nn.Embedding(WORDS, WIDTH, padding_idx=0), first
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=64, batch_first=first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=first)
 
     def forward(self, ids):
-        return self.encoder(self.embed(ids), src_key_padding_mask=ids == 0).mean(1)
+        x, padded = self.embed(ids), ids == 0
+        if not self.first:  # the sequence comes before the batch
+            return self.encoder(x.transpose(0, 1), src_key_padding_mask=padded).mean(0)
+        return self.encoder(x, src_key_padding_mask=padded).mean(1)
 
 
 def next_word(model, ids):
@@ -149,8 +210,12 @@ def squares(model, x):
     return model(x).square().mean()
 
 
-def words(rows=4):
-    return torch.randint(1, WORDS, (rows, LENGTH))
+def words(rows=4, length=LENGTH):
+    return torch.randint(1, WORDS, (rows, length))
+
+
+def of_some_length():
+    return words(length=int(torch.randint(3, LENGTH + 1, ())))
 
 
 MODELS = {
@@ -158,6 +223,7 @@ MODELS = {
     "tied": (lambda: GPT(tied=True), next_word, words),
     "dropout": (lambda: GPT(dropout=0.2), next_word, words),
     "grouped": (lambda: GPT(pairs=2, norm=True), next_word, words),
+    "llama": (Llama, next_word, words),
     "odd heads": (lambda: GPT(width=24, layers=1), next_word, words),
     "fused": (Fused, squares, lambda: torch.randn(3, 5, 8)),
     "gated": (Gated, squares, lambda: torch.randn(5, 4, 7)),
@@ -167,11 +233,18 @@ MODELS = {
 }
 """Name to how the model is built, its loss from model and batch, and a batch."""
 
+SEQUENCES = {
+    "time first": (lambda: Encoder(first=False), squares, words),
+    "lengths": (lambda: GPT(dropout=0.2), next_word, of_some_length),
+    "odd lengths": (lambda: GPT(width=24, dropout=0.2), next_word, of_some_length),
+}
+"""The same, for tests of sequences."""
+
 
 def made(name, dtype=torch.float64):
     """A model from a fixed seed, its loss, and four batches."""
     torch.manual_seed(11)
-    build, compute_loss, batch = MODELS[name]
+    build, compute_loss, batch = {**MODELS, **SEQUENCES}[name]
     batches = [batch() for _ in range(4)]
     batches = [each.to(dtype) if each.is_floating_point() else each for each in batches]
     return build().to(dtype), compute_loss, batches

@@ -1,7 +1,9 @@
 """Stages of models that run one after the other in one process, and models that are refused."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from pipeline_models import GPT, UNet, batch_of, gpt, hugging_face, loss_of, mlp
@@ -162,6 +164,102 @@ def test_hugging_face_checkpointing():
     whole = in_stages(copy.deepcopy(model), 4, stages=1)
     model.activation_checkpointing_enable()
     same(gradients(in_stages(model, 4), batch, 4), gradients(whole, batch, 4))
+
+
+def draws_if_told(how):
+    """Blocks that draw once `model.draws` is set."""
+
+    def forward(model, x):
+        x = model.start(x)
+        for block in model.blocks:
+            x = block(x)
+            if model.draws:
+                x = x * how(x)
+        return model.end(x)
+
+    return lambda: Odd(forward, draws=False)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: torch.rand(x.shape, dtype=x.dtype),
+        lambda x: torch.from_numpy(np.random.rand(*x.shape)),
+        lambda x: random.random(),
+    ],
+    ids=["torch", "numpy", "python"],
+)
+def test_a_model_that_begins_to_draw_draws_what_one_stage_draws(how):
+    torch.manual_seed(1)
+    model = draws_if_told(how)().double().train()
+    batch = batch_of(model, 6)
+    cut, whole = in_stages(copy.deepcopy(model), 6), in_stages(model, 6, stages=1)
+    same(gradients(cut, batch, 6), gradients(whole, batch, 6))
+    first = gradients(cut, batch, 6)
+    for pipeline in (cut, whole):
+        pipeline.module.draws = True
+    for key in (6, 7):
+        found = gradients(cut, batch, 6, key)
+        same(found, gradients(whole, batch, 6, key))
+        assert found[1] != first[1]
+
+
+def test_a_model_that_begins_to_draw_and_changes_what_arrived_is_refused():
+    def forward(model, x):
+        x = model.start(x)
+        for place, block in enumerate(model.blocks):
+            y = block(x)
+            x += 1.0
+            x = x * torch.rand_like(x) + y if model.draws and place > 1 else x + y
+        return model.end(x)
+
+    torch.manual_seed(1)
+    model = Odd(forward, draws=False, blocks=nn.ModuleList([nn.ReLU() for _ in range(4)]))
+    cut = in_stages(model.double().train(), 6)
+    model.draws = True
+    with pytest.raises(RecipeError, match=r"did not draw .* after 'blocks.2' change in place"):
+        cut.run(batch_of(model, 6), 6, 1)
+
+
+def test_nothing_is_set_for_a_model_that_draws_nothing():
+    states = []
+    model = Odd(lambda model, x: model.end(chain(model, x, noting))).double().train()
+
+    def noting(x):
+        states.append(torch.get_rng_state())
+        return x
+
+    cut = in_stages(model, 6)
+    states.clear()
+    cut.run(batch_of(model, 6), 6, 1)
+    assert len(states) > 12
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_a_parameter_that_a_stage_is_called_with_and_does_not_use():
+    class Given(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * (scale if self.uses else 1.0)
+
+    def forward(model, x):
+        x = model.start(x)
+        for place, block in enumerate(model.blocks):
+            block.uses = place in (0, 3)
+            x = block(x, model.scale)
+        return model.end(x)
+
+    torch.manual_seed(1)
+    model = Odd(
+        forward,
+        blocks=nn.ModuleList([Given(8, 8) for _ in range(4)]),
+        scale=nn.Parameter(torch.rand(8)),
+    )
+    model = model.double().train()
+    batch = batch_of(model, 6)
+    cut = in_stages(copy.deepcopy(model), 6, cuts=["blocks.1", "blocks.2", "blocks.3"])
+    wanted = gradients(in_stages(model, 6, stages=1), batch, 6)
+    for _ in range(2):
+        same(gradients(cut, batch, 6), wanted)
 
 
 def test_the_sequence_length_may_change_from_step_to_step():

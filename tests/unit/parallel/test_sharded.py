@@ -205,28 +205,42 @@ class Chooser(nn.Module):
 
     def forward(self, x: Tensor, way: list[int]) -> Tensor:
         for expert in way:
-            x = torch.tanh(self.experts[expert](x))
+            if expert >= 0:
+                x = torch.tanh(self.experts[expert](x))
+            else:  # makes no use of what it returns
+                self.experts[~expert](x)
         return x.square().sum()
 
 
-WAYS = [
-    ([3, 1, 0, 2, 4],) * 3,  # from here on the order is known
-    ([1, 0], [0, 4], [3, 1, 0, 2, 4]),
-    ([2], [2], [2]),
-    ([3], [4], [0]),
-]
+WAYS = {
+    "alike": ([3, 1, 0, 2, 4],) * 3,
+    "left out": ([1, 0], [0, 4], [3, 1, 0, 2, 4]),
+    "no block at all": ([], [], [2]),
+    "one each, as experts": ([3], [4], [0]),
+    "one never": ([2], [2], [2]),
+    "more often": ([0, 1], [0, 1, 0, 1, 0, 1], [0, 0]),
+    "in another order": ([4, 3], [3, 4], [3, 0, 4]),
+    "without use": ([~0, 3, 1, ~4], [0, ~1], [0, ~1, 1]),
+    "all of it": ([2, 2, 0, 3], [3, 0, 2], [1, 3, 1]),
+}
 
 
 def other_ways(rank: int, ranks: int, folder: Path) -> None:
     group = replica(rank, ranks, folder)
+    for zero in (3, 2):
+        one_zero(group, rank, ranks, zero)
+    group.close()
+
+
+def one_zero(group: ReplicaGroup, rank: int, ranks: int, zero: Any) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Chooser()
     plain = copy.deepcopy(model)
-    sharded = shard(model, group.device_mesh)
+    sharded = shard(model, group.device_mesh, zero=zero)
     mine = sharded.local_parameters(model.parameters())
     x = torch.randn(ranks, 2, 4, requires_grad=True)
-    for ways in WAYS:
+    for ways in WAYS.values():
         with torch.no_grad():
             sharded.run(model, x[rank], ways[-rank])
         sharded.run(model, x[rank], ways[rank]).backward()
@@ -243,10 +257,28 @@ def other_ways(rank: int, ranks: int, folder: Path) -> None:
                 whole = split_like(parameter, local.grad).full_tensor()
                 torch.testing.assert_close(whole, other.grad, rtol=1e-10, atol=1e-12)
             local.grad = other.grad = None
-    with pytest.raises(RecipeError, match="in the same order on every rank"):
-        sharded.run(model, x[rank], [4, 3] if rank else [3, 4]).backward()
-    group.close()
+    (loss,) = sharded.run(lambda: iter([model(x[rank], [0, 1] if rank else [0])]))
+    with pytest.raises(RecipeError, match="must begin at the loss that the pass returned"):
+        loss.backward()
 
 
 def test_ranks_whose_samples_take_other_ways_sum_right_or_are_refused(tmp_path: Path) -> None:
     start_processes(other_ways, (3, tmp_path), nprocs=3, start_method="forkserver")
+
+
+def more_often(rank: int, ranks: int, folder: Path) -> None:
+    group = replica(rank, ranks, folder)
+    model, x = Chooser(), torch.randn(2, 4)
+    sharded = shard(model, group.device_mesh)
+
+    def times(count: int) -> Tensor:
+        return torch.stack([model(x, [0, 1, 2, 3, 4]) for _ in range(count)])
+
+    with torch.no_grad():
+        assert sharded.run(times, 2).shape == (2,)
+        assert sharded.run(times, 1 + rank).shape == (1 + rank,)
+    group.close()
+
+
+def test_a_rank_that_is_done_with_a_pass_does_not_let_the_others_wait(tmp_path: Path) -> None:
+    start_processes(more_often, (2, tmp_path), nprocs=2, start_method="forkserver")

@@ -1,5 +1,6 @@
 """Tensor plans: what is found, what is said, and what a trial finds out."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from instep.errors import RecipeError, SpecError
 from instep.parallel.tensor import Plan, find_plan
 from instep.parallel.tensor.alone import Failed
-from instep.parallel.tensor.plan import Cut
+from instep.parallel.tensor.plan import Cut, Draw
 from instep.parallel.tensor.trial import Trial
 
 BLOCK = {
@@ -103,8 +104,8 @@ def test_what_stays_whole_is_said():
 def test_draws_between_cut_layers_are_found():
     draws = plan_of("dropout").draws
     assert draws == {  # probabilities by heads, then the perceptron's hidden values
-        **{f"blocks.{n}.attention": (1,) for n in range(2)},
-        **{f"blocks.{n}": (None, 2, None) for n in range(2)},
+        **{f"blocks.{n}.attention": (Draw(1),) for n in range(2)},
+        **{f"blocks.{n}": (None, Draw(2), None) for n in range(2)},
     }
 
 
@@ -257,3 +258,11 @@ def test_a_model_that_cannot_be_float64_is_tried_in_float32():
 
 def test_an_empty_plan_prints():
     assert str(Plan(2)) == "tensor plan for 2 ranks"
+
+
+@pytest.mark.parametrize("name", ["dropout", "grouped", "tied", "encoder"])
+def test_a_plan_goes_through_json_to_other_processes(name):
+    plan = plan_of(name)
+    again = Plan.from_data(json.loads(json.dumps(plan.to_data())))
+    assert again == plan
+    assert str(again) == str(plan)

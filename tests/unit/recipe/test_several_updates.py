@@ -11,7 +11,7 @@ from instep.errors import RecipeError, SpecError
 from instep.recipe.build import build
 from instep.recipe.forward import Forward
 from instep.recipe.recipe import Recipe, Turn
-from instep.worker.step.turns import check_turns
+from instep.sync import clashes
 from instep.worker.trial.reads import try_recipe
 
 CPU = torch.device("cpu")
@@ -118,9 +118,11 @@ def test_what_is_frozen_belongs_to_no_turn():
 )
 def test_a_job_that_does_not_fit_is_refused_in_one_sentence(table):
     job = spec_file.build({"recipe": "a.py:recipe", **table}, source="a test")
-    with pytest.raises(SpecError, match=r"cannot be used with Recipe\.turns: it .+ Leave it out\."):
-        check_turns(job, recipe())
-    check_turns(spec_file.build({"recipe": "a.py:recipe"}, source="a test"), recipe())
+    with pytest.raises(
+        SpecError, match=r" does not go with Recipe\.turns: .+ Leave one of the two"
+    ):
+        clashes.check(job, recipe())
+    clashes.check(spec_file.build({"recipe": "a.py:recipe"}, source="a test"), recipe())
 
 
 def tried(given):

@@ -17,7 +17,7 @@ from instep.recipe.patterns import matched_by
 from instep.recipe.recipe import Recipe
 from instep.recipe.tuning import rated_by
 from instep.spec import StartSpec
-from instep.worker.step.engine import _check_equal
+from instep.worker.step.alike import check_parameters
 
 CPU = torch.device("cpu")
 NAMES = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]
@@ -173,14 +173,14 @@ def test_a_file_that_fits_is_loaded_whole_before_the_optimizer_is_made(file):
     assert all((tensor == 7).all() for tensor in made.model.state_dict().values())
     assert seen
     assert all((tensor == 7).all() for tensor in seen)
-    assert str(made.loaded.report) == "19 of 19 tensors match."
+    assert str(made.loaded.fit.report) == "19 of 19 tensors match."
     fields = made.loaded.fields()
     assert (fields["matched"], fields["missing"], fields["wrong"]) == (19, [], {})
     assert len(fields["sha256"]) == 64
 
 
 def test_a_folder_with_a_model_in_it_stands_for_the_model(file):
-    assert built({"model": str(file.parent)}, model=Net(3)).loaded.path == file
+    assert built({"model": str(file.parent)}, model=Net(3)).loaded.fit.path == file
 
 
 def test_a_model_in_several_files_is_answered_with_how_to_make_it_one(tmp_path):
@@ -345,4 +345,4 @@ def test_a_file_that_is_not_the_same_for_all_workers_is_found_before_the_first_s
     save_file({**tensors, "body.1.running_mean": torch.ones(6)}, files[1])
     models = [built({"model": str(file)}).model for file in files]
     with pytest.raises(RecipeError, match=r"'body\.1\.running_mean' has other values on rank 1"):
-        run_ranks(2, lambda comm: _check_equal(models[comm.rank], comm))
+        run_ranks(2, lambda comm: check_parameters(models[comm.rank], comm))

@@ -12,7 +12,7 @@ from torch import nn
 from instep.errors import CheckpointError
 from instep.state.export import copy_own
 from instep.state.load import load_model
-from instep.state.model_file import check_hash, check_header
+from instep.state.model_file import check_hash, check_header, open_tensors
 from instep.state.save import CheckpointWriter
 from instep.state.snapshot import Snapshot, model_tensors
 from instep.state.staging import save_model
@@ -121,6 +121,33 @@ def test_a_list_of_tensors_that_makes_no_sense_is_refused(tmp_path, head):
     path.write_bytes(len(head).to_bytes(8, "little") + head)
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         check_header(path)
+
+
+def test_what_the_format_forbids_is_refused_as_by_its_own_reader(tmp_path):
+    path = tmp_path / "odd.safetensors"
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(0, 4), "c": torch.ones((), dtype=torch.int8)}
+    safetensors.torch.save_file(tensors, path, {"note": "7"})
+    whole, dice = path.read_bytes(), random.Random(5)
+    head = 8 + int.from_bytes(whole[:8], "little")
+    places = dice.choices(range(head), k=600)
+    odd = [whole[: dice.randrange(len(whole))] for _ in range(20)] + [whole + b"0"]
+    odd += [whole[:at] + bytes([dice.randrange(128)]) + whole[at + 1 :] for at in places]
+    verdicts = set()
+    for data in odd:
+        path.write_bytes(data)
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                wanted = sorted(file.keys())
+        except safetensors.SafetensorError:
+            wanted = None
+        try:
+            with open_tensors(path) as ours:
+                found = sorted(ours.entries)
+        except CheckpointError:
+            found = None
+        assert found == wanted, data[:head]
+        verdicts.add(found is None)
+    assert verdicts == {True, False}
 
 
 def test_a_header_as_long_as_a_pickles_first_bytes_say_is_read(tmp_path):

@@ -13,7 +13,7 @@ from instep.comm.memory import run_ranks
 from instep.errors import PeerError, SpecError
 from instep.records import Attempt
 from instep.sync.all_reduce import AllReduce
-from instep.sync.base import make_strategy
+from instep.sync.base import InMesh, make_strategy
 from instep.system.host_memory import HostMemory
 from instep.worker.step.capture import Progress
 from instep.worker.step.engine import Engine
@@ -257,10 +257,10 @@ def test_the_replacement_of_one_that_ended_as_it_had_taken_over_has_what_it_took
     model = nn.ParameterList(parameters)
     turn = TurnState("", parameters, update, replacement.strategy)
     engine = Engine(FakeMember(job, tmp_path, 0), model, parameters, [turn])
-    engine.memory = replacement.memory
+    engine.own.memory = replacement.memory
     engine.state.progress = Progress(step=5)
     engine.state._made = {1: (0, 5), 2: (0, 5)}  # as its peers know
-    engine._take_what_was_left()
+    engine.own.take_what_was_left()
     run.check([replacement, workers[1]])
 
 
@@ -301,3 +301,35 @@ def test_a_model_that_float32_cannot_stand_for_is_refused():
             strategy.start([wide], comm, notes=1)
 
     run_ranks(1, body)
+
+
+def test_what_several_ranks_of_a_replica_have_is_encoded_alike_on_each():
+    """Each rank has a part of one parameter, another length of it, and the whole of the other."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [4 * torch.randn(size, generator=generator) for size in (300, 77)]
+    common = torch.randn(2, 40, generator=generator)
+
+    def agreed(comm, place, holders):
+        parameters = [nn.Parameter(torch.zeros(40)), nn.Parameter(torch.zeros(len(parts[place])))]
+        strategy = AllReduce(codec=Int8())
+        strategy.start(parameters, comm, notes=0, mesh=InMesh(comm, holders))
+        for number in (1, 2):  # in the second, with what the first has left
+            strategy.begin_step(Attempt(0, number, 0))
+            strategy.begin_pass(0.5, last=True)
+            strategy.gradient(1, parts[place] * number)
+            strategy.gradient(0, common[comm.rank].clone())
+            strategy.exchange(torch.zeros(0, dtype=torch.float64))
+            strategy.hand_out()
+            gradient = strategy.apply(lambda: parameters[0].grad)
+        return gradient, strategy.own_state()["residual/0"]
+
+    def on_each(apart):
+        ranks = [(0, 1), (0, 1)] if apart else [(0,), (1,)]
+        return [
+            run_ranks(2, lambda comm, p=p: agreed(comm, p, [ranks[p], (p,)]))[0] for p in (0, 1)
+        ]
+
+    for one, other in zip(*on_each(apart=True), strict=True):
+        assert torch.equal(one, other)
+    (one, _), (other, _) = on_each(apart=False)
+    assert not torch.equal(one, other)

@@ -29,7 +29,8 @@ def written(comm, run, parts):
         emit=lambda name, **fields: warnings.append(fields["text"]),
     )
     progress = SimpleNamespace(progress=SimpleNamespace(step=7))
-    engine = SimpleNamespace(comm=comm, state=progress, shard=lambda: parts.get(comm.rank, {}))
+    own = SimpleNamespace(shard=lambda: parts.get(comm.rank, {}))
+    engine = SimpleNamespace(comm=comm, state=progress, own=own)
     return write_shards(engine, member), warnings
 
 

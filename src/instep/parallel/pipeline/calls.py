@@ -27,11 +27,11 @@ def intercepted(modules: Mapping[str, nn.Module], handle: Handle) -> Iterator[No
             run = functools.partial(before[name].__call__, module)
             module.__dict__["_intercept"] = functools.partial(handle, name, run)
             kind: Any = before[name]
-            module.__class__ = _watched(kind)
+            object.__setattr__(module, "__class__", _watched(kind))  # nn.Module's own is slow
         yield
     finally:
         for name, module in modules.items():
-            module.__class__ = before[name]
+            object.__setattr__(module, "__class__", before[name])
             module.__dict__.pop("_intercept", None)
 
 

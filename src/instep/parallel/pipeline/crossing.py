@@ -35,6 +35,10 @@ class Boundary(NamedTuple):
                 raise self._changed(block)
         return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
+    def returning(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the sent tensors whose gradients come back."""
+        return [tensor for tensor, one in zip(sent, self.differentiable, strict=True) if one]
+
     def expect(self, arrivals: Sequence[Arrival], block: str) -> None:
         """RecipeError if these are not the tensors that will be sent."""
         if tuple(arrival.place for arrival in arrivals) != self.places:
@@ -48,26 +52,32 @@ class Boundary(NamedTuple):
 
 
 class Entry:
-    """Tensors from the stage before, as the begin of this stage's graph.
+    """The begin of a stage's graph, at the tensors from the stage before.
 
     Blocks may change them in place, as they may in the whole model.
-
-    Args:
-        tensors: the values; used as they are, without a copy.
-        differentiable: for each, whether a gradient is wanted.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> None:
-        begin = [t.detach() for t, one in zip(tensors, differentiable, strict=True) if one]
-        self._like = [(t.shape, t.dtype, t.device) for t in begin]
-        self.grads: Sequence[Tensor | None] = [None] * len(begin)
-        if begin and torch.is_grad_enabled():
+    def __init__(self) -> None:
+        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.grads: Sequence[Tensor | None] = ()
+
+    def begin(self, tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> list[Tensor]:
+        """New tensor objects that begin a graph, with the same values; nothing is copied.
+
+        Args:
+            tensors: what came.
+            differentiable: for each, whether a gradient is wanted.
+        """
+        made = [tensor.detach() for tensor in tensors]
+        moving = [tensor for tensor, one in zip(made, differentiable, strict=True) if one]
+        self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in moving]
+        self.grads = [None] * len(moving)
+        if moving and torch.is_grad_enabled():
             token = torch.empty(0, requires_grad=True)
-            begin = list(_Begin.apply(token, self, begin))  # type: ignore[no-untyped-call]
-        rest = iter(begin)
-        self.tensors = [
-            next(rest) if one else tensor
-            for tensor, one in zip(tensors, differentiable, strict=True)
+            moving = list(_Begin.apply(token, self, moving))  # type: ignore[no-untyped-call]
+        rest = iter(moving)
+        return [
+            next(rest) if one else tensor for tensor, one in zip(made, differentiable, strict=True)
         ]
 
     def gradients(self) -> list[Tensor]:

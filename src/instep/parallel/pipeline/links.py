@@ -41,7 +41,7 @@ class Links:
             return
         tensor = tensor.contiguous()
         try:
-            work = dist.isend(tensor, group=self._group, group_dst=rank, tag=tag)
+            work = self._group.send([tensor], rank, tag)  # dist.isend checks for longer
         except RuntimeError as error:
             raise _broken(error) from error
         self._sending = [each for each in self._sending if not each[0].is_completed()]
@@ -53,7 +53,7 @@ class Links:
             return Incoming(None, None, self._own, tag)
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         try:
-            work = dist.irecv(tensor, group=self._group, group_src=rank, tag=tag)
+            work = self._group.recv([tensor], rank, tag)
         except RuntimeError as error:
             raise _broken(error) from error
         return Incoming(work, tensor, self._own, tag)

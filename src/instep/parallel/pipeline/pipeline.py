@@ -148,7 +148,7 @@ class Pipeline:
             PeerError: a rank was lost.
         """
         one = _Batch(self, batch, samples, key, call or self._call, backward=True)
-        with self._runner.ready():
+        with self._runner.ready(key):
             one.run()
         totals = [total_of(found) for found in one.results if found is not None]
         weights = [float(found[1]) for found in one.results if found is not None]
@@ -167,7 +167,7 @@ class Pipeline:
             parts: how many; None: as many as in `run`.
         """
         one = _Batch(self, batch, samples, key, call, backward=False, parts=parts)
-        with self._runner.ready():
+        with self._runner.ready(key):
             one.run()
         return one.results
 
@@ -307,21 +307,15 @@ class _Batch:
         batch, samples = self._parts[part]
         owner, call = self._owner, self._call
 
+        received: list[Tensor] = []
+
         def receive(arrivals: list[Arrival]) -> list[Tensor]:
             boundary = owner._boundaries[stage - 1]
             boundary.expect(arrivals, owner.cuts[stage - 1])
-            coming = [
-                self._links.expect(
-                    arrival.like.shape,
-                    arrival.like,
-                    self._rank(stage - 1),
-                    self._tag(stage, part, leaf),
-                )
-                for leaf, arrival in enumerate(arrivals)
-            ]
-            entry = Entry([each.wait() for each in coming], boundary.differentiable)
-            self._entries[stage, part] = entry
-            return list(entry.tensors)
+            if not received:
+                received[:] = self._received(stage, part, arrivals)
+            self._entries[stage, part] = entry = Entry()
+            return entry.begin(received, boundary.differentiable)
 
         first, stop = owner._first[stage], owner._stop[stage]
         key = self._key, part
@@ -336,13 +330,25 @@ class _Batch:
             return
         self._send(stage, part, passed)
 
+    def _received(self, stage: int, part: int, arrivals: list[Arrival]) -> list[Tensor]:
+        coming = [
+            self._links.expect(
+                arrival.like.shape,
+                arrival.like,
+                self._rank(stage - 1),
+                self._tag(stage, part, leaf),
+            )
+            for leaf, arrival in enumerate(arrivals)
+        ]
+        return [each.wait() for each in coming]
+
     def _send(self, stage: int, part: int, passed: Passed) -> None:
         boundary = self._owner._boundaries[stage]
         sent = boundary.sent(passed.leaves, self._owner.cuts[stage])
         for leaf, tensor in enumerate(sent):
             self._links.send(tensor, self._rank(stage + 1), self._tag(stage + 1, part, leaf))
         if self._backward:
-            going = [t for t, one in zip(sent, boundary.differentiable, strict=True) if one]
+            going = boundary.returning(sent)
             coming = [
                 self._links.expect(
                     tensor.shape,
@@ -356,6 +362,7 @@ class _Batch:
 
     def _go_back(self, stage: int, part: int) -> None:
         ends, coming = self._graphs.pop((stage, part))
+        self._runner.show(self._owner._first[stage], self._owner._stop[stage])
         if stage + 1 < self._stages:
             go_back(ends, [each.wait() for each in coming])
         elif ends and ends[0].requires_grad:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from instep.parallel.pipeline.blocks import Call
@@ -29,6 +30,7 @@ class Staged:
         self._pipeline, self._rows, model = pipeline, rows, pipeline.module
         self._held = [p for _, p in model.named_parameters()]
         self.slots = Slots(self._held)
+        self._holders = {p: list(pipeline.holders[n]) for n, p in model.named_parameters()}
         owned = pipeline.owned
         self._others = {p for name, p in model.named_parameters() if name not in owned}
 
@@ -69,8 +71,13 @@ class Staged:
             What it returns, on the last stage; None on the others.
         """
         with self._whole():
-            found = self._pipeline.results(None, 1, 0, lambda *_: function(*arguments), parts=1)
+            key = torch.initial_seed()  # draws follow from it, as without stages
+            found = self._pipeline.results(None, 1, key, lambda *_: function(*arguments), parts=1)
         return found[0] if found else None
+
+    def holders(self, parameter: nn.Parameter) -> list[int]:
+        """The ranks of the pipeline that have this parameter."""
+        return self._holders[parameter]
 
     def shares(self, parameter: nn.Parameter) -> bool:
         """Whether an earlier stage has this parameter too."""

@@ -2,37 +2,40 @@
 
 A stage runs the whole forward pass of the user, unchanged. Parameters that it lacks are absent
 (`absent.py`), and so is what a block of an earlier stage returns: such a block is not run. What is
-absent when the stage's first block is called has to come from the stage before, and is put in
-place. When the first block of the next stage is called, the pass has come to its end here.
-Masks, positions and rotary tables are so computed on each stage, from the batch.
+absent when the stage's first block is called has to come from the stage before, and becomes what
+has come: the same tensor object, wherever the user's code has it. When the first block of the next
+stage is called, the pass has come to its end here. Masks, positions and rotary tables are so
+computed on each stage, from the batch.
 
 A random number depends on the job's key and on the block that draws it, not on the process: the
-generators are set anew where a block begins and where it ends.
+generators are set anew where a block begins and where it ends (`draws.py`).
 
 Ranks and messages are not known here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from instep.errors import RecipeError
 from instep.parallel.nested import leaves, on_tensors, tensors_in
-from instep.parallel.pipeline.absent import Absent, NeedsValues, absent, absents_in
+from instep.parallel.pipeline.absent import (
+    Absent,
+    NeedsValues,
+    absent,
+    any_absent,
+    became,
+    become,
+    kind_of,
+)
 from instep.parallel.pipeline.blocks import Chain
 from instep.parallel.pipeline.calls import intercepted
-
-Key = tuple[int, int]
-"""Of a micro-batch, from the job; and the number of the part."""
+from instep.parallel.pipeline.draws import Draws, Key, seed
 
 
 class Arrival(NamedTuple):
@@ -45,7 +48,8 @@ class Arrival(NamedTuple):
 
 
 Receive = Callable[[list[Arrival]], Sequence[Tensor]]
-"""Gets the tensors that a stage needs; may hand out tensors that are part of a graph."""
+"""Gets the tensors that a stage needs, as new objects; they may be part of a graph. Called again
+with the same where a pass is repeated."""
 
 
 class Passed(NamedTuple):
@@ -76,27 +80,39 @@ class Runner:
         self._names = list(chain.blocks)
         self._index = {name: place for place, name in enumerate(self._names)}
         first_names = {id(p): name for name, p in model.named_parameters()}
-        self._slots = [
-            (module, key, first_names[id(parameter)], absent(parameter.detach()))
+        self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = [
+            (module._parameters, key, first_names[id(parameter)], absent(parameter.detach()))
             for module in model.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._absent_ids = {id(nothing) for _, _, _, nothing in self._slots}
+        self._absent: frozenset[int] = frozenset()
+        self._real: dict[int, nn.Parameter | None] = {}
+        self._lacking: dict[tuple[int, int], frozenset[int]] = {}
         self._shapes: dict[Any, Any] = {}
         self._seen: set[str] = set()
         self._alike: dict[str, Any] = {}
         self._by_rule: set[str] = set()
+        self._draws = Draws()
         self._pass: _Pass | None = None
-        self.uses_arrivals = False
-        """Whether code between blocks computes with what arrived, as in `x = x + block(x)`."""
         self.examined = False
         """Whether the trial is over: every process then knows the same of each block."""
 
     @contextmanager
-    def ready(self) -> Iterator[None]:
-        """A context in which `forward` can be called, and backward passes run."""
-        with intercepted(self.chain.blocks, self._called):
-            yield
+    def ready(self, key: int = 0) -> Iterator[None]:
+        """A context in which `forward` can be called, and backward passes run.
+
+        Args:
+            key: of the micro-batch.
+        """
+        self._draws.watch(key)
+        try:
+            with intercepted(self.chain.blocks, self._called):
+                yield
+        finally:
+            self._hide(frozenset())
+        self._draws.more()  # those that the backward passes drew from
 
     def names(self, first: int, stop: int) -> set[str]:
         """The parameters that the stage of blocks [first, stop) uses."""
@@ -105,9 +121,34 @@ class Runner:
 
     def drop(self, held: set[str]) -> None:
         """Free the parameters that are not `held`; their places in the model become None."""
-        for module, key, name, _ in self._slots:
+        for parameters, key, name, _ in self._slots:
             if name not in held:
-                module._parameters[key] = None
+                parameters[key] = None
+
+    def show(self, first: int, stop: int) -> None:
+        """Let the model have the parameters of the stage of blocks [first, stop); inside `ready`.
+
+        The others are absent, also in the backward pass: activation checkpoints run blocks in it.
+        """
+        lacking = self._lacking.get((first, stop))
+        if lacking is None:
+            held = self.names(first, stop)
+            lacking = self._lacking[first, stop] = frozenset(
+                place for place, (_, _, name, _) in enumerate(self._slots) if name not in held
+            )
+        self._hide(lacking)
+
+    def _hide(self, lacking: frozenset[int]) -> None:
+        before, self._absent = self._absent, lacking
+        if before is lacking:
+            return
+        for place in before - lacking:
+            parameters, key, _, _ = self._slots[place]
+            parameters[key] = self._real.pop(place)
+        for place in lacking - before:
+            parameters, key, _, nothing = self._slots[place]
+            self._real[place] = parameters[key]
+            parameters[key] = nothing
 
     def forward(
         self, first: int, stop: int, call: Callable[[], Any], key: Key, receive: Receive
@@ -124,12 +165,25 @@ class Runner:
         Raises:
             RecipeError: the model is no sequence of blocks; the text names the module.
         """
-        last = stop == len(self._names)
-        self._pass = now = _Pass(first, stop, key, receive)
-        seed(key, "")
+        self.show(first, stop)
+        while True:
+            now = _Pass(first, stop, key, receive)
+            passed = self._once(now, call)
+            if not self._draws.more():
+                return passed
+            if now.changed():
+                raise RecipeError(
+                    "mesh.stages: the model draws random numbers that it did not draw when it was "
+                    f"examined, and blocks after {self._names[first]!r} change in place what that "
+                    "block was called with. Draw from the first step on, or change nothing in "
+                    "place."
+                )
+
+    def _once(self, now: _Pass, call: Callable[[], Any]) -> Passed:
+        self._pass = now
+        self._draws.set(now.key, "")
         try:
-            with self._without(self.names(first, stop)), self._arrivals_in_code():
-                result = call()
+            result = call()
         except _Done:
             return Passed(now.sent, None)
         except NeedsValues as error:
@@ -137,6 +191,8 @@ class Runner:
             raise self._in_the_way(now, f"at {place!r}, {error}") from error
         finally:
             self._pass = None
+            if self._absent_ids & now.arrived.keys():
+                self._renew()
         if result is None and not now.next:
             return Passed([], None, empty=True)
         if now.next < len(self._names):
@@ -144,31 +200,24 @@ class Runner:
                 f"mesh.stages: the block {self._names[now.next]!r} was not called in a forward "
                 "pass: a pipeline needs the same blocks in the same order for every batch."
             )
-        assert last, "the next stage's block is called before the end"
-        if any(isinstance(leaf, Absent) for leaf in leaves(result)):
+        assert now.stop == len(self._names), "the next stage's block is called before the end"
+        if any_absent(result):
             raise self._in_the_way(now, f"the loss, after {self._names[-1]!r}, needs them")
         return Passed([], result)
 
-    def _arrivals_in_code(self) -> AbstractContextManager[Any]:
-        return _Arrivals() if self.uses_arrivals else nullcontext()  # it slows each call down
-
-    @contextmanager
-    def _without(self, held: set[str]) -> Iterator[None]:
-        before = []
-        for module, key, name, nothing in self._slots:
-            if name not in held:
-                before.append((module, key, module._parameters[key]))
-                module._parameters[key] = nothing  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for module, key, parameter in before:
-                module._parameters[key] = parameter
+    def _renew(self) -> None:
+        """New absent tensors for parameters that arrived, as arguments of a block."""
+        for place, (parameters, key, name, nothing) in enumerate(self._slots):
+            if not isinstance(nothing, Absent):
+                self._slots[place] = (parameters, key, name, absent(nothing))
+                if place in self._absent:
+                    parameters[key] = self._slots[place][3]
+        self._absent_ids = {id(nothing) for _, _, _, nothing in self._slots}
 
     def _called(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         now, place = self._pass, self._index[name]
         if now is None:  # an activation checkpoint computes it again
-            return run(*on_tensors(args, _arrived), **on_tensors(kwargs, _arrived))
+            return run(*on_tensors(args, became), **on_tensors(kwargs, became))
         if place != now.next:
             raise RecipeError(
                 f"mesh.stages: the block {name!r} was called where {self._names[now.next]!r} was "
@@ -177,39 +226,55 @@ class Runner:
                 else f"mesh.stages: the block {name!r} was called a second time in one pass."
             )
         if place == now.stop:
-            now.sent = list(leaves(on_tensors((args, kwargs), _arrived)))
+            now.sent = list(leaves((args, kwargs)))
             raise _Done
         now.next += 1
         if place < now.first:
             out = self._skipped(name, run, args, kwargs)
         else:
             if place == now.first and place:
-                now.arrive(args, kwargs)
-            args, kwargs = on_tensors(args, _arrived), on_tensors(kwargs, _arrived)
-            if absents_in((args, kwargs)):
+                self._arrive(now, args, kwargs)
+            elif any_absent((*args, *kwargs.values())):
                 raise self._in_the_way(now, f"{name!r} is called with them")
-            seed(now.key, name)
+            self._draws.set(now.key, name)
             out = run(*args, **kwargs)
-            if absents_in(out):
+            if any_absent(out):
                 raise self._in_the_way(now, f"{name!r} computes with them")
-            self._compare_shapes(name, (args, kwargs), out)
-        seed(now.key, f"after {name}")
+            if name not in self._seen or name in self._by_rule:
+                self._compare_shapes(name, (args, kwargs), out)
+        self._draws.set(now.key, f"after {name}")
         return out
+
+    def _arrive(self, now: _Pass, args: Any, kwargs: Any) -> None:
+        """Let what is absent become what comes from the stage before, wherever it is known."""
+        arrivals: dict[int, Arrival] = {}
+        for place, leaf in enumerate(leaves((args, kwargs))):
+            if isinstance(leaf, Absent):
+                arrivals.setdefault(id(leaf), Arrival(place, leaf))
+        tensors = now.receive(list(arrivals.values()))
+        for (number, arrival), tensor in zip(arrivals.items(), tensors, strict=True):
+            now.arrived[number] = arrival.like, tensor._version
+            become(arrival.like, tensor)
 
     def _skipped(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a block of an earlier stage returns, without values."""
-        given = list(leaves((args, kwargs)))
+        given = list(leaves((*args, *kwargs.values())))
         seen = (name, torch.is_autocast_enabled("cpu"), *map(_signature, given))
-        if seen not in self._shapes:
+        device = next(leaf.device for leaf in given if isinstance(leaf, Tensor))
+        found = self._shapes.get(seen)
+        if found is None:
             args, kwargs = on_tensors(args, absent), on_tensors(kwargs, absent)
             try:
                 with torch.no_grad(), _uncompiled(self.chain.blocks[name]):
-                    out = on_tensors(run(*args, **kwargs), absent)
+                    found = on_tensors(run(*args, **kwargs), absent)
             except NeedsValues as error:
-                out = self._like_first(name, given, error)
-            self._shapes[seen] = on_tensors(out, lambda one: one.meta)  # type: ignore[attr-defined]
-        device = next(leaf.device for leaf in given if isinstance(leaf, Tensor))
-        return on_tensors(self._shapes[seen], lambda meta: Absent(meta, device))
+                found = self._like_first(name, given, error)
+            # new ones, as these may be the arguments, which may become what arrives
+            found = on_tensors(found, lambda one: Absent(kind_of(one), device))
+            self._shapes[seen] = found
+        if type(found) is Absent:
+            return Absent(found.kind, device)
+        return on_tensors(found, lambda one: Absent(kind_of(one), device))
 
     def _like_first(self, name: str, given: list[Any], error: NeedsValues) -> Any:
         """The same of a block whose own code wants values: its results have the shape of its input,
@@ -221,8 +286,6 @@ class Runner:
         return on_tensors(self._alike[name], lambda _: absent(first))
 
     def _compare_shapes(self, name: str, given: Any, out: Any) -> None:
-        if name in self._seen and name not in self._by_rule:
-            return
         first = next((leaf for leaf in leaves(given) if isinstance(leaf, Tensor)), None)
         alike = first is not None and all(
             (tensor.shape, tensor.stride(), tensor.dtype)
@@ -252,32 +315,16 @@ class _Pass:
     """A forward pass that is under way."""
 
     def __init__(self, first: int, stop: int, key: Key, receive: Receive) -> None:
-        self.first, self.stop, self.key, self._receive = first, stop, key, receive
+        self.first, self.stop, self.key, self.receive = first, stop, key, receive
         self.next = 0
         """Index of the block that is called next."""
+        self.arrived: dict[int, tuple[Tensor, int]] = {}
+        """By id, the tensors that came from the stage before, each with its version then."""
         self.sent: list[Any] = []
 
-    def arrive(self, args: Any, kwargs: Any) -> None:
-        """Put what comes from the stage before in the place of what is absent."""
-        found: dict[int, Arrival] = {}
-        for place, leaf in enumerate(leaves((args, kwargs))):
-            if isinstance(leaf, Absent):
-                found.setdefault(id(leaf), Arrival(place, leaf))
-        arrivals = list(found.values())
-        for arrival, tensor in zip(arrivals, self._receive(arrivals), strict=True):
-            arrival.like.value = tensor
-
-
-class _Arrivals(TorchFunctionMode):
-    """In this context torch's functions compute with what arrived."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Put arrived tensors in the place of absent ones."""
-        if absents_in((args, kwargs)):
-            args, kwargs = on_tensors(args, _arrived), on_tensors(kwargs or {}, _arrived)
-        return func(*args, **(kwargs or {}))
+    def changed(self) -> bool:
+        """Whether something that came was changed in place."""
+        return any(tensor._version != version for tensor, version in self.arrived.values())
 
 
 @contextmanager
@@ -291,25 +338,10 @@ def _uncompiled(block: nn.Module) -> Iterator[None]:
             block.__dict__["_compiled_call_impl"] = before
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    return tensor.value if isinstance(tensor, Absent) and tensor.value is not None else tensor
-
-
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
+        return kind_of(leaf)
     return leaf if isinstance(leaf, (bool, int, float, str)) or leaf is None else type(leaf)
-
-
-def seed(key: Key, name: str) -> None:
-    """Set torch's, numpy's and Python's generators from a key and a name."""
-    digest = hashlib.blake2b(f"{key[0]} {key[1]} {name}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    torch.default_generator.manual_seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    random.seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
 
 
 @contextmanager

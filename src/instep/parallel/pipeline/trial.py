@@ -21,8 +21,9 @@ from instep.errors import RecipeError, one_line
 from instep.parallel.pipeline.absent import Absent
 from instep.parallel.pipeline.blocks import Call
 from instep.parallel.pipeline.crossing import Boundary, Entry, go_back
+from instep.parallel.pipeline.draws import Draws
 from instep.parallel.pipeline.parts import cut
-from instep.parallel.pipeline.stages import Arrival, Passed, Runner, seed
+from instep.parallel.pipeline.stages import Arrival, Passed, Runner
 
 _KEY = 20, 0
 
@@ -54,66 +55,40 @@ class Trial:
         Raises:
             RecipeError: a cut is impossible, or gives another result than the whole model.
         """
-        if self._runner.uses_arrivals:
-            return self._stages(cuts)
-        try:
-            return self._stages(cuts)
-        except RecipeError as error:
-            self._runner.uses_arrivals = True
-            try:
-                return self._stages(cuts)
-            except RecipeError:
-                self._runner.uses_arrivals = False
-                raise error from None
-
-    def _stages(self, cuts: Sequence[int]) -> list[Boundary]:
-        runner, blocks = self._runner, len(self._names)
-        boundaries: list[Boundary] = []
-        passes: list[tuple[Passed, Entry | None]] = []
+        runner = self._runner
+        stages = list(pairwise([0, *cuts, len(self._names)]))
+        begins: dict[int, tuple[Boundary, Entry]] = {}
+        passes: list[Passed] = []
         with runner.ready(), self._own_gradients():
-            for first, stop in pairwise([0, *cuts, blocks]):
-                entry: list[Entry] = []
+            for first, stop in stages:
 
-                def receive(
-                    arrivals: list[Arrival], entry: list[Entry] = entry, first: int = first
-                ) -> list[Tensor]:
-                    leaves = passes[-1][0].leaves
-                    found = [leaves[arrival.place] for arrival in arrivals]
+                def receive(arrivals: list[Arrival], first: int = first) -> list[Tensor]:
+                    found = [passes[-1].leaves[arrival.place] for arrival in arrivals]
                     if not all(_same_kind(*pair) for pair in zip(found, arrivals, strict=True)):
                         raise _different(
                             self._names[first], "what it is called with has another shape or type"
                         )
-                    boundaries.append(
-                        Boundary(
-                            tuple(arrival.place for arrival in arrivals),
-                            tuple(tensor.requires_grad for tensor in found),
-                        )
+                    boundary = Boundary(
+                        tuple(arrival.place for arrival in arrivals),
+                        tuple(tensor.requires_grad for tensor in found),
                     )
-                    entry.append(Entry(found, boundaries[-1].differentiable))
-                    return entry[0].tensors
+                    entry = Entry()
+                    begins[first] = boundary, entry
+                    return entry.begin(found, boundary.differentiable)
 
-                passed = runner.forward(first, stop, self._call, _KEY, receive)
-                passes.append((passed, entry[0] if entry else None))
-            self._compare_loss(total_of(passes[-1][0].result), self._names[cuts[-1]])
-            self._go_back(passes, boundaries, cuts)
+                passes.append(runner.forward(first, stop, self._call, _KEY, receive))
+            self._compare_loss(total_of(passes[-1].result), self._names[cuts[-1]])
+            grads: list[Tensor] = []
+            for (first, stop), passed in zip(reversed(stages), reversed(passes), strict=True):
+                runner.show(first, stop)
+                if stop == len(self._names):
+                    _backward(total_of(passed.result))
+                else:
+                    sent = begins[stop][0].sent(passed.leaves, self._names[stop])
+                    go_back(begins[stop][0].returning(sent), grads)
+                grads = begins[first][1].gradients() if first else []
             self._compare_gradients(cuts)
-        return boundaries
-
-    def _go_back(
-        self,
-        passes: list[tuple[Passed, Entry | None]],
-        boundaries: list[Boundary],
-        cuts: Sequence[int],
-    ) -> None:
-        _backward(total_of(passes[-1][0].result))
-        for stage in range(len(cuts) - 1, -1, -1):
-            entry = passes[stage + 1][1]
-            assert entry is not None
-            sent = boundaries[stage].sent(passes[stage][0].leaves, self._names[cuts[stage]])
-            going = [
-                t for t, one in zip(sent, boundaries[stage].differentiable, strict=True) if one
-            ]
-            go_back(going, entry.gradients())
+        return [begins[cut][0] for cut in cuts]
 
     def _compare_loss(self, loss: Tensor | None, block: str) -> None:
         mine, theirs = (None if each is None else each.detach() for each in (loss, self._loss))
@@ -158,10 +133,10 @@ def compare_parts(model: nn.Module, call: Call, batch: Any, samples: int, parts:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        seed(_KEY, "whole")
-        before = torch.get_rng_state()
+        draws = Draws()
+        draws.watch(_KEY[0])
         whole = [call(batch, samples)]
-        if not torch.equal(before, torch.get_rng_state()):
+        if draws.more():
             return
         totals = [
             sum(float(total) for each in found if (total := total_of(each)) is not None)

@@ -6,7 +6,7 @@ Which plans are tried, and what a model is, is not known here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from instep.parallel.tensor.links import Links
 from instep.parallel.tensor.masks import Draws
+from instep.parallel.tensor.plan import Crossing, Draw
 
 Compare = Callable[[str, Tensor, Tensor], None]
 """Raises `Failed` if two tensors differ: what they are, the given one, the wanted one."""
@@ -36,13 +37,27 @@ class Record(Links):
         self.grads[group].append(None)
         return _call(_Kept, whole, self.grads[group], len(self.grads[group]) - 1)
 
+    def copy_parameters(self, wholes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As they are: the whole model has whole gradients."""
+        return wholes
+
     def _sum(self, part: Tensor, site: str) -> Tensor:
         self.values[site].append(part.detach().clone())
         return part
 
     def _gather(self, part: Tensor, site: str, width: int) -> Tensor:
-        self.values[site].append(part.detach().clone())
-        return part
+        return self._sum(part, site)
+
+    def _split(self, whole: Tensor, site: str, at: Crossing) -> Tensor:
+        grads = self.grads[site]
+        grads.append(None)
+        return _call(_Kept, self._sum(whole, site), grads, len(grads) - 1)
+
+    def _join(self, part: Tensor, site: str, at: Crossing) -> Tensor:
+        return self._split(part, site, at)
+
+    def _sum_split(self, part: Tensor, site: str, at: Crossing) -> Tensor:
+        return self._split(part, site, at)
 
     def draws(self, region: str) -> Draws:
         """For one call of a module: records the shapes of its draws."""
@@ -52,7 +67,7 @@ class Record(Links):
         def whole(number: int, shape: Sequence[int]) -> None:
             shapes.append(torch.Size(shape))
 
-        return Draws(whole, self.part)
+        return Draws(whole)
 
     def compare(self, ranks: Sequence[Alone], compare: Compare) -> None:
         """Compare the sums of what the ranks computed with what was recorded."""
@@ -66,20 +81,34 @@ class Record(Links):
                 _sums([each.grads[group] for each in ranks]), self.grads[group], strict=True
             ):
                 if whole is not None:
-                    compare(f"the gradient of the input of {group}", total, whole)
+                    compare(f"the gradient that passes {group}", total, whole)
+        for each in ranks:
+            for what, given, wanted in each.seen:
+                compare(what, given, wanted)
 
 
 class Alone(Links):
     """One rank of several, which takes from a record what the others would send."""
 
-    def __init__(self, rank: int, ranks: int, record: Record) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        record: Record,
+        draws: Mapping[str, Sequence[Draw | None]] | None = None,
+    ) -> None:
         super().__init__(rank, ranks)
         self._record = record
         self.values: dict[str, list[Tensor]] = defaultdict(list)
         self.grads: dict[str, list[Tensor]] = defaultdict(list)
-        self._gathered: dict[str, int] = defaultdict(int)
+        self.seen: list[tuple[str, Tensor, Tensor]] = []
+        """What one rank has that should be the whole model's, or a part of it: what, given,
+        wanted."""
+        self._known_draws = draws or {}
+        self._numbers: dict[str, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
-        self._dims: dict[str, list[int | None]] = defaultdict(list)
+        self._draws: dict[str, list[Draw | None]] = defaultdict(list)
+        self._stretch = ""
 
     def _copy(self, whole: Tensor, group: str) -> Tensor:
         number = len(self.grads[group])
@@ -89,9 +118,9 @@ class Alone(Links):
         self.grads[group].append(torch.zeros_like(whole))
         return _call(_Given, whole, self.grads[group], number, known[number])
 
-    def copy_parameter(self, whole: Tensor) -> Tensor:
-        """The parameter without a gradient: what is left of it came another way."""
-        return whole.detach()
+    def copy_parameters(self, wholes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Parameters without a gradient: what is left of it came another way."""
+        return [whole.detach() for whole in wholes]
 
     def _sum(self, part: Tensor, site: str) -> Tensor:
         number = len(self.values[site])
@@ -99,19 +128,57 @@ class Alone(Links):
         return _call(_Answer, part, self._known(site, number, part.shape), None)
 
     def _gather(self, part: Tensor, site: str, width: int) -> Tensor:
-        number = self._gathered[site]
-        self._gathered[site] += 1
-        whole = self._known(site, number, torch.Size([*part.shape[:-1], width]))
+        whole = self._known(site, self._next(site), torch.Size([*part.shape[:-1], width]))
         first, stop = self.part(width)
-        mine = whole.narrow(-1, first, stop - first)
-        if not torch.allclose(part, mine, rtol=1e-5, atol=1e-6 * (1 + float(whole.abs().max()))):
-            raise Failed(f"the output of {site} differs")
+        self._near(site, part, whole.narrow(-1, first, stop - first))
         return _call(_Answer, part, whole, (first, stop))
+
+    def _split(self, whole: Tensor, site: str, at: Crossing) -> Tensor:
+        self._stretch = at.stretch
+        number = self._next(site)
+        known = self._known(site, number, whole.shape)
+        self._near(site, whole, known)
+        return _call(_Part, whole, self._mine(known, at), self._places(site, number, at), at)
+
+    def _join(self, part: Tensor, site: str, at: Crossing) -> Tensor:
+        size = list(part.shape)
+        size[at.dim] = self.lengths[at.stretch]
+        number = self._next(site)
+        known = self._known(site, number, torch.Size(size))
+        self._near(site, part, self._mine(known, at))
+        if at.change == "gather_sum":
+            self.grads[site].append(torch.zeros_like(known))
+        return _call(_Whole, part, known, self._places(site, number, at), at)
+
+    def _sum_split(self, part: Tensor, site: str, at: Crossing) -> Tensor:
+        self._stretch = at.stretch
+        number = self._next(site)
+        known = self._known(site, number, part.shape)
+        self.values[site].append(part.detach().clone())
+        return _call(_Part, part, self._mine(known, at), self._places(site, number, at), at)
+
+    def _next(self, site: str) -> int:
+        self._numbers[site] += 1
+        return self._numbers[site] - 1
+
+    def _mine(self, whole: Tensor, at: Crossing) -> Tensor:
+        first, stop = self.share(whole.shape[at.dim])
+        return whole.narrow(at.dim, first, stop - first)
+
+    def _places(self, site: str, number: int, at: Crossing) -> Places:
+        return self, site, number, self._record.grads[site][number]
+
+    def _near(self, site: str, given: Tensor, wanted: Tensor) -> None:
+        if given.shape != wanted.shape:
+            raise Failed(f"{site} has shape {list(given.shape)} instead of {list(wanted.shape)}")
+        largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+        if not torch.allclose(given, wanted, rtol=1e-5, atol=1e-6 * (1 + largest)):
+            raise Failed(f"what passes {site} differs")
 
     def _known(self, site: str, number: int, shape: torch.Size) -> Tensor:
         known = self._record.values[site]
         if number >= len(known) or known[number].shape != shape:
-            raise Failed(f"the output of {site} has not the shape that it has in the whole model")
+            raise Failed(f"what passes {site} has not the shape that it has in the whole model")
         return known[number]
 
     def draws(self, region: str) -> Draws:
@@ -119,30 +186,41 @@ class Alone(Links):
         shapes = self._record.shapes[region]
         call = self._calls[region]
         self._calls[region] += 1
-        dims = self._dims[region]
+        found = self._draws[region]
+        planned = self._known_draws.get(region, ())
 
-        def whole(number: int, shape: Sequence[int]) -> tuple[int, int] | None:
+        def whole(number: int, shape: Sequence[int]) -> tuple[int, int, tuple[int, int]] | None:
             if call >= len(shapes) or number >= len(shapes[call]):
                 raise Failed(f"{region} draws random numbers that the whole model does not draw")
             wanted = shapes[call][number]
             differ = [at for at, (a, b) in enumerate(zip(shape, wanted, strict=False)) if a != b]
             if len(shape) != len(wanted) or len(differ) > 1:
                 raise Failed(f"{region} draws for shape {list(shape)}, not {list(wanted)}")
-            dim = differ[0] if differ else None
-            if number == len(dims):
-                dims.append(dim)
-            if dims[number] != dim:
+            draw = None
+            if differ:
+                known = planned[number] if number < len(planned) else None
+                of_features = known is not None and not known.stretch
+                draw = Draw(differ[0], "" if of_features else self._stretch)
+                if draw.stretch and wanted[draw.dim] != self.lengths[draw.stretch]:
+                    raise Failed(f"{region} draws for shape {list(shape)}, not {list(wanted)}")
+            if number == len(found):
+                found.append(draw)
+            if found[number] != draw:
                 raise Failed(f"{region} draws in another order from call to call")
-            return None if dim is None else (dim, wanted[dim])
+            if draw is None:
+                return None
+            size = wanted[draw.dim]
+            return draw.dim, size, self.share(size) if draw.stretch else self.part(size)
 
-        return Draws(whole, self.part)
+        return Draws(whole)
 
-    def dims(self) -> dict[str, tuple[int | None, ...]]:
-        """Regions with draws for cut activations: the dimension that is cut, for each draw."""
+    def draws_found(self) -> dict[str, tuple[Draw | None, ...]]:
+        """What is cut in the draws of each region, where any is cut; and within such regions."""
+        cut = [region for region, draws in self._draws.items() if any(draws)]
         return {
-            region: tuple(dims)
-            for region, dims in sorted(self._dims.items())
-            if any(dim is not None for dim in dims)
+            region: tuple(draws)
+            for region, draws in sorted(self._draws.items())
+            if any(region == each or not each or region.startswith(f"{each}.") for each in cut)
         }
 
 
@@ -155,6 +233,10 @@ def _sums(of_ranks: list[list[Tensor]]) -> list[Tensor]:
 def _call(function: Any, *args: Any) -> Tensor:
     made: Tensor = function.apply(*args)
     return made
+
+
+Places = tuple[Alone, str, int, Tensor | None]
+"""A crossing: whose, its name, the number of its call, the whole gradient there if there is one."""
 
 
 class _Kept(torch.autograd.Function):
@@ -201,3 +283,40 @@ class _Answer(torch.autograd.Function):
             first, stop = ctx.place
             grad = grad.narrow(-1, first, stop - first)
         return grad, None, None
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of the whole model's value; goes back with the whole model's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, part: Tensor, places: Places, at: Crossing) -> Tensor:
+        ctx.places, ctx.at = places, at
+        return part.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        links, site, _, known = ctx.places
+        if known is None:
+            raise Failed(f"a gradient passes {site} that does not in the whole model")
+        links.seen.append((f"the gradient at {site}", grad, links._mine(known, ctx.at)))
+        return known, None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    """The whole model's value; goes back with this rank's part of the whole model's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, whole: Tensor, places: Places, at: Crossing) -> Tensor:
+        ctx.places, ctx.at = places, at
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        links, site, number, known = ctx.places
+        if known is None:
+            raise Failed(f"a gradient passes {site} that does not in the whole model")
+        if ctx.at.change == "gather_sum":
+            links.grads[site][number] = grad.detach().clone()
+        else:
+            links.seen.append((f"the gradient at {site}", grad, known))
+        return links._mine(known, ctx.at), None, None, None

@@ -5,7 +5,7 @@ How a plan is found is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from instep.parallel.blocks import repeated_blocks
 from instep.parallel.recompute import within
+from instep.parallel.tensor.crossings import cross
 from instep.parallel.tensor.layers import cut_dims, exchange, kind_of, widths
 from instep.parallel.tensor.links import GroupLinks, Links
 from instep.parallel.tensor.masks import Draws, around, as_planned
@@ -29,6 +31,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Cut a model over the ranks of `mesh`, in place; build the optimizer afterwards.
 
     Where a process has one stage of the model, only the layers that it holds are cut.
+    Whatever makes blocks run again in the backward pass comes afterwards too.
 
     Parameters that are cut become DTensors on `mesh`; names, order and ties stay. Every rank must
     have the same whole parameters, must pass the same micro-batch, and must have the same random
@@ -51,10 +54,10 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         return nn.Parameter(made, requires_grad=whole.requires_grad)
 
     install(model, plan, links, place)
-    for name, dims in plan.draws.items():
-        whole = as_planned(dims, plan.ranks, name)
-        around(model.get_submodule(name), partial(Draws, whole, links.part))
-        within(model.get_submodule(name), partial(Draws, whole, links.part))
+    for name, draws in plan.draws.items():
+        whole = as_planned(draws, links, name)
+        around(model.get_submodule(name), partial(Draws, whole))
+        within(model.get_submodule(name), partial(Draws, whole))
 
 
 def _of_stage(plan: Plan, model: nn.Module) -> Plan:
@@ -104,9 +107,13 @@ def install(model: nn.Module, plan: Plan, links: Links, place: Place) -> Callabl
         for key, value in values.items():
             undo.append(partial(setattr, module, key, getattr(module, key)))
             setattr(module, key, value)
-    for name in plan.summed:
-        owner, _, key = name.rpartition(".")
-        undo += [each.remove for each in _sum_gradient(model.get_submodule(owner), key, links)]
+    for holder, names in _holders(model, plan.summed).items():
+        undo += [each.remove for each in _sum_gradients(holder, names, links)]
+    for name, crossings in plan.sequence.items():
+        undo += [each.remove for each in cross(model.get_submodule(name), name, crossings, links)]
+    if plan.sequence:
+        forget = model.register_forward_hook(lambda *_: links.forget(), always_call=True)
+        undo.append(forget.remove)
 
     def undo_all() -> None:
         for each in reversed(undo):
@@ -115,19 +122,62 @@ def install(model: nn.Module, plan: Plan, links: Links, place: Place) -> Callabl
     return undo_all
 
 
-def _sum_gradient(module: nn.Module, key: str, links: Links) -> list[Any]:
-    """Have a module read a whole parameter as a copy whose gradient is summed over the ranks.
+def _holders(
+    model: nn.Module, summed: Iterable[str]
+) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """For each block, or each module outside of blocks: its parameters to be summed, by owner."""
+    blocks = repeated_blocks(model)
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for name in summed:
+        owner, _, key = name.rpartition(".")
+        module = model.get_submodule(owner)
+        within = (block for path, block in blocks.items() if owner.startswith(f"{path}."))
+        found.setdefault(next(within, module), []).append((module, key))
+    return found
 
-    A hook on the parameter itself would be lost where FSDP2 puts another in its place.
+
+def _sum_gradients(
+    holder: nn.Module, names: list[tuple[nn.Module, str]], links: Links
+) -> list[Any]:
+    """Have modules read whole parameters as copies whose gradients are summed over the ranks.
+
+    One sum serves all that a block has. A hook on the parameters themselves would be lost where
+    FSDP2 puts others in their place.
     """
-    kept: list[Any] = []
+    copies: dict[tuple[nn.Module, str], Tensor] = {}
+
+    def begin(*_: Any) -> None:
+        found: dict[tuple[nn.Module, str], Any] = {
+            (module, key): module._parameters[key] for module, key in names
+        }
+        found = {place: each for place, each in found.items() if each.requires_grad}
+        if found and torch.is_grad_enabled():
+            made = links.copy_parameters(list(found.values()))
+            copies.update(zip(found, made, strict=True))
+
+    def end(*_: Any) -> None:
+        copies.clear()
+
+    handles: list[Any] = [
+        holder.register_forward_pre_hook(begin),
+        holder.register_forward_hook(end, always_call=True),
+    ]
+    for module in dict.fromkeys(module for module, _ in names):
+        handles += _reads(module, copies)
+    return handles
+
+
+def _reads(module: nn.Module, copies: Mapping[tuple[nn.Module, str], Tensor]) -> list[Any]:
+    """Have a module read copies of its parameters, as far as there are any, while it is called."""
+    kept: list[dict[str, Any]] = []
 
     def enter(*_: Any) -> None:
-        kept.append(module._parameters[key])
-        module._parameters[key] = links.copy_parameter(kept[-1])  # type: ignore[assignment]
+        own: Any = module._parameters
+        kept.append({key: each for key, each in own.items() if (module, key) in copies})
+        own.update({key: copies[module, key] for key in kept[-1]})
 
     def leave(*_: Any) -> None:
-        module._parameters[key] = kept.pop()
+        module._parameters.update(kept.pop())
 
     return [
         module.register_forward_pre_hook(enter),

@@ -8,7 +8,9 @@ are not known here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.errors import RecipeError
+from instep.parallel.tensor.links import Links
+from instep.parallel.tensor.plan import Draw
 
-Whole = Callable[[int, Sequence[int]], tuple[int, int] | None]
-"""From the number of a draw and its shape here: the dimension that is cut and its whole size."""
+Whole = Callable[[int, Sequence[int]], tuple[int, int, tuple[int, int]] | None]
+"""From the number of a draw and its shape here: the dimension that is cut, its whole size, and this
+rank's part of it, [first, stop)."""
 
 _innermost: list[Draws] = []
 
@@ -28,12 +33,11 @@ class Draws(TorchDispatchMode):
 
     Args:
         whole: says which are.
-        part: from a size to this rank's [first, stop).
     """
 
-    def __init__(self, whole: Whole, part: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(self, whole: Whole) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._whole, self._part, self._number = whole, part, 0
+        self._whole, self._number = whole, 0
 
     def __enter__(self) -> Draws:
         _innermost.append(self)
@@ -60,8 +64,7 @@ class Draws(TorchDispatchMode):
         self._number += 1
         if cut is None:
             return func(*args, **kwargs)
-        dim, size = cut
-        first, stop = self._part(size)
+        dim, size, (first, stop) = cut
         if tensor is None:
             sizes = [*shape[:dim], size, *shape[dim + 1 :]]
             return func(sizes, *args[1:], **kwargs).narrow(dim, first, stop - first).clone()
@@ -99,37 +102,58 @@ def _widened(like: Tensor, dim: int, size: int) -> Tensor:
     return made.permute([order.index(each) for each in range(like.dim())])
 
 
-def around(module: nn.Module, make: Callable[[], Draws]) -> list[Any]:
-    """Have each call of a module run within new `Draws`; returns the hooks' handles."""
-    entered: list[Draws] = []
+def around(module: nn.Module, make: Callable[[], Draws]) -> Callable[[], None]:
+    """Have each call of a module run within new `Draws`; returns what undoes it.
 
-    def enter(*_: Any) -> None:
-        entered.append(make().__enter__())
+    It is the module's `forward` that changes: a block that runs again in the backward pass, as
+    `recompute.py` has it, then draws as it did.
+    """
+    own = module.__dict__.get("forward")
+    made: Any = partial(_within, module, own, make)
+    made.__signature__ = inspect.signature(module.forward)
+    module.__dict__["forward"] = made
 
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+    def undo() -> None:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
 
-    return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+    return undo
 
 
-def as_planned(dims: tuple[int | None, ...], ranks: int, name: str) -> Whole:
+def _within(
+    module: nn.Module,
+    own: Callable[..., Any] | None,
+    make: Callable[[], Draws],
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """The module's forward pass; its class's, unless it has one of its own."""
+    with make():
+        return (own or partial(type(module).forward, module))(*arguments, **options)
+
+
+def as_planned(draws: Sequence[Draw | None], links: Links, name: str) -> Whole:
     """The draws of a module as the plan found them.
 
     Raises:
         RecipeError: when it draws more often than it did when the plan was made.
     """
 
-    def whole(number: int, shape: Sequence[int]) -> tuple[int, int] | None:
-        if number >= len(dims):
+    def whole(number: int, shape: Sequence[int]) -> tuple[int, int, tuple[int, int]] | None:
+        if number >= len(draws):
             raise RecipeError(
-                f"{name or 'the model'} draws random numbers more often than the {len(dims)} "
+                f"{name or 'the model'} draws random numbers more often than the {len(draws)} "
                 "times for which its tensor plan was made: which are for cut activations is not "
                 "known. Draw equally often in each call, or set mesh.tensor to 1."
             )
-        dim = dims[number]
-        return None if dim is None else (dim, shape[dim] * ranks)
+        draw = draws[number]
+        if draw is None:
+            return None
+        if draw.stretch:
+            length = links.lengths[draw.stretch]
+            return draw.dim, length, links.share(length)
+        size = shape[draw.dim] * links.ranks
+        return draw.dim, size, links.part(size)
 
     return whole

@@ -1,6 +1,7 @@
 """A tensor plan: which layers are cut how, and why the others stay whole.
 
-A plan is a value: it can be printed, compared and stored. It knows no process and no tensor.
+A plan is a value: it can be printed, compared and stored, and one process can send it to others
+(`to_data`, `from_data`). It knows no process and no tensor.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from instep.errors import SpecError, near_miss
 
 Style = Literal["column", "column_gather", "row", "vocabulary"]
+Change = Literal["gather", "gather_sum", "split", "sum_split"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,38 @@ class Cut:
     outputs are summed."""
     group: str
     """Layers of one name share activations that are cut; for a layer alone its own name."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where a tensor goes into or out of a module and its sequence is split or gathered."""
+
+    side: Literal["input", "output"]
+    number: int
+    """Of the tensor among those of the module's inputs, or outputs."""
+    change: Change
+    """`gather`: it arrives split and is gathered; `gather_sum`: so, and each rank has a summand of
+    the gradient; `split`: a rank goes on with its part; `sum_split`: so, after the sum of what the
+    ranks have."""
+    dim: int
+    """Of the sequence, counted from the last."""
+    stretch: str
+    """The list of blocks within which this sequence is split."""
+
+    @property
+    def in_words(self) -> str:
+        verb = "gathered" if self.change.startswith("gather") else "split"
+        return f"sequence {verb} at its {self.side}"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers that are drawn for an activation that is cut."""
+
+    dim: int
+    """Which is cut."""
+    stretch: str = ""
+    """Of which the sequence is cut, as in `Crossing`; empty where features are."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +78,23 @@ class Plan:
     """Attributes that get another value, such as a number of heads: by module and attribute."""
     summed: tuple[str, ...] = ()
     """Whole parameters that work on cut activations: their gradients are summed over the ranks."""
-    draws: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
-    """Modules that draw random numbers for cut activations: for each draw of one call the
-    dimension that is cut, or None."""
+    draws: Mapping[str, tuple[Draw | None, ...]] = field(default_factory=dict)
+    """Modules that draw random numbers for cut activations: what is cut in each draw of one call,
+    or None."""
+    sequence: Mapping[str, tuple[Crossing, ...]] = field(default_factory=dict)
+    """Modules at which the sequence is split or gathered. Between them each rank has its part."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Lists of blocks in which each rank has the whole sequence, though it was to be split: why."""
+
+    def to_data(self) -> dict[str, Any]:
+        """As dicts, lists, strings and numbers, which JSON and msgpack can carry."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_data` wrote."""
+        return msgspec.convert(data, cls)
 
     def __str__(self) -> str:
         """A table of the modules; layers that differ only by a number share a line."""
@@ -53,6 +103,9 @@ class Plan:
         for name, values in self.edits.items():
             each = ", ".join(f"{key} = {value}" for key, value in values.items())
             told.append((name, f"with {each}"))
+        for name, crossings in self.sequence.items():
+            told += [(name, each.in_words) for each in crossings]
+        told += [(name, f"sequence not split: {why}") for name, why in self.unsplit.items()]
         rows = Counter((numberless(name), text) for name, text in told)
         width = max((len(name) for name, _ in rows), default=0)
         lines = [

@@ -20,6 +20,7 @@ from instep.parallel.tensor.alone import Failed
 from instep.parallel.tensor.flow import END, Flow, container, observe
 from instep.parallel.tensor.layers import kind_of, widths
 from instep.parallel.tensor.plan import Cut, Plan, Style, numberless, styles_of
+from instep.parallel.tensor.sequence import split_sequence
 from instep.parallel.tensor.trial import ComputeLoss, Trial
 
 SMALL = 8
@@ -39,6 +40,7 @@ def find_plan(
     ranks: int,
     *,
     table: Mapping[str, str] | None = None,
+    sequence: bool = False,
 ) -> Plan:
     """How a model is cut over `ranks`; the same on every process that has the same model and batch.
 
@@ -52,12 +54,16 @@ def find_plan(
         ranks: processes that share each product.
         table: the user's own plan: patterns of module names to a style of `plan.Style`, or
             `replicate`. Numbers of heads are still divided where it is needed.
+        sequence: split activations between blocks along the sequence (`sequence.py`).
 
     Raises:
         SpecError: the table has an unknown style, or a pattern that matches nothing.
-        RecipeError: the model cut by the table computes something else.
+        RecipeError: the model cut by the table computes something else; or the sequence is to be
+            split, and no list of blocks allows it.
     """
-    return _Search(model, compute_loss, batch, ranks).plan(table)
+    search = _Search(model, compute_loss, batch, ranks)
+    plan = search.plan(table)
+    return split_sequence(plan, search.trial, search.layers, search.flow) if sequence else plan
 
 
 class _Search:

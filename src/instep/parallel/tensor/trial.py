@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.errors import one_line
+from instep.errors import RecipeError, one_line
+from instep.parallel.blocks import repeated_blocks
 from instep.parallel.nested import on_tensors, tensors_in
 from instep.parallel.tensor.alone import Alone, Failed, Record
 from instep.parallel.tensor.apply import install
 from instep.parallel.tensor.flow import called_modules, container
 from instep.parallel.tensor.masks import Draws, around
-from instep.parallel.tensor.plan import Plan
+from instep.parallel.tensor.plan import Draw, Plan
 
 ComputeLoss = Callable[[nn.Module, Any], Tensor]
 
@@ -44,7 +45,7 @@ class Found(NamedTuple):
     """What a trial that passed says about the plan."""
 
     summed: tuple[str, ...]
-    draws: dict[str, tuple[int | None, ...]]
+    draws: dict[str, tuple[Draw | None, ...]]
 
 
 class Trial:
@@ -96,10 +97,12 @@ class Trial:
         undo = install(self.model, replace(plan, edits={}), record, lambda whole, dim: whole)
         try:
             same, _ = self._compute(regions, record.draws)
+        except RecipeError as error:
+            raise Failed(str(error)) from error
         finally:
             undo()
         self._compare("the loss", torch.tensor(same.loss), torch.tensor(self._whole.loss))
-        ranks = [Alone(rank, self.ranks, record) for rank in range(self.ranks)]
+        ranks = [Alone(rank, self.ranks, record, plan.draws) for rank in range(self.ranks)]
         summed: set[str] = set()
         totals: dict[str, Tensor] = {}
         for links in ranks:
@@ -108,12 +111,12 @@ class Trial:
         for name in summed:
             self._compare(f"the gradient of {name}", totals[name], self._gradient(name))
         self._all_through_copies(replace(plan, summed=tuple(sorted(summed))), regions, record)
-        return Found(tuple(sorted(summed)), ranks[0].dims())
+        return Found(tuple(sorted(summed)), ranks[0].draws_found())
 
     def _all_through_copies(self, plan: Plan, regions: set[str], record: Record) -> None:
         """Whether gradients to be summed come only from calls of the parameters' own modules."""
         if plan.summed:
-            links = Alone(0, self.ranks, record)
+            links = Alone(0, self.ranks, record, plan.draws)
             result, _ = self._on_rank(plan, regions, links, {})
             for name in plan.summed:
                 if result.grads[name] is not None:
@@ -176,11 +179,13 @@ class Trial:
     ) -> tuple[_Pass, dict[str, nn.Parameter]]:
         """Losses and gradients of the model as it is now, and its parameters."""
         outputs: list[Tensor] = []
-        handles = [self.model.register_forward_hook(lambda *each: _keep(outputs, each[-1]))]
+        kept = self.model.register_forward_hook(lambda *each: _keep(outputs, each[-1]))
+        undo: list[Callable[[], None]] = [kept.remove]
         for name in regions:
             module = self.model.get_submodule(name)
             assert draws is not None
-            handles += around(module, partial(draws, name))
+            undo.append(around(module, partial(draws, name)))
+            undo.append(module.register_forward_hook(_no_fast_path).remove)
         parameters = dict(self.model.named_parameters())
         try:
             self.model.zero_grad(set_to_none=True)
@@ -194,8 +199,8 @@ class Trial:
             for module, mode in self._modes.items():
                 module.training = mode
             self.model.zero_grad(set_to_none=True)
-            for handle in handles:
-                handle.remove()
+            for each in reversed(undo):
+                each()
         return _Pass(float(loss.detach()), evaluated, grads, outputs), parameters
 
     def _gradient(self, name: str) -> Tensor:
@@ -206,11 +211,16 @@ class Trial:
         groups: dict[str, set[str]] = defaultdict(set)
         for name, cut in plan.cuts.items():
             groups[cut.group].add(name)
-        return {
+        regions = {
             container(names, self.called)
             for group, names in groups.items()
             if any(plan.cuts[name].style == "column" for name in names)
         }
+        if plan.sequence:  # residuals are cut too
+            blocks = repeated_blocks(self.model).keys() & self.called
+            within = tuple(f"{region}." for region in regions)
+            regions |= {"", *(each for each in blocks if not each.startswith(within))}
+        return regions
 
     def _compare(self, what: str, given: Tensor, wanted: Tensor) -> None:
         if given.shape != wanted.shape:
@@ -248,6 +258,10 @@ class _Pass(NamedTuple):
     grads: dict[str, Tensor | None]
     outputs: list[Tensor]
     """What the model gave, in all passes."""
+
+
+def _no_fast_path(*_: Any) -> None:
+    """torch's encoder calls all its layers in eval mode too if one of them has a hook."""
 
 
 def _dense(grad: Tensor | None) -> Tensor | None:

@@ -28,7 +28,13 @@ from instep.report.page.markup import (
 from instep.store.audit import EpochAudit
 from instep.store.run_folder import Event, RunFolder
 from instep.units import readable_bytes, readable_count, readable_seconds, readable_share
-from instep.words import corruption_in_words, member, some_members, start_in_words
+from instep.words import (
+    corruption_in_words,
+    member,
+    mesh_in_words,
+    some_members,
+    start_in_words,
+)
 
 _ENDINGS = {
     "completed": ("good", "Completed"),
@@ -259,6 +265,8 @@ def configuration(folder: RunFolder) -> Html:
         "validation samples": ready.get("validation_samples"),
         "same as one machine": folder.last("same_as_one_machine").get("verdict"),
     }
+    if checked := folder.last("mesh_checked"):
+        facts["mesh and one process"] = mesh_in_words(checked)
     if loaded := folder.last("model_loaded"):
         facts["started from"] = start_in_words(loaded)
     if adapted := folder.last("lora_added"):

@@ -16,6 +16,7 @@ from instep.words import (
     corruption_in_words,
     member,
     members,
+    mesh_in_words,
     of_what,
     short_number,
     start_in_words,
@@ -40,6 +41,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[str]:
         yield f"wrong   {corruption_in_words(event)}"
     if same := summary["same_as_one_machine"]:
         yield f"same    as one machine: {same}"
+    if (checked := folder.last("mesh_checked")).get("blocks"):
+        yield f"mesh    and one process: {mesh_in_words(checked)}"
     if loaded := folder.last("model_loaded"):
         yield f"start   {start_in_words(loaded)}"
     if adapted := folder.last("lora_added"):

@@ -198,6 +198,7 @@ class OwnRounds(OwnLoop):
                 self._update.advance()
         participant.total += now.total
         participant.weight += now.weight
+        participant.whole += now.weight
         participant.size += now.samples
         try:
             if local.ends:

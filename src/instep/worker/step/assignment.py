@@ -65,6 +65,8 @@ class Lockstep:
         finished: what is computed already.
         mesh: of a replica. Work is dealt to replicas, and each is known by its first rank; the
             ranks of one compute at the same time.
+        unit: how many micro-batches a replica is dealt as one; its `shard` ranks have one each. Or
+            one, which all of them share (`JobSpec.unit`).
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class Lockstep:
         by_speed: bool,
         finished: Finished = NOTHING_FINISHED,
         mesh: MeshSpec = ONE_RANK,
+        unit: int | None = None,
     ) -> None:
         self._form, self._train, self._samples, self._finished = form, train, samples, finished
         self.workers = [member for member in form.members if member not in form.servers]
         """By rank; servers have the ranks behind them, and no work."""
         self._ranks = len(self.workers)
-        self._mesh = mesh
+        self._mesh, self._unit = mesh, mesh.shard if unit is None else unit
         self._working = [
             n
             for n, worker in enumerate(self.workers)
@@ -101,35 +104,32 @@ class Lockstep:
             merge: whether micro-batches that follow each other are one pass.
             whole: whether all of a member are.
         """
-        speeds, rank = self.dealing.speeds, self._form.rank
+        speeds, replica = self.dealing.speeds, self._form.rank - self._form.rank % self._mesh.ranks
         for step in range(first, last + 1):
             where = position(step, self._samples, self._train.global_batch)
             parts = parts_of(where, self._train)
             if step == self._finished.step:
-                yield (
-                    where,
-                    share_of_these(where, parts, self._around_finished(parts, speeds)[rank]),
-                )
+                units = self._around_finished(parts, speeds)[replica]
+                yield where, share_of_these(where, parts, units)
                 continue
-            first = rank - rank % self._mesh.ranks
-            if first not in self._working:
+            if replica not in self._working:
                 yield where, Share([], where.stop, where.stop)
                 continue
             share = share_of(
                 where,
                 parts,
                 len(self._working),
-                self._working.index(first),
+                self._working.index(replica),
                 merge=merge,
                 speeds=speeds,
                 whole=whole,
-                shard=self._mesh.shard,
+                shard=self._unit,
             )
             yield where, self._within_replica(where, parts, share)
 
     def _within_replica(self, where: Position, parts: int, share: Share) -> Share:
         """This rank's part of each pass of its replica."""
-        if self._mesh.shard == 1:
+        if self._unit == 1:
             return share
         place = self._mesh.coordinate(self._form.rank).shard
         passes = [part_of(where, parts, each, self._mesh.shard, place) for each in share.passes]
@@ -165,7 +165,7 @@ class Lockstep:
                 )
                 for unit, *range_ in _stretches(where, parts, units)
             ]
-        dealt = deal_units(parts, len(self._working), speeds, self._mesh.shard)
+        dealt = deal_units(parts, len(self._working), speeds, self._unit)
         first = dict(zip(self._working, dealt, strict=True))
         return [
             (
@@ -185,7 +185,7 @@ class Lockstep:
 
     def _ranges(self, where: Position, parts: int, speeds: Speeds | None) -> list[tuple[int, int]]:
         """Positions [first, stop) of each rank; empty for one that drains."""
-        ranges = ranges_of(where, parts, len(self._working), speeds, self._mesh.shard)
+        ranges = ranges_of(where, parts, len(self._working), speeds, self._unit)
         working = dict(zip(self._working, ranges, strict=True))
         return [working.get(rank, (where.stop, where.stop)) for rank in range(self._ranks)]
 

@@ -23,7 +23,6 @@ import math
 import os
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +38,13 @@ from instep.comm.late_errors import LateErrors
 from instep.comm.torch_comm import TorchComm
 from instep.data.order import Position
 from instep.errors import PeerError, RecipeError, SpecError, Unrepeatable, WorkerError
-from instep.records import Attempt, Law
-from instep.state.boxes import MeshRank, local
+from instep.records import Attempt
+from instep.state.boxes import MeshRank
 from instep.store.ledger import Ledger, mend
-from instep.sync.base import Mover, Servers, Strategy
+from instep.sync.base import InMesh, Mover, Servers, Strategy
 from instep.sync.norm import norm, squares
-from instep.system.host_memory import HostMemory
 from instep.worker.member import Member
+from instep.worker.step.alike import check_parameters
 from instep.worker.step.assignment import Lockstep
 from instep.worker.step.buffers import Buffers
 from instep.worker.step.catch_up import Beginning
@@ -55,6 +54,7 @@ from instep.worker.step.gradients import Gradients
 from instep.worker.step.host_copy import HostCopy
 from instep.worker.step.notes import Notes
 from instep.worker.step.observers import Observer
+from instep.worker.step.own_state import OwnState
 from instep.worker.step.passes import Pass
 from instep.worker.step.skipping import scale_gradients, share_read
 from instep.worker.step.slots import Split, give
@@ -140,9 +140,6 @@ class Engine:
         self.observers = observers
         self.parameters, self._ends = parameters, ends
         self._mesh, self._split = mesh, split
-        own = any(turn.strategy.laws for turn in turns)
-        # what one rank of a mesh has staged, no other of its replica has
-        self._votes = votes or own or self._mesh.ranks > 1
         self._parts = member.job.per_commit.micro_batches
         self._exact = self._parts + more if member.job.train.determinism == "bits" else 0
         self._device = parameters[0].device
@@ -161,10 +158,14 @@ class Engine:
         self._comm: Comm | None = None
         self._column: Comm = AloneComm()
         self._slots = [turn.parameters for turn in turns]
+        self._holders = list[list[tuple[int, ...]]]([] for _ in turns)
         if split is not None:
             self._slots = [split.slots(turn.parameters) for turn in turns]
-        self.memory = HostMemory() if own else None
-        """Keeps what this worker alone has, should it be killed."""
+            self._holders = [[*map(split.holders, turn.parameters)] for turn in turns]
+        self.own = OwnState(member, self.state, model, turns[0], self._slots[0], self._holders[0])
+        """What this worker alone has."""
+        # what one rank of a mesh has staged, no other of its replica has
+        self._votes = votes or self.own.memory is not None or mesh.ranks > 1
         whole = mesh.ranks > 1 and self._device.type == "cpu"
         self._host_copy = HostCopy() if whole else None
         self.clock = Clock(begin=time.time())
@@ -185,6 +186,11 @@ class Engine:
     def update(self) -> Update:
         """Of this turn."""
         return self.turns[self.turn].update
+
+    @property
+    def slots(self) -> list[nn.Parameter]:
+        """What this rank has of the parameters of this turn; see `slots.py`."""
+        return self._slots[self.turn]
 
     @property
     def ends_step(self) -> bool:
@@ -215,7 +221,7 @@ class Engine:
         form = self.member.form
         assert form is not None, "no generation yet"
         if form.checkpoint is not None:
-            for memory in (self.memory, self._host_copy):
+            for memory in (self.own.memory, self._host_copy):
                 if memory is not None:
                     memory.clear()
             if self.state.held and not form.checkpoint:
@@ -223,7 +229,7 @@ class Engine:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._drop()
             self.state.load(Path(form.checkpoint) if form.checkpoint else None, ends=form.ends)
-            self.strategy.load_own(self._by_slot(self.state.own) if comm.rank == 0 else {})
+            self.own.load(self.state.own if column.rank == 0 else {})
             self.state.tried = form.generation
             return False
         if not self.applies_staged:
@@ -244,7 +250,7 @@ class Engine:
         fresh = not self.state.held
         self.state.share(column, self._within_column(there))
         if fresh:
-            self._take_what_was_left()
+            self.own.take_what_was_left()
         self.state.tried = form.generation
         return there.shared
 
@@ -272,6 +278,7 @@ class Engine:
         if found is None:
             return None
         self.state.take(found[1], "the memory of this host")
+        self.own.take_what_was_left()
         step = self.state.progress.step
         self.state.settled = max(0, step - 1)  # what follows the commit may not have been done
         return step
@@ -286,71 +293,14 @@ class Engine:
         course, number = self.state.progress.course, self.state.number
         copy.keep(self.state.for_another(), Attempt(course, number, form.generation))
 
-    def _take_what_was_left(self) -> None:
-        """This process takes the place of another: what that one alone had lies in memory."""
-        if self.memory is None:
-            return
-        taken = False
-        for stamp in self.memory.stamps():
-            # of an older commit where its process was replaced on another host meanwhile
-            newest = stamp[:2] == (self.state.progress.course, self.state.number)
-            counts = newest and self.state.happened(Attempt(*stamp))
-            # the newest: one before it is of before others handed theirs over
-            left = self.memory.at(*stamp) if counts and not taken else None
-            if left is not None:
-                self.strategy.load_left(left, self.parameters)
-                taken = True
-            else:
-                self.memory.forget(*stamp)
-        number = self.member.number
-        lasts = Law.SUM in self.strategy.laws.values()
-        if lasts and not taken and number in self.state.owners:
-            self.member.emit(
-                "warning",
-                text=f"worker {number}: the memory that its last process left on its host is gone "
-                "or damaged; what only that one had, such as gradients still to be sent, is lost.",
-            )
-
     def own_state(self) -> dict[str, Tensor]:
-        """What only single workers have, summed over them, as `KIND/PARAMETER`; all call it.
+        """What only single workers have, as `KIND/PARAMETER`: summed over those that have the same
+        place in their replicas, all of which call it.
 
         Raises:
             PeerError: a member went away meanwhile.
         """
-        own = self._named(Law.SUM)
-        for name in sorted(own):
-            self.comm.all_reduce(own[name]).wait()
-        return own
-
-    def shard(self) -> dict[str, Tensor]:
-        """What this worker alone has of what moves with its holder: a server's part of the
-        optimizer's state, as `PARAMETER/NAME/START:STOP`."""
-        return {name.split("/", 1)[1]: tensor for name, tensor in self._named(Law.MOVE).items()}
-
-    def _named(self, law: Law) -> dict[str, Tensor]:
-        """The strategy's own state under a law, by the parameters' names."""
-        own, names = self.strategy.own_state(), self._names
-        kinds = [name.split("/", 2) for name in own]
-        return {
-            "/".join((kind, names[int(slot)], *more)): tensor
-            for (kind, slot, *more), tensor in zip(kinds, own.values(), strict=True)
-            if self.strategy.laws[kind] is law
-        }
-
-    def _by_slot(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `own_state` gave, as the strategy calls it."""
-        slots = {name: slot for slot, name in enumerate(self._names)}
-        kinds = [name.split("/", 1) for name in named]
-        return {
-            f"{kind}/{slots[name]}": total
-            for (kind, name), total in zip(kinds, named.values(), strict=True)
-        }
-
-    @property
-    def _names(self) -> list[str]:
-        """Of the parameters, in their order."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [names[id(parameter)] for parameter in self.parameters]
+        return self.own.summed(self._column)
 
     def start(
         self, comm: Comm, column: Comm, assignment: Lockstep, *, compare: bool = True
@@ -369,7 +319,7 @@ class Engine:
             PeerError: a member went away meanwhile.
         """
         if compare:
-            _check_equal(self.model, column)
+            check_parameters(self.model, column)
         member, form = self.member, self.member.form
         assert form is not None, "no generation yet"
         self.assignment = assignment
@@ -400,16 +350,18 @@ class Engine:
             assert isinstance(self.update, Mover), "the optimizer of servers"
             servers = Servers([form.members.index(n) for n in form.servers], self.update)
         meshed = self._mesh.ranks > 1
-        for turn, slots in zip(self.turns, self._slots, strict=True):
+        column_members = self._mesh.column(form.members, form.members[form.rank])
+        for turn, slots, holders in zip(self.turns, self._slots, self._holders, strict=True):
             turn.strategy.start(
                 slots,
                 LateErrors(column) if meshed else column,
                 notes=0 if meshed else self._notes.size,
                 parts=self._exact,
-                memory=self.memory,
+                memory=self.own.memory,
                 at=Attempt(self.state.progress.course, self.state.number, form.generation),
-                draining=[form.members.index(worker) for worker in form.draining],
+                draining=[column_members.index(n) for n in form.draining if n in column_members],
                 servers=servers,
+                mesh=InMesh(comm, holders) if meshed else None,
             )
         self.gradients = [Gradients(slots, self.take) for slots in self._slots]
         self._comm, self._column = comm, column
@@ -617,10 +569,7 @@ class Engine:
         elif self._measures:
             self._fill_slots()
         if fits and self._measures and place[0] == 0:
-            assert self._split is not None, "a mesh"
-            pairs = zip(self._slots[self.turn], self.turns[self.turn].parameters, strict=True)
-            gradients = [s.grad for s, p in pairs if s.grad is not None and self._split.counts(p)]
-            notes["squares"][place[1]] = math.fsum(squares(gradients).tolist())
+            notes["squares"][place[1]] = self.squares()
         summed = self._notes.pack(notes)
         self.comm.all_reduce(summed).wait()
         if not self._notes.unpack(summed)["again"][0]:
@@ -629,6 +578,13 @@ class Engine:
             self.strategy.abandon()
         self._slots_filled = False
         return None
+
+    def squares(self) -> float:
+        """The sum of the squares of this rank's part of the gradient, as it lies in the slots."""
+        assert self._split is not None, "a mesh"
+        pairs = zip(self.slots, self.turns[self.turn].parameters, strict=True)
+        gradients = [s.grad for s, p in pairs if s.grad is not None and self._split.counts(p)]
+        return math.fsum(squares(gradients).tolist())
 
     def _fill_slots(self) -> None:
         """Give each slot its agreed gradient, once."""
@@ -716,8 +672,8 @@ class Engine:
         self._fill_slots()
         agreed, turn = self._staged.agreed, self.turns[self.turn]
         if agreed.scale != 1.0:
-            scale_gradients(self._slots[self.turn], agreed.scale)
-        give(self._slots[self.turn], turn.parameters)
+            scale_gradients(self.slots, agreed.scale)
+        give(self.slots, turn.parameters)
         turn.update.known_norm = agreed.norm
         self._handed_out = True
 
@@ -771,7 +727,7 @@ class Engine:
         if not self._handed_out:
             self.hand_out()
         found = self.strategy.apply(lambda: move(step))
-        give(self._slots[self.turn], self.turns[self.turn].parameters)
+        give(self.slots, self.turns[self.turn].parameters)
         self.buffers.after_update()
         losses = (*self.state.progress.turns, agreed.loss)
         not_finite = [loss for loss in losses if not math.isfinite(loss)]
@@ -846,51 +802,3 @@ def make_comms(
         everyone.close()
         raise
     return everyone, column
-
-
-def check_lengths(comm: Comm, device: torch.device, **lengths: int) -> None:
-    """Refuse datasets that are not the same in every worker, before the first step.
-
-    Raises:
-        RecipeError: a length differs from rank 0's.
-    """
-    own = torch.tensor(list(lengths.values()), dtype=torch.float64, device=device)
-    first = own.clone()
-    comm.broadcast(first)
-    for name, mine, theirs in zip(lengths, own.tolist(), first.tolist(), strict=True):
-        if mine != theirs:
-            raise RecipeError(
-                f"Recipe.{name} has {mine:.0f} samples on rank {comm.rank}, but {theirs:.0f} on "
-                "rank 0: the recipe must give the same datasets in every process."
-            )
-
-
-def _check_equal(model: nn.Module, comm: Comm) -> None:
-    """Compare a checksum of every parameter and buffer with those of the other workers."""
-    if comm.size == 1:
-        return
-    named = list(model.named_parameters()) + list(model.named_buffers())
-    device = named[0][1].device
-    own = torch.tensor([_checksum(tensor) for _, tensor in named], dtype=torch.float64)
-    size = torch.tensor([float(len(named))], dtype=torch.float64, device=device)
-    comm.broadcast(size)
-    if int(size) != len(named):
-        raise RecipeError(
-            f"the recipe built {len(named)} parameters and buffers on rank {comm.rank}, but "
-            f"{int(size)} on rank 0: it must build the same model in every process."
-        )
-    first = own.to(device, copy=True)  # on the CPU too: the broadcast overwrites it
-    comm.broadcast(first)
-    for (name, _), mine, theirs in zip(named, own.tolist(), first.tolist(), strict=True):
-        if mine != theirs:
-            raise RecipeError(
-                f"{name!r} has other values on rank {comm.rank} than on rank 0: the recipe "
-                "draws from something that the job's seed does not set (time, process id, "
-                "an unseeded generator, the order of a set), or loads a file that is not the same "
-                "everywhere."
-            )
-
-
-def _checksum(tensor: Tensor) -> float:
-    plain = local(tensor.detach()).to("cpu").contiguous().reshape(-1)
-    return float(zlib.crc32(plain.view(torch.uint8).numpy().data)) if plain.numel() else 0.0

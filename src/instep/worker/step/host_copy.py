@@ -2,7 +2,7 @@
 
 A replica that loses a rank is started again whole. Where it is the only one, nobody else has the
 parameters. So each of its ranks copies what a commit left into memory that outlives it; the
-processes that take their places continue from there, if all copies are of the same commit. What a
+processes that take their places continue from the newest commit of which all have a copy. What a
 snapshot holds is not known here.
 """
 
@@ -22,14 +22,14 @@ from instep.state.snapshot import Snapshot
 from instep.system.host_memory import HostMemory
 
 _FACTS = "facts"
-_NOTHING = Attempt(-1, -1, -1)
+_NOTHING, _SLOTS = Attempt(-1, -1, -1), 2
 
 
 class HostCopy:
     """Two slots of host memory, for the last commit and the one that is being copied."""
 
     def __init__(self) -> None:
-        self._memory = HostMemory()
+        self._memory = HostMemory(part=1)
         self._layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.lasts = self._memory.outlives
         """Whether the memory outlives this process; else nothing is copied."""
@@ -55,7 +55,11 @@ class HostCopy:
         self._memory.staged(*at)
 
     def of_all(self, comm: Comm, device: torch.device) -> tuple[Attempt, Snapshot] | None:
-        """What an earlier process left, if all ranks of the replica have the same commit whole.
+        """What earlier processes left of the newest commit of which all ranks have a copy.
+
+        A rank that is killed in the middle of a copy has the commit before it, and so have the
+        others: none begins a commit before all have ended the last one. What a rank has of a newer
+        commit is forgotten; its step is taken again.
 
         Args:
             comm: the replica's ranks; each calls this.
@@ -65,13 +69,20 @@ class HostCopy:
             The commit, and what this rank had of it; tensors are copies.
         """
         stamps = self._memory.stamps() if self.lasts else []
-        newest = Attempt(*stamps[0]) if stamps else _NOTHING
-        held = self._memory.at(*newest) if stamps else None
-        table = torch.zeros(comm.size, len(newest), dtype=torch.int64, device=device)
-        table[comm.rank] = torch.tensor(newest if held is not None else _NOTHING)
+        mine = [Attempt(*stamp) for stamp in stamps if self._memory.at(*stamp) is not None]
+        table = torch.zeros(comm.size, _SLOTS, len(_NOTHING), dtype=torch.int64, device=device)
+        table[comm.rank] = torch.tensor([*mine, _NOTHING, _NOTHING][:_SLOTS])
         comm.all_reduce(table).wait()
-        if held is None or any(row != list(newest) for row in table.tolist()):
+        ranks = [{Attempt(*each) for each in row} - {_NOTHING} for row in table.tolist()]
+        common = set.intersection(*ranks)
+        if not common:
             return None
+        newest = max(common)
+        for each in mine:
+            if each > newest:
+                self._memory.forget(*each)
+        held = self._memory.at(*newest)
+        assert held is not None, "it was there"
         return newest, _snapshot(held)
 
     def clear(self) -> None:

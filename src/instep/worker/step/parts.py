@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from instep.comm.buckets import laid_out_like
 from instep.comm.dtensors import is_split, split_like
 from instep.errors import CheckpointError
+from instep.parallel.host_state import placed
 from instep.state.boxes import Cut, MeshRank, cut_of, local, primary
 from instep.state.pieces import Pieces
 from instep.worker.step.served import kept_as, taken
@@ -191,11 +192,9 @@ def restore_optimizer(pieces: Pieces, group: str, optimizer: Optimizer, model: n
     for _, parameter in _named(optimizer, model):
         saved_as = next((each for each in aliases[id(parameter)] if each in kept), None)
         if saved_as is not None:
-            optimizer.state[parameter] = {
-                own: value
-                for state in kept[saved_as]
-                for own, value in [_value(pieces, f"{group}/{saved_as}", state, parameter)]
-            }
+            of = f"{group}/{saved_as}"
+            values = dict(_value(pieces, of, state, parameter) for state in kept[saved_as])
+            optimizer.state[parameter] = placed(optimizer, values)
 
 
 def _numbers(pieces: Pieces, group: str) -> Iterable[str]:

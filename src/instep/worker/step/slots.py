@@ -25,6 +25,9 @@ class Split(Protocol):
         """Whether this rank adds its part of a parameter to a sum over the replica; one rank does,
         of those that have the same."""
 
+    def holders(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The ranks of the replica that have the same part of a parameter, in their order."""
+
 
 def give(slots: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]) -> None:
     """Have each parameter's gradient be what its slot has, or none where it has none."""

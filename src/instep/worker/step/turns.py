@@ -1,4 +1,4 @@
-"""The updates of a step, where it has several, and what a job cannot have with them.
+"""The updates of a step, where it has several.
 
 Which is due, the engine knows; what their losses are, the recipe does.
 """
@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from instep.data.order import key
-from instep.errors import SpecError
 from instep.recipe.build import Built
-from instep.recipe.recipe import Recipe
 from instep.spec import JobSpec
 from instep.sync.base import Strategy, make_strategy
 from instep.worker.step.passes import OF_PASS
@@ -55,39 +53,3 @@ def make_turns(built: Built, job: JobSpec, scaler: torch.amp.GradScaler) -> list
 def key_of_pass(seed: int, step: int, number: int, turn: int) -> int:
     """What the draws of a pass are keyed by; the first turn draws what a single update would."""
     return key(seed, OF_PASS, step, number, *((turn,) if turn else ()))
-
-
-def check_turns(job: JobSpec, recipe: Recipe) -> None:
-    """Refuse what a job wants that a recipe with several updates in a step cannot have.
-
-    Raises:
-        SpecError: naming it.
-    """
-    if not recipe.turns:
-        return
-    refused = [
-        (job.check.corruption, "check.corruption = true", "repeats the pass of a single update"),
-        (
-            job.train.batch_norm == "global",
-            "train.batch_norm = 'global'",
-            "runs the whole batch of a worker as the one pass of a step",
-        ),
-        (
-            job.sync.name != "all_reduce",
-            f"sync.name = {job.sync.name!r}",
-            "agrees on one optimizer; all_reduce agrees on each",
-        ),
-        (
-            job.sync.codec != "none",
-            f"sync.codec = {job.sync.codec!r}",
-            "carries over what it drops of a single gradient",
-        ),
-        (
-            bool(job.start.learning_rates),
-            "start.learning_rates",
-            "makes groups for a single optimizer; give them in Turn.optimizer",
-        ),
-    ]
-    for wanted, name, why in refused:
-        if wanted:
-            raise SpecError(f"{name} cannot be used with Recipe.turns: it {why}. Leave it out.")

@@ -5,7 +5,7 @@ of a mesh is used. How a mesh computes, and what its ranks hold, is for the call
 counts as the same is decided in `parallel/gate.py`.
 
 The order: a `Gate` of the whole model on every rank; `compute` on rank 0; the mesh is made; its
-ranks compute the same batch within `moved`; `compare` on every rank.
+ranks `agree`, and compute the same batch within `moved`; `compare` on every rank.
 """
 
 from __future__ import annotations
@@ -105,12 +105,15 @@ class Gate:
         }
         self._reference: dict[str, Tensor] = {}
 
-    def compute(self, passes: Iterable[WholePass], blocks: Sequence[str] = ()) -> None:
+    def compute(
+        self, passes: Iterable[WholePass], blocks: Sequence[str] = (), *, copied: bool = False
+    ) -> None:
         """Compute the reference, on a copy of the model in float32 without autocast; on rank 0.
 
         Args:
             passes: of the global batch.
             blocks: names of modules at which the draws of a pass are keyed anew, as in stages.
+            copied: whether the model is a copy already, and need not stay as it is.
 
         Raises:
             Exception: of whatever kind, the model cannot be copied.
@@ -118,15 +121,15 @@ class Gate:
         """
         forward = self._forward
         original = Copied(forward.model, forward.losses)
-        copied = original.again(by_batch=True)
-        with forward.on(copied.model, "float32", copied.losses):
-            model = TrialModel(forward, copied, original, self._seed)
+        own = original if copied else original.again(by_batch=True)
+        with forward.on(own.model, "float32", own.losses):
+            model = TrialModel(forward, own, original, self._seed)
             model.move()
             weight = 0.0
             for batch, size, keys, sizes, part in passes:
                 model.draws = partial(_draws, keys, sizes)
                 if blocks:
-                    model.draws = partial(_drawn_by_block, copied.model, blocks, (keys[0], part))
+                    model.draws = partial(_drawn_by_block, own.model, blocks, (keys[0], part))
                 found = model.run(batch, size)
                 if found is None:  # nothing in it counts
                     continue
@@ -137,6 +140,11 @@ class Gate:
                     self._reference[name] = total if before is None else before.add_(total)
         for gradient in self._reference.values():
             gradient.div_(weight or 1.0)
+
+    def agree(self, comm: Comm) -> None:
+        """Take from rank 0 what only who has the whole model knows; all ranks of the mesh call
+        this."""
+        self._moves.agree(comm, self._forward.device)
 
     def moved(self, parts: Iterable[tuple[str, Box, Tensor]]) -> AbstractContextManager[None]:
         """In this context the parameters of a mesh are where those of the reference were.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from instep.comm.base import Comm
 from instep.data.order import key
 
 _BY = 0.05
@@ -26,7 +27,8 @@ class Moves:
     """The moves of a model's parameters.
 
     Args:
-        model: whole, with its parameters at their start.
+        model: whole, with its parameters at their start; if they are on the meta device, `agree`
+            says how far they move.
         seed: of the moves.
     """
 
@@ -35,8 +37,19 @@ class Moves:
         self._by: dict[str, tuple[torch.Size, float]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
-                rms = float(parameter.detach().float().square().mean().sqrt())
+                values = torch.zeros(1) if parameter.is_meta else parameter.detach().float()
+                rms = float(values.square().mean().sqrt())
                 self._by[name] = parameter.shape, _BY * (rms if 0 < rms < math.inf else 1.0)
+
+    def agree(self, comm: Comm, device: torch.device) -> None:
+        """Move parameters as far as rank 0 does; all ranks call this with models of one kind."""
+        by = [by for _, by in self._by.values()]
+        agreed = torch.tensor(by, dtype=torch.float64, device=device)
+        comm.broadcast(agreed)
+        self._by = {
+            name: (shape, by)
+            for (name, (shape, _)), by in zip(self._by.items(), agreed.tolist(), strict=True)
+        }
 
     @torch.no_grad()
     def move(self, name: str, held: Tensor, box: Sequence[tuple[int, int]] | None = None) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+
+from torch import nn
 
 from instep.data.loader import Loader, Read, Slice
 from instep.data.order import key, position, steps_in_epoch
+from instep.parallel.two_blocks import TwoBlocks
 from instep.recipe.forward import Forward
 from instep.spec import JobSpec
+from instep.system.kernels import per_machine
 from instep.worker.step.passes import OF_PASS, parts_of, share_of
 from instep.worker.trial.sameness import (
     LEAST,
@@ -19,6 +23,7 @@ from instep.worker.trial.sameness import (
     mean_of,
     try_out,
 )
+from instep.worker.trial.two_blocks import on_two_blocks
 from instep.worker.trial_result import Trial
 
 _SPOTS = 32
@@ -42,6 +47,32 @@ def try_recipe(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> 
         forward.take_turn(number)
         trials[turn.name] = _try_loss(forward, loader, job, samples)
     return combined(trials) if trials else _try_loss(forward, loader, job, samples)
+
+
+def try_blocks(
+    forward: Forward,
+    loader: Loader,
+    job: JobSpec,
+    samples: int,
+    fill: Callable[[nn.Module], None],
+) -> Trial:
+    """The same for a model that one process cannot hold: micro-batches stay apart.
+
+    What the loss of a Hugging Face model is a mean of shows in two of its blocks.
+
+    Args:
+        forward, loader, job, samples: as for `try_recipe`.
+        fill: as for `two_blocks.on_two_blocks`.
+    """
+    found = ""
+    if forward.recipe.compute_loss is not None and forward.recipe.weight is None:
+        processes = per_machine(job.workers, len(job.launch.hosts))
+        blocks = TwoBlocks(forward.model)
+        with suppress(Exception), on_two_blocks(forward, blocks, fill, processes):
+            places = _Places(job, samples)
+            found = _mean_of(forward, loader, places, key(job.seed, OF_PASS, 0))
+    why = "the model is too large for one process to try the whole of it"
+    return Trial(False, why, f"not shown: {why}", found)
 
 
 def _try_loss(forward: Forward, loader: Loader, job: JobSpec, samples: int) -> Trial:

@@ -1,0 +1,137 @@
+"""Write `docs/concepts/what-goes-together.md` from the table that jobs are checked by.
+
+python docs/make_together.py            write the page
+python docs/make_together.py --check    exit 1 if the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from instep.comm.codecs import CODECS
+from instep.sync import STRATEGIES
+from instep.sync.clashes import AXES, CLASHES
+
+PAGE = Path(__file__).resolve().parent / "concepts" / "what-goes-together.md"
+
+ROWS: dict[str, tuple[str, ...]] = {
+    **{f"`sync.name = {name!r}`": (name,) for name in STRATEGIES},
+    "averaging, `local_optimizers = 'kept'`": ("averaging",),
+    **{f"`sync.codec = {name!r}`": ("codec",) for name in CODECS if name != "none"},
+    "`train.determinism = 'bits'`": ("bits",),
+    "averaging with `determinism = 'bits'`": ("averaging", "bits"),
+    "`train.batch_norm = 'global'`": ("batch_norm",),
+    "`train.precision = 'bfloat16'`": (),
+    "`train.precision = 'float16'`": ("float16",),
+    "`train.max_grad_norm`": (),
+    "`stop.gradient_norm`": ("norm_rule",),
+    "`check.corruption`": ("corruption",),
+    "`start.learning_rates`": ("learning_rates",),
+    "a loop of your own": ("own_loop",),
+    "`Recipe.turns`": ("turns",),
+    "`Recipe.batch_loss`": ("batch_loss",),
+}
+"""What the page tells of, and the settings that it takes."""
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "no `[mesh]`": (),
+    **{f"`{axis}`": (axis,) for axis in AXES},
+    "several": AXES,
+}
+
+_OPENING = """# What goes together
+
+After this page you know which settings of a job, and which parts of a recipe, can be used together.
+What cannot is refused before anything is trained, with the reason:
+
+```text
+mesh.shard = 2 does not go with check.corruption = true: it compares states that every worker has.
+Leave one of the two out.
+```
+
+`docs/make_together.py` writes this page from the table that jobs are checked by
+(`src/instep/sync/clashes.py`).
+
+## With a mesh
+
+A [replica of several processes](../guides/sharding.md) is one worker to what happens between
+replicas: a participant of [averaging](../guides/averaging.md) is a whole replica, and each of its
+processes sends, encodes and remembers what it has of the parameters. "several" is a mesh with more
+than one of these axes.
+
+"""
+
+_REASONS = """
+Why not: {reasons}
+
+In `stages` with `shard`, `zero` must be 2.
+
+With averaging, a participant's samples of a local step are cut into one part for each process of
+`shard`. A layer that looks at its batch sees that part, and dropout is drawn for it. With
+`local_optimizers = "kept"` the mesh cannot change when the run is resumed, as with
+`determinism = "bits"`.
+
+## Without one
+
+All other pairs of the settings above go together, but for a loop of your own, which takes less by
+itself ([its guide](../guides/from-python-and-torchrun.md#your-own-loop)). These do not:
+
+| | | why |
+|---|---|---|
+"""
+
+_END = """
+Next: [strategies](strategies.md), or [sharding a model](../guides/sharding.md).
+"""
+
+
+def clash(one: Iterable[str], other: Iterable[str]) -> str:
+    """Why two groups of settings do not go together; empty if they do."""
+    every, among = set(one), set(other)
+    for (first, second), why in CLASHES.items():
+        if (first in every and second in among) or (second in every and first in among):
+            return why
+    return ""
+
+
+def page() -> str:
+    """The whole page."""
+    reasons: list[str] = []
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row, wanted in ROWS.items():
+        cells = []
+        for column in COLUMNS.values():
+            why = clash(wanted, column)
+            if why and why not in reasons:
+                reasons.append(why)
+            cells.append(f"no ({reasons.index(why) + 1})" if why else "yes")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    numbered = "; ".join(f"({n}) {why}" for n, why in enumerate(reasons, 1))
+    pairs = [
+        f"| {_name(one)} | {_name(other)} | {why} |"
+        for (one, other), why in CLASHES.items()
+        if one not in AXES
+    ]
+    table = "\n".join(lines) + "\n"
+    middle = _REASONS.format(reasons=f"{numbered}.")
+    return _OPENING + table + middle + "\n".join(pairs) + "\n" + _END
+
+
+def _name(setting: str) -> str:
+    """As the first row that takes only this one calls it."""
+    named = (row for row, wanted in ROWS.items() if wanted == (setting,))
+    return next(named, "`train.device = 'cuda'`" if setting == "cuda" else setting)
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    if "--check" in sys.argv[1:]:
+        return int(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Which settings do not go together, and why: the one table, for the checks and for the page.
+
+`docs/make_together.py` writes `docs/concepts/what-goes-together.md` from it. What a setting needs
+by itself, and what its values may be, is checked where it is read. Way in: `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from instep.errors import SpecError
+from instep.spec import JobSpec
+from instep.sync import ROUNDS, SERVERS
+
+
+class Traits(Protocol):
+    """What a recipe has that not every job can train."""
+
+    @property
+    def turns(self) -> object:
+        """Several updates in a step, if there are any."""
+
+    @property
+    def batch_loss(self) -> object:
+        """A loss over the whole batch, if there is one."""
+
+
+class Setting(NamedTuple):
+    """Something that a job or a recipe asks for."""
+
+    name: str
+    """As a sentence says it; `job` may stand in it."""
+    asked: Callable[[JobSpec, Traits | None], bool]
+
+
+def _turns(job: JobSpec, recipe: Traits | None) -> bool:
+    return recipe is not None and bool(recipe.turns)
+
+
+def _batch_loss(job: JobSpec, recipe: Traits | None) -> bool:
+    return recipe is not None and recipe.batch_loss is not None
+
+
+SETTINGS = {
+    "averaging": Setting("sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in ROUNDS),
+    "server_sync": Setting(
+        "sync.name = {job.sync.name!r}", lambda job, _: job.sync.name in SERVERS
+    ),
+    "codec": Setting("sync.codec = {job.sync.codec!r}", lambda job, _: job.sync.codec != "none"),
+    "shard": Setting("mesh.shard = {job.mesh.shard}", lambda job, _: job.mesh.shard > 1),
+    "tensor": Setting("mesh.tensor = {job.mesh.tensor}", lambda job, _: job.mesh.tensor > 1),
+    "stages": Setting("mesh.stages = {job.mesh.stages}", lambda job, _: job.mesh.stages > 1),
+    "bits": Setting("train.determinism = 'bits'", lambda job, _: job.train.determinism == "bits"),
+    "batch_norm": Setting(
+        "train.batch_norm = 'global'", lambda job, _: job.train.batch_norm == "global"
+    ),
+    "cuda": Setting("train.device = 'cuda'", lambda job, _: job.train.device == "cuda"),
+    "float16": Setting(
+        "train.precision = 'float16'", lambda job, _: job.train.precision == "float16"
+    ),
+    "corruption": Setting("check.corruption = true", lambda job, _: job.check.corruption),
+    "norm_rule": Setting("stop.gradient_norm", lambda job, _: job.stop.by_norm),
+    "learning_rates": Setting(
+        "start.learning_rates", lambda job, _: bool(job.start.learning_rates)
+    ),
+    "own_loop": Setting("a loop of your own", lambda job, _: job.recipe.endswith(":__main__")),
+    "turns": Setting("Recipe.turns", _turns),
+    "batch_loss": Setting("Recipe.batch_loss", _batch_loss),
+}
+
+AXES = ("shard", "tensor", "stages")
+
+_OWN_STEPS = "participants take steps of their own, and the workers never have a common gradient"
+_ON_THE_HOST = "servers and workers compute on the CPU"
+_ONE_OPTIMIZER = "its strategy agrees on the gradient of one optimizer; all_reduce agrees on each"
+
+CLASHES: dict[tuple[str, str], str] = {
+    ("averaging", "codec"): _OWN_STEPS,
+    ("averaging", "batch_norm"): _OWN_STEPS,
+    ("averaging", "float16"): _OWN_STEPS,
+    ("averaging", "corruption"): _OWN_STEPS,
+    ("averaging", "norm_rule"): _OWN_STEPS,
+    ("averaging", "turns"): _ONE_OPTIMIZER,
+    ("averaging", "batch_loss"): "participants take their steps apart, and the loss is of the "
+    "global batch of all of them",
+    ("server_sync", "codec"): "servers are sent plain numbers",
+    ("server_sync", "cuda"): _ON_THE_HOST,
+    ("server_sync", "float16"): _ON_THE_HOST,
+    ("server_sync", "corruption"): "it compares states that every worker has",
+    ("server_sync", "own_loop"): "your own loop calls the optimizer, which is on the servers",
+    ("server_sync", "turns"): _ONE_OPTIMIZER,
+    ("codec", "bits"): "what a codec drops depends on how many workers there are",
+    ("codec", "corruption"): "gradients are not compared to the bit",
+    ("codec", "float16"): "the scale of the loss changes",
+    ("codec", "turns"): "it carries over what it drops of a single gradient",
+    ("corruption", "turns"): "it repeats the pass of a single update",
+    ("corruption", "batch_loss"): "it repeats passes of other workers, and the gradients of such a "
+    "loss follow from the whole global batch",
+    (
+        "bits",
+        "batch_norm",
+    ): "the same bits need each micro-batch computed apart",  # also in `spec.py`
+    ("batch_norm", "turns"): "it runs the whole batch of a worker as the one pass of a step",
+    ("learning_rates", "turns"): "it makes groups for a single optimizer; give them in "
+    "Turn.optimizer",
+} | {
+    (axis, setting): why
+    for setting, why in {
+        "server_sync": "servers share out whole parameters, and a process of a replica has parts",
+        "float16": "the scale of the loss follows from whole gradients",
+        "corruption": "it compares states that every worker has",
+        "own_loop": "only the model of a recipe is split",
+        "turns": "the processes of a replica run the passes of one update together",
+        "batch_loss": "it computes each batch twice, and the processes of a replica once",
+    }.items()
+    for axis in AXES
+}
+"""Pairs of settings, and why they do not go together."""
+
+
+def clashes(job: JobSpec, recipe: Traits | None = None) -> Iterator[tuple[str, str]]:
+    """The pairs that a job asks for, and a recipe where it is known, and that clash."""
+    for pair in CLASHES:
+        if all(SETTINGS[name].asked(job, recipe) for name in pair):
+            yield pair
+
+
+def check(job: JobSpec, recipe: Traits | None = None) -> None:
+    """Refuse settings that do not go together.
+
+    Args:
+        job: what is asked for.
+        recipe: the same; left out where it has not been built.
+
+    Raises:
+        SpecError: naming two of them, and the reason.
+    """
+    for pair in clashes(job, recipe):
+        one, other = (SETTINGS[name].name.format(job=job) for name in pair)
+        raise SpecError(
+            f"{one} does not go with {other}: {CLASHES[pair]}. Leave one of the two out."
+        )

@@ -1,0 +1,95 @@
+"""What a master of predictions knows of a replica: its turns, and for whom its processes wait."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from instep.client.batches import START
+from instep.client.predict_replicas import Process, Replica
+from instep.comm.channel import Peer
+from instep.comm.messages import READING
+from instep.spec import MeshSpec
+from instep.system.lease import Lease
+from instep.system.processes import Watched
+
+
+@pytest.fixture
+def made() -> Iterator[Replica]:
+    """The second replica of three processes, all of them there and ready."""
+    made = Replica(1, MeshSpec(shard=3))
+    for own in made.numbers:
+        made.processes[own] = Process(
+            own,
+            Peer(socket.socket(), 1),
+            Watched(os.getpid()),
+            Lease(os.getpid(), 0.0),
+            marks=own,
+            since=0.0,
+            ready=True,
+        )
+    every = list(made.processes.values())
+    yield made
+    for process in every:
+        process.peer.socket.close()
+        process.system.close()
+
+
+def test_it_is_ready_with_all_of_its_processes(made: Replica):
+    assert made.ready
+    assert made.marks == 3
+    made.processes[4].killed = "it hung"
+    assert not made.ready
+    del made.processes[4]
+    assert not made.ready
+
+
+def test_a_turn_is_there_until_all_of_its_batches_have_a_part(made: Replica):
+    made.give([[0, 1, 2], [3, 4]])
+    for batch in (1, 2, 3):
+        made.finish(batch)
+    assert list(made.turns) == [[0, 1, 2], [3, 4]]
+    made.finish(0)
+    assert list(made.turns) == [[3, 4]]
+    assert made.drop() == [4]
+    assert not made.turns
+
+
+def test_a_process_is_at_the_batch_at_its_place(made: Replica):
+    first, second, third = made.processes.values()
+    assert made.batch_of(first) == START
+    made.give([[5, 6, 7], [8, 9]])
+    assert [made.batch_of(process) for process in (first, second, third)] == [5, 6, 7]
+    made.finish(6)
+    assert made.batch_of(second) == 9
+    for batch in (5, 7):
+        made.finish(batch)
+    assert [made.batch_of(process) for process in (first, second, third)] == [8, 9, 8]
+    third.ready = False
+    assert made.batch_of(third) == START
+
+
+def test_all_wait_for_one_that_reads_and_for_none_that_has_nothing_to_do(made: Replica):
+    first, second, third = made.processes.values()
+    assert made.slowest() is None
+    made.give([[0, 1, 2]])
+    first.since, second.since, third.since = 3.0, 4.0, 5.0
+    assert made.slowest() is first
+    assert made.since == 5.0
+    third.at = (READING, 1)
+    assert made.slowest() is third
+    second.killed = "it was stopped"
+    assert made.slowest() is None
+
+
+@pytest.mark.parametrize(("reads", "waits_for"), [(True, 4), (False, None)])
+def test_one_that_builds_may_take_any_time_but_not_a_read(
+    made: Replica, reads: bool, waits_for: int | None
+):
+    made.processes[4].ready = False
+    made.processes[4].at = (READING, 0) if reads else ("building", 0)
+    slowest = made.slowest()
+    assert (slowest.number if slowest else None) == waits_for

@@ -1,0 +1,67 @@
+"""What does not go together is refused in one sentence, and nothing else is."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from instep import spec_file
+from instep.errors import SpecError
+from instep.sync.clashes import CLASHES, SETTINGS, check
+
+JOBS = {
+    "averaging": {"sync": {"name": "averaging", "participants": 8}},
+    "server_sync": {"sync": {"name": "server_sync"}},
+    "codec": {"sync": {"codec": "int8"}},
+    "shard": {"mesh": {"shard": 2}},
+    "tensor": {"mesh": {"tensor": 2}},
+    "stages": {"mesh": {"stages": 2}},
+    "bits": {"train": {"determinism": "bits"}},
+    "batch_norm": {"train": {"batch_norm": "global"}},
+    "cuda": {"train": {"device": "cuda"}},
+    "float16": {"train": {"precision": "float16"}},
+    "corruption": {"train": {"determinism": "bits"}, "check": {"corruption": True}},
+    "norm_rule": {"stop": {"gradient_norm": 0.5}},
+    "learning_rates": {"start": {"learning_rates": {"a.*": 0.1}}},
+    "own_loop": {"recipe": "a.py:__main__"},
+    "turns": {},
+    "batch_loss": {},
+}
+NEEDS = {"corruption": {"bits"}}
+"""Settings that another brings along."""
+
+
+def asking_for(*names):
+    table = {"recipe": "a.py:recipe", "workers": 8}
+    for name in names:
+        for section, keys in JOBS[name].items():
+            value = {**table.get(section, {}), **keys} if isinstance(keys, dict) else keys
+            table[section] = value
+    recipe = SimpleNamespace(
+        turns=[1, 2] if "turns" in names else [],
+        batch_loss=print if "batch_loss" in names else None,
+    )
+    return spec_file.build(table, source="a test"), recipe
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_is_seen_where_it_is_asked_for_and_only_there(name):
+    given = asking_for(name)
+    seen = {other for other, setting in SETTINGS.items() if setting.asked(*given)}
+    assert seen == {name} | NEEDS.get(name, set())
+    check(*given)
+
+
+@pytest.mark.parametrize(
+    "pair", [p for p in itertools.combinations(SETTINGS, 2) if p != ("averaging", "server_sync")]
+)
+def test_a_pair_is_refused_if_the_table_has_it_and_only_then(pair):
+    asked = {*pair}.union(*(NEEDS.get(name, ()) for name in pair))
+    wanted = [CLASHES[each] for each in CLASHES if asked.issuperset(each)]
+    if not wanted:
+        check(*asking_for(*pair))
+        return
+    with pytest.raises(SpecError) as refused:
+        check(*asking_for(*pair))
+    assert any(f": {why}. Leave one of " in str(refused.value) for why in wanted)
+    assert "{" not in str(refused.value)
