@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ def checkpoint_blocks(model: nn.Module, blocks: Mapping[str, nn.Module] | None =
         block.__dict__["forward"] = functools.partial(_again, block, own)  # a copy has its own
 
 
+def within(block: nn.Module, make: Callable[[], AbstractContextManager[Any]]) -> None:
+    """When a block runs again, it does so in such a context: its hooks are not called again."""
+    block.__dict__[_WITHIN] = make
+
+
+_WITHIN = "_runs_again_within"
+
+
 def _again(
     block: nn.Module, own: Callable[..., Any] | None, *arguments: Any, **options: Any
 ) -> Any:
@@ -49,7 +58,14 @@ def _again(
     forward = own or functools.partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    return checkpoint(forward, *arguments, use_reentrant=False, **without_caches(options))
+    make = block.__dict__.get(_WITHIN, nullcontext)
+    return checkpoint(
+        forward,
+        *arguments,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), make()),
+        **without_caches(options),
+    )
 
 
 def without_caches(options: dict[str, Any]) -> dict[str, Any]:

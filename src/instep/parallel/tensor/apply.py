@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from instep.parallel.blocks import repeated_blocks
+from instep.parallel.recompute import within
 from instep.parallel.tensor.crossings import cross
 from instep.parallel.tensor.layers import cut_dims, exchange, kind_of, widths
 from instep.parallel.tensor.links import GroupLinks, Links
@@ -56,6 +57,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for name, draws in plan.draws.items():
         whole = as_planned(draws, links, name)
         around(model.get_submodule(name), partial(Draws, whole))
+        within(model.get_submodule(name), partial(Draws, whole))
 
 
 def _of_stage(plan: Plan, model: nn.Module) -> Plan:
